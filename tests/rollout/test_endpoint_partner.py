@@ -50,7 +50,8 @@ def spans(completion: Completion) -> Iterator[tuple[str, str]]:
     for start, end in pairwise(edges):
         if start < end and completion.author[start] == 0:
             parts = completion.tokens[:start], completion.tokens[start:end]
-            yield tuple(tokenizer().decode(part, skip_special_tokens=True) for part in parts)  # type: ignore[misc]
+            before, span = (tokenizer().decode(part, skip_special_tokens=True) for part in parts)
+            yield before, span
 
 
 def endpoint(answer: Callable[[list[int], int], Reply]) -> FakeJudge:

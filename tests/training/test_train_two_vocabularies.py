@@ -58,7 +58,7 @@ def test_a_run_trains_the_senior_and_resumes(
     def dying(run: loop.Run, step: int, *others: object) -> object:
         if step == 3:
             raise RuntimeError("lost")
-        return step_of(run, step, *others)  # type: ignore[arg-type]
+        return step_of(run, step, *others)  # type: ignore[arg-type]  # `others` are those of `step_of`
 
     monkeypatch.setattr(loop, "train_step", dying)
     with pytest.raises(RuntimeError, match="lost"):
@@ -91,7 +91,7 @@ def test_what_needs_one_vocabulary_is_refused(tiny_pair: Path, other_junior: Pat
     assert "the junior has 290 of its own" in checked()
     settings = config(tiny_pair, tmp_path, f"model.junior={other_junior}", KNOBS[0])
     with pytest.raises(ConfigError, match=r"pass none, and use selection\.strategy=before_word"):
-        Preflight(settings, strategy=lambda step: None).vocabularies()  # type: ignore[arg-type,return-value]
+        Preflight(settings, strategy=lambda step: None).vocabularies()  # type: ignore[arg-type,return-value]  # never called
     alone = config(tiny_pair, tmp_path, f"model.junior={other_junior}", "selection.strategy=solo")
     assert not Preflight(alone).prompts[0][0].junior  # the senior writes alone
 

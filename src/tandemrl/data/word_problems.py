@@ -32,7 +32,7 @@ DEFAULT_COUNTS: dict[Split, int] = {"train": 2048, "heldout": 256}
 MOST: dict[Split, int] = {"train": 8192, "heldout": 1024}
 """How many rows a split can have. There are more questions."""
 MAX_VALUE = 30
-"""Small, so that wrong answers are about what to compute. A model of this size cannot compute with larger numbers."""
+"""Small, so that most wrong answers are about what to compute, not about large sums and products."""
 MAX_TOKENS = 44
 """Enough for every solution and its EOS, with common tokenizers."""
 

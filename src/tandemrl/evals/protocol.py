@@ -106,9 +106,8 @@ def strategies(
     """The strategies of a phase by the names of its arms.
 
     The tandem phase draws the authors of turns if training does, and those of words otherwise; of whole words, if the
-    models have two vocabularies. The handoff phase has
-    two arms that alternate by steps, and in an environment three more that change authors between turns. In all other
-    phases the senior writes alone.
+    models have two vocabularies. The handoff phase has two arms that alternate by steps, and in an environment three
+    more that change authors between turns. In all other phases the senior writes alone.
 
     Args:
         vocabulary: how many token ids the models can write, if that is more than the tokenizer has.

@@ -1,5 +1,6 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
+import filecmp
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -283,6 +284,6 @@ class Session:
 
 
 def _same_tokenizer_file(*models: str) -> bool:
-    """Whether these are folders with equal ``tokenizer.json``. They have one vocabulary, and nothing is loaded."""
-    files = [Path(model) / "tokenizer.json" for model in models]
-    return all(file.is_file() for file in files) and len({file.read_bytes() for file in files}) == 1
+    """Whether these two are folders with equal ``tokenizer.json``. They have one vocabulary, and nothing is loaded."""
+    one, other = files = [Path(model) / "tokenizer.json" for model in models]
+    return all(file.is_file() for file in files) and filecmp.cmp(one, other, shallow=False)

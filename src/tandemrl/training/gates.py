@@ -76,7 +76,9 @@ def check_starts(strategy: Strategy, starts: Tensor | None, removed: Tensor | No
             table is not None and first is not None and torch.equal(table.cpu(), first.cpu())
         )
         if not same:
-            raise TrainError(f"step {step}: its strategy has other starts than that of step 1; give all steps the same")
+            raise TrainError(
+                f"step {step}: its strategy has other starts or removed ids than that of step 1; give all the same"
+            )
 
 
 def check_untranslatable(completions: Sequence[Completion], share: float) -> None:
@@ -90,9 +92,8 @@ def check_untranslatable(completions: Sequence[Completion], share: float) -> Non
         raise TrainError(
             f"{lost} of {total} rollouts are untranslatable, more than selection.max_untranslatable={share:g}: one "
             "model writes what the other's tokenizer reads as another text or other words (cut characters, special "
-            "tokens, accents). "
-            "Choose a junior whose tokenizer suits the senior's (tandemrl check --senior S --junior J), lower "
-            "rollout.temperature, or raise the limit: what is left out biases the gradient"
+            "tokens, accents). Choose a junior whose tokenizer suits the senior's (tandemrl check --senior S --junior "
+            "J), lower rollout.temperature, or raise the limit: what is left out biases the gradient"
         )
 
 

@@ -95,7 +95,7 @@ def pretrained_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[
         if found.has(BASE, arm)
     ]
     several = ", mean over seeds" if len(found.seeds) > 1 else ""
-    for reference, equal, margin in (("grpo_8", "trained tokens", 0.05), ("grpo", "rollouts", 0.1)):
+    for reference, equal, margin in (("grpo_8", "trained tokens", SOLO_MARGIN), ("grpo", "rollouts", 2 * SOLO_MARGIN)):
         if (difference := _solo_difference(pair, contrasts, "tandem_self", than=reference)) is not None:
             holds: Verdict = "holds" if difference.mean >= -margin else "fails"
             name = f"tandem GRPO - GRPO in solo pass@1, at equal numbers of {equal}{several}"

@@ -54,7 +54,7 @@ class Steps(NamedTuple):
 
 STEPS: dict[str, Steps] = {PLAIN: Steps(10, 10), "word_problems_terse": Steps(20, 40)}
 """The steps of each pair. After ten and twenty SmolLM2 solves about a sixth and a third of the problems. A longer warm
-start makes its texts so alike that few groups of rollouts differ in reward, and reinforcement learning gains less."""
+start makes its texts more alike, and groups of rollouts then differ less in reward."""
 
 
 def build_pretrained_pair(
