@@ -449,7 +449,7 @@ def test_the_arms_of_the_experiment() -> None:
     }
     assert {config.selection.prob_senior for name, config in configs.items() if name not in alone} == {0.5}
     assert [arm.name for arm in quick.arms] == ["grpo", "tandem_self"]
-    assert (quick.seeds, quick.problems, quick.samples) == ((0,), 128, 2)
+    assert (quick.seeds, quick.problems, quick.samples) == ((0,), 128, 1)
     assert experiments.command_line(quick) == "tandemrl experiment smollm2-quick"
 
 

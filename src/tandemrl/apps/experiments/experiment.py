@@ -212,7 +212,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         name="smollm2-quick",
         seeds=(0,),
         problems=128,
-        samples=2,
+        samples=1,
     ),
 }
 
