@@ -23,10 +23,12 @@ from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.models.sampling import Truncation
+from tandemrl.models.sampling import Truncation, race_times
+from tandemrl.rollout import two_vocabularies
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, before_word, boundaries, solo, word
+from tandemrl.selection import Strategy, before_word, boundaries, draws, solo, word
 from tandemrl.selection.whole_words import before_text_word, text_tables
 from tandemrl.types import Author, Rollout
 
@@ -186,6 +188,27 @@ def test_texts_and_their_authors_come_about_as_often_as_they_should(sampling: Sa
     assert statistic < bound
 
 
+@pytest.mark.parametrize("planted", [False, True])
+def test_no_two_tokens_of_a_text_come_from_one_number(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if planted:  # the junior draws from the senior's streams, at its own count of tokens
+        share_the_streams(monkeypatch)
+    drawn: dict[int, set[int]] = defaultdict(set)
+
+    def recorded(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        drawn[vocabulary] |= set(keys.tolist())
+        return race_times(keys, vocabulary)
+
+    monkeypatch.setattr(two_vocabularies, "race_times", recorded)
+    engine().generate([request(PLAIN, 40)])
+    assert min(len(drawn[len(names)]) for names in (ONE, OTHER)) > 40
+    assert bool(drawn[len(ONE)] & drawn[len(OTHER)]) == planted
+
+
+def share_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "JUNIOR_SAMPLING", draws.SAMPLING)
+    monkeypatch.setattr(draws, "JUNIOR_HANDOVER", draws.HANDOVER)
+
+
 def rollout(c: Completion) -> Rollout:
     none, context = np.zeros(len(PROMPT)), np.full(len(PROMPT), Author.CONTEXT)
     assert c.handover_logprobs is not None
@@ -262,7 +285,10 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
     assert 0 < passes.junior < passes.tokens
 
 
-def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(tiny_pair: Path, record_property: Any) -> None:
+def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(
+    tiny_pair: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_the_streams(monkeypatch)  # one vocabulary has one count of tokens
     senior, junior = (load_model(tiny_pair / name) for name in ("senior", "junior"))
     known = load_tokenizer(tiny_pair / "senior")
     prompts, _ = encode_prompts(load_rows(["synthetic:plain:train:24"]), known, max_prompt_tokens=128)
@@ -291,6 +317,37 @@ def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(tiny_pair
             assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-5)
     record_property("canonical", canonical / len(together))
     assert canonical > 0.6 * len(together)
+
+
+@pytest.mark.parametrize("limit", ["max_position_embeddings", "sliding_window"])
+def test_a_text_ends_where_the_junior_sees_no_more_of_it(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    junior, senior = (prepared(copy.deepcopy(model).float()) for model in untouched())
+    setattr(junior.config, limit, 9)
+    if limit == "sliding_window":
+        junior.config.use_sliding_window = junior.model.has_sliding_layers = True
+        junior.config.layer_types = ["sliding_attention"]
+        for module in junior.modules():
+            if hasattr(module, "sliding_window"):
+                module.sliding_window = 9
+    narrow = TorchEngine(senior, junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], max_rows=8)
+    made, partners = narrow._make_partner, list[Any]()
+    assert made is not None
+    monkeypatch.setattr(narrow, "_make_partner", lambda *given: partners.append(made(*given)) or partners[-1])
+    found = flat(narrow.generate([request(Sampling(max_tokens=40), 60)]))
+    check_authors(found, strategy())
+    assert not bool(partners[0]._half.live.any())  # nobody decodes a text that has ended
+    short = [c for c in found if c.stop_reason == "length" and len(c.tokens) < 40]
+    assert len(short) > 8
+    whole = {c.key: c.tokens.tolist() for c in flat(engine().generate([request(Sampling(max_tokens=40), 60)]))}
+    for completion in short:
+        assert len(whole[completion.key]) > len(completion.tokens)
+        assert whole[completion.key][: len(completion.tokens)] == completion.tokens.tolist()
+
+
+def test_a_few_untranslatable_texts_are_chance() -> None:
+    assert check_untranslatable(["eos"] * 49 + ["untranslatable"], 0.01, EngineError) == 1
+    with pytest.raises(EngineError, match=r"8 of 50 texts are untranslatable, more than .*max_untranslatable=0\.01"):
+        check_untranslatable(["eos"] * 42 + ["untranslatable"] * 8, 0.01, EngineError)
 
 
 def test_what_cannot_be_expressed_ends_a_text_and_is_named() -> None:

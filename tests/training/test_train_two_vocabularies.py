@@ -1,6 +1,8 @@
 """Runs with a junior that has a vocabulary of its own: what is trained, what stops them, what they refuse."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +71,7 @@ def test_a_run_trains_the_senior_and_resumes(
 
 def test_too_many_untranslatable_rollouts_stop_a_run(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
     settings = config(tiny_pair, tmp_path / "out", f"model.junior={other_junior}", "rollout.temperature=3", *KNOBS)
-    with pytest.raises(TrainError, match=r"of 16 rollouts are untranslatable, .*max_untranslatable=0\.01.*--junior J"):
+    with pytest.raises(TrainError, match=r"of 16 texts are untranslatable, .*max_untranslatable=0\.01.*--junior J"):
         train(settings, quiet=True)
 
 
@@ -94,6 +96,22 @@ def test_what_needs_one_vocabulary_is_refused(tiny_pair: Path, other_junior: Pat
         Preflight(settings, strategy=lambda step: None).vocabularies()  # type: ignore[arg-type,return-value]  # never called
     alone = config(tiny_pair, tmp_path, f"model.junior={other_junior}", "selection.strategy=solo")
     assert not Preflight(alone).prompts[0][0].junior  # the senior writes alone
+
+
+def test_the_junior_s_context_is_counted_in_its_own_tokens(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
+    short = shutil.copytree(other_junior, tmp_path / "short")
+    settings = config(tiny_pair, tmp_path, f"model.junior={short}", KNOBS[0])
+    prompts = Preflight(settings).prompts[0]
+    longest = max(len(prompt.junior) for prompt in prompts)
+    assert longest > max(len(prompt.tokens) for prompt in prompts)
+    stored = json.loads((short / "config.json").read_text())
+    for context in (longest + settings.rollout.max_tokens, longest + settings.rollout.max_tokens - 1):
+        (short / "config.json").write_text(json.dumps(stored | {"max_position_embeddings": context}))
+        if context >= longest + settings.rollout.max_tokens:
+            Preflight(settings).train_data()
+            continue
+        with pytest.raises(ConfigError, match=rf"its {longest} tokens and .* the context of model\.junior, {context} "):
+            Preflight(settings).train_data()
 
 
 def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(

@@ -31,6 +31,7 @@ from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.envs.episodes import make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.worker import answering
+from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
@@ -207,7 +208,9 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     stored = _stored(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
     samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
     if phase in BY_TEXT and session.junior_tokenizer is not None:
-        counters["untranslatable"] = _untranslatable(samples, config.selection.max_untranslatable)
+        counters["untranslatable"] = check_untranslatable(
+            [sample.stop_reason for sample in samples], config.selection.max_untranslatable, EvalError
+        )
         counters["failed"] = sum(sample.stop_reason == "failed" for sample in samples)
     draw = DRAW if stored is None else stored.draw
     if phase in READ:
@@ -239,22 +242,6 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
     seeds |= {} if draw is None else {"draw": draw}
     return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
-
-
-def _untranslatable(samples: Sequence[Sample], share: float) -> int:
-    """How many samples cannot be expressed in both vocabularies. They count as wrong, and have no score.
-
-    Raises:
-        EvalError: they are more than ``share`` of all.
-    """
-    lost = sum(sample.stop_reason == "untranslatable" for sample in samples)
-    if lost > share * len(samples):
-        raise EvalError(
-            f"{lost} of {len(samples)} samples are untranslatable, more than selection.max_untranslatable={share:g}: "
-            "one model writes what the other's tokenizer reads as another text or other words; choose a junior whose "
-            "tokenizer suits the senior's (tandemrl check --senior S --junior J), or raise the limit"
-        )
-    return lost
 
 
 def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample]:

@@ -245,8 +245,8 @@ def extend(
     """
     device = model.get_output_embeddings().weight.device
     longest = max(map(len, chunks))
-    width = max(starts) + longest
-    cache.reserve(width)
+    width = max(start + len(chunk) for start, chunk in zip(starts, chunks, strict=True))
+    cache.reserve(max(starts) + longest)
     size = max(1, PREFILL_TOKENS // longest)
     for some in (slice(i, i + size) for i in range(0, len(rows), size)):
         start, count = torch.tensor(starts[some])[:, None], torch.tensor([*map(len, chunks[some])])[:, None]

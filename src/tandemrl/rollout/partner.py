@@ -1,6 +1,7 @@
 """The contract of a junior with a vocabulary of its own: text in, text out, a run of whole words at a time."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from tandemrl.rollout.decoding_rows import Row
@@ -66,6 +67,25 @@ class Partner(Protocol):
 
 MakePartner = Callable[[Sequence[Request], int], Partner]
 """(the requests of a call, how many completions they ask for) -> the partner of this call."""
+
+
+def check_untranslatable(reasons: Collection[str], share: float, error: type[Exception]) -> int:
+    """How many texts ended as ``untranslatable``: no more than ``share``, but for chance (6σ).
+
+    Args:
+        reasons: the stop reason of every text.
+        error: what is raised if there are more.
+    """
+    total, lost = len(reasons), sum(reason == "untranslatable" for reason in reasons)
+    if lost > total * share + 6 * math.sqrt(total * share * (1 - share)):
+        raise error(
+            f"{lost} of {total} texts are untranslatable, more than selection.max_untranslatable={share:g}: one model "
+            "writes what the other's tokenizer reads as another text or other words (cut characters, special tokens, "
+            "accents). Choose a junior whose tokenizer suits the senior's (tandemrl check --senior S --junior J), "
+            "lower rollout.temperature, or raise the limit: what is left out biases the gradient, and counts as wrong "
+            "in evaluations"
+        )
+    return lost
 
 
 def check_partnered(index: int, request: Request, *, apart: bool) -> None:

@@ -21,7 +21,8 @@ from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import LOST, Aborts, EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import extend
 from tandemrl.rollout.partner import Ask, MakePartner, Span, SpanEnd
-from tandemrl.selection.draws import HANDOVER, fold_in, stream
+from tandemrl.selection import draws
+from tandemrl.selection.draws import fold_in, stream
 from tandemrl.selection.whole_words import TextTables
 from tandemrl.selection.words import Vocabulary, last_word, read, spell, whole_characters, word_starts
 
@@ -50,6 +51,8 @@ class Half(DecodingBatch):
     ) -> None:
         super().__init__(decoder, requests, total, turns=False)
         self.senior, self.spelling = senior, vocabulary
+        self.sampling = draws.SAMPLING if senior else draws.JUNIOR_SAMPLING
+        self.handover = draws.HANDOVER if senior else draws.JUNIOR_HANDOVER
         self.texts: dict[int, bytes] = {}
         """By number: the text up to the last handover."""
         self.handed: list[int] = []
@@ -70,6 +73,7 @@ class Half(DecodingBatch):
     def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
         entries = super()._entries(rows, torch.ones_like(author))  # whoever writes here is model 1
         own = author == self.senior
+        entries["stream"] = stream(torch.tensor([row.key for row in rows], dtype=torch.int64), self.sampling)
         self.texts |= dict.fromkeys((row.number for row in rows), b"")
         opening, since = torch.zeros_like(author), torch.zeros(len(rows), dtype=torch.int64)
         return entries | {"paused": ~own, "opening": opening, "since": since, "mass": torch.zeros(len(rows))}
@@ -93,7 +97,7 @@ class Half(DecodingBatch):
         keys = self.stream
         if bool(self.opening.any()):
             of_requests = torch.tensor([row.key for row in self.rows], dtype=torch.int64)
-            keys = torch.where(self.opening, stream(of_requests, HANDOVER), keys)
+            keys = torch.where(self.opening, stream(of_requests, self.handover), keys)
         return race_times(fold_in(keys, self.written + self.shift).to(self.device), self.decoder.vocabulary)
 
     def _one_token(self) -> Block:
@@ -241,6 +245,7 @@ class TwoVocabularies(Half):
         spans, places = self.partner.spans(wait=not self.writes), self.places()
         taken = [each for span in spans if (each := self._taken(places[span.number], span)) is not None]
         self.receive(taken)
+        self._forget(self.rows[each.row] for each in taken if each.reason is not None)
         new = sum(len(each.tokens) for each in taken)
         self.passes = self.passes._replace(tokens=self.passes.tokens + new, junior=self.partner.passes.junior)
         return written + new, ended

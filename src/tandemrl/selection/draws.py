@@ -16,6 +16,9 @@ SAMPLING = 2
 """The stream that tokens are sampled from. It is separate, so that prob_senior cannot change what a model samples."""
 HANDOVER = 3
 """The stream for a token that replaces a dropped one: the numbers that drew the dropped one have told something."""
+JUNIOR_SAMPLING, JUNIOR_HANDOVER = 4, 5
+"""The same two streams for a junior with a vocabulary of its own. It counts its tokens by itself, so in the senior's
+streams a token of each could come from one number, and the gradient would not be exact."""
 
 _MASK = (1 << 64) - 1
 
@@ -89,8 +92,8 @@ def mix(keys: Int64[Tensor, " b"], *words: int) -> Int64[Tensor, " b"]:
 
 
 def stream(keys: Int64[Tensor, " b"], which: int) -> Int64[Tensor, " b"]:
-    """The keys of one stream of the same requests: ``mix64(key, which)``, where ``which`` is SELECTION, SAMPLING
-    or HANDOVER."""
+    """The keys of one stream of the same requests: ``mix64(key, which)``, where ``which`` is SELECTION,
+    SAMPLING, ..."""
     return mix(keys, which)
 
 

@@ -16,7 +16,7 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import gathering, packed_logits
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import kept_tokens
-from tandemrl.rollout.engine import Completion, Draws
+from tandemrl.rollout.engine import Draws
 from tandemrl.selection import Strategy
 
 SIGMAS = 6.0
@@ -79,22 +79,6 @@ def check_starts(strategy: Strategy, starts: Tensor | None, removed: Tensor | No
             raise TrainError(
                 f"step {step}: its strategy has other starts or removed ids than that of step 1; give all the same"
             )
-
-
-def check_untranslatable(completions: Sequence[Completion], share: float) -> None:
-    """Check that hardly any rollouts of a step end as ``untranslatable``: no more than ``share``, within 6σ.
-
-    Raises:
-        TrainError: there are more.
-    """
-    total, lost = len(completions), sum(c.stop_reason == "untranslatable" for c in completions)
-    if lost > total * share + SIGMAS * math.sqrt(total * share * (1 - share)):
-        raise TrainError(
-            f"{lost} of {total} rollouts are untranslatable, more than selection.max_untranslatable={share:g}: one "
-            "model writes what the other's tokenizer reads as another text or other words (cut characters, special "
-            "tokens, accents). Choose a junior whose tokenizer suits the senior's (tandemrl check --senior S --junior "
-            "J), lower rollout.temperature, or raise the limit: what is left out biases the gradient"
-        )
 
 
 def mismatch_limit(config: Config, measure: Callable[[], float]) -> float:

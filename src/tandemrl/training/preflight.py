@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -454,12 +455,13 @@ class Preflight:
     def _fits(self, prompts: Sequence[Prompt]) -> None:
         """Check that prompts and completions fit into what the models that read them can see."""
         budget = "rollout.max_tokens" + (" + rollout.observation_tokens" if self.config.has_episodes else "")
-        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         new = self.config.response_tokens
         fix = f"lower data.max_prompt_tokens, which drops such rows, or {budget.replace(' + ', ' or ')}"
         critic = self.config.model.critic
         for key, path in (self._read_by_the_engine | ({"model.critic": critic} if critic else {})).items():
-            self._sees(key, path, longest, new, f"{budget}={new}", fix)
+            apart = key == "model.junior" and self.junior_tokenizer is not None
+            read = [(prompt.row, len(prompt.junior if apart else prompt.tokens)) for prompt in prompts]
+            self._sees(key, path, *max(read, key=itemgetter(1)), new, f"{budget}={new}", fix)
 
     def _fits_evaluated(self, prompts: Sequence[Prompt]) -> None:
         """Check that prompts and the senior's responses to them fit into what the senior can see."""
@@ -468,21 +470,18 @@ class Preflight:
         config, profile = self.config, profile_of(self.config.eval)
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         observed = config.response_tokens - config.rollout.max_tokens
-        new = profile.longest(len(longest.tokens)) + observed - len(longest.tokens)
+        new = profile.longest(tokens := len(longest.tokens)) + observed - tokens
         named = f"the {new} of a response (eval.profile={config.eval.profile})"
         fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
-        self._sees("model.senior", config.model.senior, longest, new, named, fix)
+        self._sees("model.senior", config.model.senior, longest.row, tokens, new, named, fix)
 
-    def _sees(self, key: str, path: str, prompt: Prompt, new: int, budget: str, fix: str) -> None:
+    def _sees(self, key: str, path: str, row: Row, tokens: int, new: int, budget: str, fix: str) -> None:
         shape = self.files.configuration(path).get_text_config()
-        limits = {
-            "context": getattr(shape, "max_position_embeddings", None),
-            "attention window": attention_window(shape),
-        }
-        for what, limit in limits.items():
-            if limit and len(prompt.tokens) + new > limit:
+        context = getattr(shape, "max_position_embeddings", None)
+        for what, limit in (("context", context), ("attention window", attention_window(shape))):
+            if limit and tokens + new > limit:
                 raise ConfigError(
-                    f"row {prompt.row.example_id}: its {len(prompt.tokens)} tokens and {budget} exceed the {what} of "
+                    f"row {row.example_id}: its {tokens} tokens and {budget} exceed the {what} of "
                     f"{key}, {limit} tokens; {fix}"
                 )
 

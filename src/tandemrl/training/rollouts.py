@@ -9,7 +9,8 @@ from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Draws, Engine, Passes
 from tandemrl.rollout.groups import score_rollouts
-from tandemrl.training.gates import check_draws, check_starts, check_untranslatable
+from tandemrl.rollout.partner import check_untranslatable
+from tandemrl.training.gates import TrainError, check_draws, check_starts
 from tandemrl.training.profiling import Profiler
 from tandemrl.training.state import Run, RunSetup
 from tandemrl.training.tracking import Tracker
@@ -52,7 +53,8 @@ def generate(
             episode_runner=setup.episode_runner,
             progress=progress,
         )
-    check_untranslatable([c for group in completions.completions for c in group], config.selection.max_untranslatable)
+    reasons = [c.stop_reason for group in completions.completions for c in group]
+    check_untranslatable(reasons, config.selection.max_untranslatable, TrainError)
     check_draws(completions.draws, setup.schedule.prob_senior(step))
     return completions
 
