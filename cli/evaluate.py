@@ -22,8 +22,8 @@ COMMANDS: dict[Command, str] = {
     "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
     "tandem": "Senior and junior generate together, by words as in training.",
     "handoff": "Senior and junior take turns, one step each. Either of them starts.",
-    "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token, in nats, and "
-    "acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
+    "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token and per byte, in "
+    "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
     "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs import assert_same_run, config, evaluate_phase, evaluate_with, metrics, samples, weights
 from tandemrl.config import ConfigError
-from tandemrl.evals import EvalError
+from tandemrl.data.loading import load_rows
+from tandemrl.evals import EvalError, Sample
 from tandemrl.evals.files import read_samples
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.selection.boundaries import token_bytes
@@ -114,13 +116,29 @@ def test_the_junior_s_context_is_counted_in_its_own_tokens(tiny_pair: Path, othe
             Preflight(settings).train_data()
 
 
+def check_read_by_the_junior(samples: list[Sample], folder: Path) -> None:
+    """Every text costs the junior what transformers says, with the junior's own tokens and chat template."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows = load_rows(["synthetic:plain:heldout:6"])
+    for sample in samples[::3]:
+        messages = rows[sample.problem].messages
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        tokens = torch.tensor([*prompt, *tokenizer.encode(sample.text, add_special_tokens=False)])
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+        own = -logprobs[:-1].gather(1, tokens[1:, None])[len(prompt) - 1 :]
+        assert sample.cross_entropy == pytest.approx(float(own.mean()), rel=1e-4)
+        assert sample.cross_entropy_per_byte == pytest.approx(float(own.sum()) / len(sample.text.encode()), rel=1e-4)
+        assert sample.acceptance is None
+
+
 def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
     tiny_pair: Path, other_junior: Path, tmp_path: Path
 ) -> None:
     both = {"data": ["synthetic:plain:heldout:6"], "model": tiny_pair / "senior", "junior": other_junior}
     small = config(tiny_pair, tmp_path, "eval.samples=2", "eval.k=[1]", "selection.max_untranslatable=1")
     found = evaluate_with(**both, out=tmp_path / "all", eval=small.eval, selection=small.selection)
-    assert set(found) == {"pass-at-k", "tandem"}
+    assert set(found) == {"pass-at-k", "tandem", "legibility"}
     macro = found["tandem"]["metrics"]["macro"]
     assert 0.2 < macro["senior_share"] < 0.8
     assert macro["rounds"] > 3
@@ -129,6 +147,7 @@ def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
     assert macro["unscored"] == 0
     assert not any(s.correct or s.score is not None for s in lost)
     assert found["tandem"]["config"]["strategy"] == small.selection.strategy
-    for phase in ("handoff", "legibility", "drift"):
+    check_read_by_the_junior(read_samples(tmp_path / "all" / "legibility.samples.jsonl"), other_junior)
+    for phase in ("handoff", "drift"):
         with pytest.raises(EvalError, match=rf"phase {phase} needs one vocabulary, .*; use tandem, or a junior of"):
             evaluate_phase(phase, **both, out=tmp_path / phase, eval=small.eval)

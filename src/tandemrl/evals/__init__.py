@@ -8,9 +8,9 @@ Every phase is the same engine call with another strategy, under one sampling pr
   number of rounds is not limited, and the whole text is graded. In an environment there are three more arms: two in
   which the authors alternate after every turn, with either of them first, and ``senior_then_junior``, in which the
   junior takes over after the first turn.
-- ``legibility``: the junior's mean cross-entropy per token on what the senior wrote alone, and ``acceptance``, the
-  share of its tokens that the junior also draws from the same prefix, sampling and random numbers. Samples that do not
-  say how they were drawn have no acceptance.
+- ``legibility``: the junior's mean cross-entropy per token and per byte on what the senior wrote alone, and
+  ``acceptance``, the share of its tokens that the junior also draws from the same prefix, sampling and random numbers.
+  Samples that do not say how they were drawn have no acceptance, and a junior of another vocabulary has none.
 - ``drift``: for the same texts, the senior's own surprisal, the excess of the junior's cross-entropy over it, and the
   exact KL(senior || junior) of the next token, all per token and at temperature 1.
 - ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its

@@ -71,10 +71,12 @@ class Sample(NamedTuple):
     group: the problem's group, see ``GROUPED_BY``. A line has these fields only if they differ from their defaults.
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
-    None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's. In drift alone:
+    None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
+    vocabulary that it reads in. In drift alone:
     surprisal (the senior's own cross-entropy), kl (KL(senior || junior) of the next token) and unlikely_rate (the share
-    of tokens that the junior finds unlikely). In legibility alone: acceptance, the share of tokens that the junior also
-    draws from the same random numbers.
+    of tokens that the junior finds unlikely). In legibility alone: cross_entropy_per_byte, the junior's over a text as
+    UTF-8, which readers of other vocabularies can be compared by; and acceptance, the share of tokens that the junior
+    also draws from the same random numbers.
     """
 
     problem: int
@@ -104,11 +106,12 @@ class Sample(NamedTuple):
     transcript: Mapping[str, Any] | None = None
     group: str | None = None
     acceptance: float | None = None
+    cross_entropy_per_byte: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The sample as a line of ``PHASE.samples.jsonl``; ``Sample(**line)`` is the inverse."""
-        later, defaults = ("turns", "parts", "transcript", "group", "acceptance"), self._field_defaults
-        return {k: v for k, v in self._asdict().items() if k not in later or v != defaults[k]}
+        later = ("turns", "parts", "transcript", "group", "acceptance", "cross_entropy_per_byte")
+        return {k: v for k, v in self._asdict().items() if k not in later or v != self._field_defaults[k]}
 
 
 def author_runs(author: np.ndarray) -> str:
@@ -224,10 +227,10 @@ def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metr
 
 
 def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
-    """The mean cross-entropy of one problem's texts that the junior read, their mean acceptance if it is known, and the
-    number of texts that it did not read."""
+    """The mean cross-entropies of one problem's texts that the junior read, their mean acceptance if it is known, and
+    the number of texts that it did not read."""
     known = any(sample.acceptance is not None for sample in problem)
-    return _read(problem, ("cross_entropy", *(("acceptance",) if known else ())))
+    return _read(problem, ("cross_entropy", "cross_entropy_per_byte", *(("acceptance",) if known else ())))
 
 
 def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:

@@ -21,6 +21,7 @@ from tandemrl.models.head import LOGITS_PER_CHUNK
 from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.engine import Sampling
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
+from tandemrl.selection.words import Vocabulary
 from tandemrl.types import Author, Batch, Rollout
 
 LOGITS_ON_CPU = 2**22
@@ -57,21 +58,25 @@ def read_legibility(
     *,
     sampling: Sampling | None = None,
     vocabulary: int | None = None,
+    reader: Vocabulary | None = None,
     context: int | None = None,
     tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Measure how well the junior reads each text, after the same prompt.
 
-    The results are the junior's mean cross-entropy in nats per token, and the acceptance, which is the share of tokens
-    that the junior also draws after the same prefix and from the same random numbers. The EOS that ends a text is not
-    part of it. Empty texts, and texts that are longer than the context together with their prompt, get None.
+    The results are the junior's mean cross-entropy in nats per token, its cross-entropy of the whole text in nats per
+    byte, and the acceptance, which is the share of tokens that the junior also draws after the same prefix and from the
+    same random numbers. The EOS that ends a text is not part of it. Empty texts, and texts that are longer than the
+    context together with their prompt, get None.
 
     Args:
         sampling: the sampling that the texts were drawn with. None means that it is unknown, so that there is no
             acceptance.
         vocabulary: the junior draws among the token ids below this number, which both models can write. None means all
             of the junior's.
+        reader: the junior's vocabulary, if it is another than the senior's. The junior then reads the text in tokens of
+            its own, after the prompt in its own chat template, and there is no acceptance: ``sampling`` must be None.
         context: the context of the profile in tokens; the junior's own context is a limit, too.
         progress: called with the number of further texts that were read.
 
@@ -81,14 +86,19 @@ def read_legibility(
     if sampling is not None and sampling.penalised:
         raise EvalError("acceptance under penalties is not known: what they count is not read; give sampling=None")
     read = list(samples)
-    texts = readable(samples, prompts, longest(context, junior))
+    limit = longest(context, junior)
+    texts = readable(samples, prompts, limit) if reader is None else retokenised(samples, prompts, reader, limit)
     for indices, batch in _batches(texts, tokens_per_micro_batch, junior):
         keys = None if sampling is None else _token_keys([texts[i] for i in indices])
         tokens = legibility(junior, batch, keys=keys, sampling=sampling or Sampling(), vocabulary=vocabulary)
         columns = (_by_text(channel, batch) for channel in tokens)
         for i, (cross_entropy, accepted) in zip(indices, zip(*columns, strict=True), strict=True):
             acceptance = None if keys is None else _mean(accepted)
-            read[i] = read[i]._replace(cross_entropy=_mean(cross_entropy), acceptance=acceptance)
+            read[i] = read[i]._replace(
+                cross_entropy=_mean(cross_entropy),
+                cross_entropy_per_byte=float(cross_entropy.sum(dtype=np.float64)) / max(1, len(read[i].text.encode())),
+                acceptance=acceptance,
+            )
         if progress is not None:
             progress(len(indices))
     return read
@@ -205,18 +215,37 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
             raise EvalError(f"sample of {sample.example_id}: it has no authors, so there is nothing of theirs to read")
         author = authors_of(sample.author)[: len(text)]
         if (author >= 0).any() and len(prompt) + len(text) <= longest:
-            texts[i] = Rollout(
-                example_id=sample.example_id,
-                group=sample.problem,
-                index=sample.sample,
-                key=sample.key,
-                tokens=np.array([*prompt, *text], dtype=np.int64),
-                author=np.concatenate([np.full(len(prompt), Author.CONTEXT), author]),
-                behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
-                reward=0.0,
-                reward_parts={},
-            )
+            texts[i] = _rollout(sample, prompt, text, author)
     return texts
+
+
+def retokenised(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], reader: Vocabulary, longest: float
+) -> dict[int, Rollout]:
+    """The texts to read, by the position of their sample, in another vocabulary than that of their authors.
+
+    Bytes that are no character have become U+FFFD, as in ``Sample.text``.
+    """
+    texts = {}
+    for i, sample in enumerate(samples):
+        prompt, text = prompts[sample.problem].junior, reader.encode(sample.text)
+        if text and len(prompt) + len(text) <= longest:
+            texts[i] = _rollout(sample, prompt, text, np.full(len(text), Author.SENIOR))
+    return texts
+
+
+def _rollout(sample: Sample, prompt: Sequence[int], text: Sequence[int], author: np.ndarray) -> Rollout:
+    return Rollout(
+        example_id=sample.example_id,
+        group=sample.problem,
+        index=sample.sample,
+        key=sample.key,
+        tokens=np.array([*prompt, *text], dtype=np.int64),
+        author=np.concatenate([np.full(len(prompt), Author.CONTEXT), author]),
+        behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
+        reward=0.0,
+        reward_parts={},
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

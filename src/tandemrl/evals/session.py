@@ -31,8 +31,9 @@ from tandemrl.rollout.signatures import searched_by, signature
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
-BY_TEXT: tuple[Phase, ...] = ("tandem",)
-"""Those of them in which the two may have vocabularies of their own."""
+BY_TEXT: tuple[Phase, ...] = ("tandem", "legibility")
+"""Those of them in which the two may have vocabularies of their own. From a junior behind an endpoint there are no
+probabilities, so it can take part in the first alone."""
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -181,7 +182,8 @@ class Session:
         if self.has_episodes or rollout.draft_tokens != 0 or not rollout.kind.apart:
             settings = "rollout.engine=torch, rollout.draft_tokens=0 and rollout.environment=single"
             return reasons | {"tandem": f"needs {settings}, since {other}; {family}"}
-        return {phase: reason for phase, reason in reasons.items() if phase not in BY_TEXT}
+        able = BY_TEXT if self.endpoint is None else BY_TEXT[:1]
+        return {phase: reason for phase, reason in reasons.items() if phase not in able}
 
     @cached_property
     def rows(self) -> list[Row]:

@@ -24,7 +24,7 @@ from tandemrl.evals.protocol import (
 )
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.remote import Endpoint, play
-from tandemrl.evals.session import BY_TEXT, NEED_JUNIOR, Session
+from tandemrl.evals.session import NEED_JUNIOR, Session
 from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import ThreadCalls
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -32,6 +32,7 @@ from tandemrl.rollout.envs.episodes import make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.partner import check_untranslatable
+from tandemrl.selection.words import vocabulary_of
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
@@ -207,7 +208,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         session.check_rewards()
     stored = _stored(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
     samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
-    if phase in BY_TEXT and session.junior_tokenizer is not None:
+    if phase == "tandem" and session.junior_tokenizer is not None:
         counters["untranslatable"] = check_untranslatable(
             [sample.stop_reason for sample in samples], config.selection.max_untranslatable, EvalError
         )
@@ -220,15 +221,17 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
     if phase == "legibility":
-        if draw != DRAW:
+        own = session.junior_tokenizer
+        reader = None if own is None else vocabulary_of(own)
+        if draw != DRAW and reader is None:
             warnings.warn(
                 f"{file} has no acceptance: pass-at-k.json beside it does not say that its tokens were drawn as they "
                 "are now (seeds.draw); delete both and run the phases again to have it",
                 stacklevel=4,
             )
-        sampling = session.profile.sampling if draw == DRAW else None
-        junior = session.load(session.junior)
-        samples = read_legibility(samples, prompts, junior, sampling=sampling, vocabulary=session.vocabulary, **read)
+        read |= {"vocabulary": session.vocabulary} if reader is None else {"reader": reader}
+        sampling = session.profile.sampling if draw == DRAW and reader is None else None
+        samples = read_legibility(samples, prompts, session.load(session.junior), sampling=sampling, **read)
     elif phase == "drift":
         samples = read_drift(samples, prompts, session.load(session.model), session.load(session.junior), **read)
     else:
