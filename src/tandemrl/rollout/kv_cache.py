@@ -94,11 +94,23 @@ def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -
 # ----------------------------------------------------------------------------------------- the next tokens of every row
 
 
-class _DecodeLayout:
-    """Causal attention of each row's next tokens to its row of a KV cache and to each other.
+def _grouped_attention(
+    query: Float[Tensor, "b h c d"],
+    keys: Float[Tensor, "b g w d"],
+    values: Float[Tensor, "b g w e"],
+    mask: Float[Tensor, "b 1 c w"],
+    scaling: float,
+) -> Float[Tensor, "b h c e"]:
+    """Attention in which the queries of one key head go into the kernel as one block of rows."""
+    b, h, c, d = query.shape
+    grouped = query.reshape(b, keys.shape[1], -1, d)
+    repeated = mask if c == 1 else mask.repeat(1, 1, h // keys.shape[1], 1)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=repeated, scale=scaling)
+    return out.reshape(b, h, c, out.shape[-1])
 
-    In grouped-query attention, the queries of one key head go into the kernel as one block of rows.
-    """
+
+class _DecodeLayout:
+    """Causal attention of each row's next tokens to its row of a KV cache and to each other."""
 
     def __init__(self, layers: Layers, columns: Int64[Tensor, "b c"], mask: Float[Tensor, "b 1 c w"]) -> None:
         self.layers, self.columns, self.mask = layers, columns, mask
@@ -106,15 +118,11 @@ class _DecodeLayout:
         self.rows = torch.arange(len(columns), device=columns.device)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        b, h, c, d = query.shape
         keys, values = self.layers[layer]
         keys[self.rows, :, self.columns] = key.transpose(1, 2)
         values[self.rows, :, self.columns] = value.transpose(1, 2)
         keys, values = keys[:, :, : self.max_length], values[:, :, : self.max_length]
-        grouped = query.reshape(b, keys.shape[1], -1, d)
-        mask = self.mask if c == 1 else self.mask.repeat(1, 1, h // keys.shape[1], 1)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-        return out.reshape(b, h, c, out.shape[-1]).transpose(1, 2)
+        return _grouped_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
 
 
 def _last_hidden(
@@ -220,43 +228,61 @@ def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
 
 
 class _ExtendLayout:
-    """Causal attention of some rows' next tokens to their rows of a KV cache and to each other."""
+    """Causal attention of some rows' next tokens, packed into [t], to their rows of a KV cache and to each other.
 
-    def __init__(self, layers: Layers, rows: Int64[Tensor, " k"], columns: Int64[Tensor, "k c"], width: int) -> None:
-        self.layers, self.rows, self.columns, self.max_length = layers, rows, columns, width
-        dtype = next(iter(layers.values()))[0].dtype
-        self.mask: Float[Tensor, "k 1 c w"] = column_mask(columns, width, dtype)[:, None]
+    Only in the attention itself are the tokens padded to [k, c]: each row of the cache, or of those that take part if
+    these are few, with as many tokens as the longest has.
+    """
+
+    def __init__(
+        self, layers: Layers, rows: Int64[Tensor, " k"], starts: Int64[Tensor, " k"], counts: Int64[Tensor, " k"]
+    ) -> None:
+        self.layers, (keys, _) = layers, next(iter(layers.values()))
+        device, self.max_length = keys.device, int((starts + counts).max())
+        of = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        place = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
+        self.columns, self.rows = (starts[of] + place).to(device), rows[of].to(device)
+        # Most rows: their keys and values are read where they are. Few rows: they are copied.
+        self.taken = None if 2 * len(rows) > keys.shape[0] else rows.to(device)
+        first = starts if self.taken is not None else torch.zeros(keys.shape[0]).long().index_copy(0, rows, starts)
+        self.query = (self.rows if self.taken is None else of.to(device)), place.to(device)
+        columns = first[:, None] + torch.arange(int(counts.max()))
+        self.mask: Float[Tensor, "r 1 c w"] = column_mask(columns.to(device), self.max_length, keys.dtype)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        for cached, new in zip(self.layers[layer], (key, value), strict=True):
-            cached[self.rows[:, None], :, self.columns] = new.transpose(1, 2)
-        keys, values = (cached[self.rows, :, : self.max_length] for cached in self.layers[layer])
-        gqa = query.shape[1] != keys.shape[1]
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=scaling, enable_gqa=gqa)
-        return out.transpose(1, 2).contiguous()
+        pair = self.layers[layer]
+        for cached, new in zip(pair, (key, value), strict=True):
+            cached[self.rows, :, self.columns] = new[0].transpose(0, 1)
+        keys, values = ((x if self.taken is None else x[self.taken])[:, :, : self.max_length] for x in pair)
+        _, heads, _, size = query.shape
+        (rows, _, most, _), (row, place) = self.mask.shape, self.query
+        padded = query.new_zeros(rows, heads, most, size)
+        padded[row, :, place] = query[0].transpose(0, 1)
+        out = _grouped_attention(padded, keys, values, self.mask, scaling)
+        return out[row, :, place][None]
 
 
 def extend(
     model: PreTrainedModel, cache: KVCache, rows: Sequence[int], starts: Sequence[int], chunks: Sequence[Sequence[int]]
-) -> None:
-    """Compute the keys and values of further tokens of some rows, and write them into the cache.
+) -> Float[Tensor, "k h"]:
+    """Let a model read further tokens of some rows; their keys and values are written into the cache.
 
-    The tokens ``chunks[i]`` go into row ``rows[i]``, from column ``starts[i]`` on.
+    The tokens ``chunks[i]``, at least one, go into row ``rows[i]``, from column ``starts[i]`` on.
+
+    Returns:
+        the hidden state of the last token of each row.
     """
     device = model.get_output_embeddings().weight.device
-    longest = max(map(len, chunks))
-    width = max(start + len(chunk) for start, chunk in zip(starts, chunks, strict=True))
-    cache.reserve(max(starts) + longest)
-    size = max(1, PREFILL_TOKENS // longest)
+    counts, first, places = (torch.tensor([*each]) for each in (map(len, chunks), starts, rows))
+    cache.reserve(int((first + counts).max()))
+    size, last = max(1, PREFILL_TOKENS // int(counts.max())), list[Tensor]()
     for some in (slice(i, i + size) for i in range(0, len(rows), size)):
-        start, count = torch.tensor(starts[some])[:, None], torch.tensor([*map(len, chunks[some])])[:, None]
-        # Padding takes columns that its row overwrites before it reads them; its position must be one of the model's.
-        columns = start + torch.arange(longest)
-        positions = columns.minimum(start + count - 1)
-        layout = _ExtendLayout(cache.layers, torch.tensor(rows[some], device=device), columns.to(device), width)
-        tokens = _padded(chunks[some], longest)
+        layout = _ExtendLayout(cache.layers, places[some], first[some], counts[some])
+        tokens = torch.tensor([token for chunk in chunks[some] for token in chunk]).to(device)
         with eagerly(model):
-            hidden_states(model, tokens.to(device), positions.to(device), layout)
+            hidden = hidden_states(model, tokens, layout.columns, layout)
+        last.append(hidden[counts[some].cumsum(0).to(device) - 1])
+    return torch.cat(last)
 
 
 def _padded(texts: Sequence[Sequence[int]], width: int) -> Int64[Tensor, "b w"]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from tandemrl.models.sampling import log_mass, race_times
@@ -55,6 +56,8 @@ class Half(DecodingBatch):
         self.handover = draws.HANDOVER if senior else draws.JUNIOR_HANDOVER
         self.texts: dict[int, bytes] = {}
         """By number: the text up to the last handover."""
+        self.unread: dict[int, list[int]] = {}
+        """By number: the last tokens, which the model has not read yet."""
         self.handed: list[int] = []
         """The rows that were handed over in the last step."""
         self.paused = torch.empty(0, dtype=torch.bool)
@@ -75,6 +78,7 @@ class Half(DecodingBatch):
         own = author == self.senior
         entries["stream"] = stream(torch.tensor([row.key for row in rows], dtype=torch.int64), self.sampling)
         self.texts |= dict.fromkeys((row.number for row in rows), b"")
+        self.unread |= {row.number: [row.request.prompt[-1]] for row in rows}
         opening, since = torch.zeros_like(author), torch.zeros(len(rows), dtype=torch.int64)
         return entries | {"paused": ~own, "opening": opening, "since": since, "mass": torch.zeros(len(rows))}
 
@@ -93,46 +97,54 @@ class Half(DecodingBatch):
         self.passes += Passes(senior=-idle)  # they stand still
         return written, ended
 
-    def _race(self) -> Tensor:
-        keys = self.stream
-        if bool(self.opening.any()):
-            of_requests = torch.tensor([row.key for row in self.rows], dtype=torch.int64)
-            keys = torch.where(self.opening, stream(of_requests, self.handover), keys)
-        return race_times(fold_in(keys, self.written + self.shift).to(self.device), self.decoder.vocabulary)
+    def _races_of(self, rows: Int64[Tensor, " k"]) -> Float64[Tensor, "k r"]:
+        keys, opening = self.stream[rows], self.opening[rows]
+        if bool(opening.any()):
+            of_requests = torch.tensor([self.rows[i].key for i in rows.tolist()], dtype=torch.int64)
+            keys = torch.where(opening, stream(of_requests, self.handover), keys)
+        counters = (self.written + self.shift)[rows]
+        return race_times(fold_in(keys, counters).to(self.device), self.decoder.vocabulary)
+
+    def _logits_after_reading(self, rows: Int64[Tensor, " k"]) -> Float[Tensor, "k v"]:
+        """The logits of some rows, after the model has read all that it had not yet."""
+        head, numbers, last = self.decoder.heads[1], self.number[rows].tolist(), self.last[rows].tolist()
+        chunks = [self.unread[number] or [token] for number, token in zip(numbers, last, strict=True)]
+        starts = [end + 1 - len(chunk) for end, chunk in zip(self.position[rows].tolist(), chunks, strict=True)]
+        hidden = extend(self.decoder.models[1], self.caches[1], rows.tolist(), starts, chunks)
+        self.unread |= {number: [] for number in numbers}
+        return head(hidden)[:, : self.decoder.vocabulary].float().to(self.device)
 
     def _one_token(self) -> Block:
         """The next token of every row that this model writes, or its end: then the row is paused."""
         writing = self.live & ~self.paused
-        logits, _ = self._author_logits()
-        logits = logits.masked_fill(self.barred[(2 * self.start_row + self.opening).to(self.device)], -torch.inf)
-        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._race()))
         at = writing.nonzero().squeeze(1)
-        slots = self.number[at]
+        on_device, slots = at.to(self.device), self.number[at]
+        barred = self.barred[(2 * self.start_row + self.opening)[at].to(self.device)]
+        logits = self._logits_after_reading(at).masked_fill(barred, -torch.inf)
+        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._races_of(at), on_device))
         before = self.selection.mark(slots)
-        lost = self.selection.step(slots, tokens[at]) != self.senior
+        lost = self.selection.step(slots, tokens) != self.senior
         if bool(lost.any()):
             self.selection.rewind(slots, [before, self.selection.mark(slots)], (~lost).long())
-        over = torch.zeros_like(writing).index_copy(0, at, lost)
-        if bool((over & self.opening).any()):
+        if bool((lost & self.opening[at]).any()):
             raise _disagreement()
-        self.handed = over.nonzero().squeeze(1).tolist()
+        over = at[lost]
+        self.handed = over.tolist()
         if self.handed and self.senior:  # it ended its word, which is a choice of its own
-            rows = torch.tensor(self.handed)
-            device_rows = rows.to(self.device)
-            other = ~self.starts.table[self.start_row[rows]].to(self.device)
-            mass = log_mass(self._shaped(logits[device_rows], device_rows), other)
-            self.mass[rows] = torch.where(self.parameters[device_rows, 0] > 0, mass, 0.0).cpu()
-        self.paused = self.paused | over
-        self.opening = self.opening & ~writing
-        kept = torch.where(writing & ~over, tokens, self.last)
-        authors = torch.full_like(kept, self.senior, dtype=torch.bool)
+            other = ~self.starts.table[self.start_row[over]].to(self.device)
+            mass = log_mass(self._shaped(logits[lost.to(self.device)], on_device[lost.to(self.device)]), other)
+            self.mass[over] = torch.where(self.parameters[over.to(self.device), 0] > 0, mass, 0.0).cpu()
+        self.paused[over], self.opening[at] = True, False
+        kept = at[~lost]
+        self.unread |= {n: [token] for n, token in zip(slots[~lost].tolist(), tokens[~lost].tolist(), strict=True)}
+        none = torch.zeros(len(writing), 1)
         return Block(
-            kept[:, None],
-            authors[:, None],
-            logprobs[:, None],
-            (writing & ~over).long(),
+            self.last.index_copy(0, kept, tokens[~lost])[:, None],
+            torch.full((len(writing), 1), self.senior),
+            none.index_copy(0, kept, logprobs[~lost, None]),
+            torch.zeros_like(self.last).index_fill(0, kept, 1),
             next=torch.ones_like(writing),
-            handovers=torch.zeros_like(logprobs)[:, None] if self.starts else None,
+            handovers=none if self.starts else None,
         )
 
     def handed_text(self, i: int, *, ended: bool = False) -> bytes | None:
@@ -177,11 +189,8 @@ class Half(DecodingBatch):
             at_k = place == k
             if bool((self.selection.step(numbers[at_k], tokens[at_k]) == self.senior).any()):
                 raise _disagreement()
-        positions, last = self.position[rows].tolist(), self.last[rows].tolist()
-        if longer := [i for i, span in enumerate(spans) if span.tokens and span.reason is None]:
-            chunks = [[last[i], *spans[i].tokens[:-1]] for i in longer]
-            starts = [positions[i] for i in longer]
-            extend(self.decoder.models[1], self.caches[1], [spans[i].row for i in longer], starts, chunks)
+        for span in spans:
+            self.unread[self.rows[span.row].number] += span.tokens
         some = counts > 0
         self.last[rows[some]] = tokens[ends[some] - 1]
         self.position[rows] += counts
