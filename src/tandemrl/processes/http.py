@@ -90,6 +90,10 @@ class Client:
             mounts=dict.fromkeys(LOOPBACK),  # a proxy of the environment is not for this machine
         )
 
+    def close(self) -> None:
+        """Close the connections. Requests that are still running fail."""
+        self._client.close()
+
     def get(self, path: str, read: Read[T]) -> T:
         """Send a GET request, and return what ``read`` makes of the response.
 

@@ -226,6 +226,10 @@ class Passes(NamedTuple):
     that the senior draws otherwise."""
     accepted: int = 0
     """How many of the drafted tokens the senior draws, too (``drafting.count_accepted``)."""
+    spans: int = 0
+    """How many runs of words were asked of a junior behind an endpoint."""
+    asks: int = 0
+    """How often they were asked for, until the answers began with a word."""
 
     @property
     def acceptance(self) -> float | None:
