@@ -37,7 +37,7 @@ def reply(text: str, reason: str = "length") -> Reply:
 
 
 def junior(url: str, **settings: Any) -> EndpointJunior:
-    patience = {"retries": 1, "backoff_s": 0.01, "timeout_s": 5.0} | settings
+    patience = {"retries": 1, "backoff_s": 0.01, "timeout_s": 30.0} | settings
     return EndpointJunior(JuniorEndpointConfig(url=url, **patience), tokenizer())
 
 
@@ -146,7 +146,7 @@ def test_a_closed_engine_asks_for_nothing_more() -> None:
     def answer(prompt: list[int], number: int) -> Reply:
         asked.set()
         go.wait(10)
-        return go_on(prompt, number)
+        return reply("go", "length")  # for which it would ask on
 
     with endpoint(answer) as server:
         engine = engine_of(found := junior(server.url, concurrency=1))
@@ -155,10 +155,15 @@ def test_a_closed_engine_asks_for_nothing_more() -> None:
         partner.admit([Row(request, key, number) for number, key in enumerate(request.keys)])
         partner.ask([Ask(number, b"", 24, 1) for number in range(2)])
         assert asked.wait(10)
-        engine.close()
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        while not found.pool._shutdown:
+            closing.join(0.01)
         go.set()
-        found.pool.shutdown(wait=True)
+        closing.join(10)
+        assert not closing.is_alive()
         assert len(server.bodies) == 1
+        assert found.client._client.is_closed
 
 
 def test_the_end_of_a_text_is_the_end_unless_the_senior_has_the_next_word() -> None:
@@ -194,7 +199,7 @@ def test_answers_that_begin_no_word_are_asked_again_with_another_seed() -> None:
         (Reply(body=b"<html>"), "not JSON"),
         (Reply(status=503, body=b"loading"), "HTTP 503: loading"),
         (Reply(status=400, body=b"prompt must be a string"), "HTTP 400: prompt must be"),
-        (Reply(body=b"{}", delay=1.0), "ReadTimeout"),
+        (Reply(body=b"{}", delay=3.0), "ReadTimeout"),
         (reply("a\ufffdb"), "began with a word in 8 attempts"),
         (reply("", "length"), "began with a word in 8 attempts"),
     ],
@@ -205,7 +210,7 @@ def test_an_endpoint_that_does_not_work_ends_the_run_with_its_reason(answer: Rep
         endpoint(lambda prompt, number: answer) as server,
         pytest.raises(EngineError, match=rf"(?s)rollouts got no words from the junior, .*{reason}"),
     ):
-        written(junior(server.url, timeout_s=0.3))
+        written(junior(server.url, timeout_s=1.0 if answer.delay else 30.0))
 
 
 def test_a_dead_endpoint_is_found_before_the_run() -> None:

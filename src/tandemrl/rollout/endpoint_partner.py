@@ -87,8 +87,9 @@ class EndpointJunior:
         return int.from_bytes(hashlib.sha256(self.model.encode()).digest()[:7])
 
     def close(self) -> None:
-        """Give up what is still asked for."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Give up what is still asked for. What the server is just answering is waited for."""
+        self.client.give_up()
+        self.pool.shutdown(cancel_futures=True)
         self.client.close()
 
 
@@ -184,7 +185,7 @@ class Writer:
                 return None
             starts = word_starts(written, before)
             own = written[: starts[words]] if len(starts) > words else written
-            if any(token.encode() in own for token in junior.control):
+            if any(token in own.decode() for token in junior.control):
                 return Span(number, b"", "untranslatable")
             if len(starts) > words:
                 return Span(number, own, "word")
