@@ -113,11 +113,10 @@ def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
             f"{set_anyway[0]}={getattr(s, set_anyway[0])}: {SECTION}.leave_out keeps it from the endpoint; sample "
             "without it, or remove it there"
         )
-    extras = {"top_k": s.top_k, "min_p": s.min_p, "repetition_penalty": 1.0, "skip_special_tokens": False}
-    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-    return {"temperature": s.temperature, "top_p": s.top_p} | {
-        name: value for name, value in (penalties | extras).items() if name not in leave_out
-    }
+    more = {"top_k": s.top_k, "min_p": s.min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    more |= {"frequency_penalty": 0.0, "skip_special_tokens": False}
+    sent = {name: value for name, value in more.items() if name not in leave_out}
+    return {"temperature": s.temperature, "top_p": s.top_p, **sent}
 
 
 class Answer(NamedTuple):
