@@ -84,7 +84,7 @@ class EndpointJunior:
     @property
     def fingerprint(self) -> int:
         """Of the name of the served model: what can be known of its weights."""
-        return int.from_bytes(hashlib.sha256(self.model.encode()).digest()[:7])
+        return int.from_bytes(hashlib.sha256(self.model.encode()).digest()[:7], "big")
 
     def close(self) -> None:
         """Give up what is still asked for. What the server is just answering is waited for."""

@@ -24,7 +24,8 @@ _FREE = {
     "data": ("monitor",),
     "model.lora": ("export",),
     "model.junior_endpoint": (
-        *("url", "api_key_env", "retries", "backoff_s", "timeout_s", "concurrency", "max_failure_rate"),
+        *("url", "api_key_env", "timeout_s", "retries", "backoff_s", "concurrency", "max_failure_rate"),
+        "leave_out",  # what a server refuses
     ),
     "rollout": ("ray", "worker_timeout_s"),
     "train": (
