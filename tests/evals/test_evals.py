@@ -14,7 +14,7 @@ from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, sampling_for
 from tandemrl.evals.protocol import check_k
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
-from tandemrl.rollout.engine import Completion, EngineError, Passes, Sampling
+from tandemrl.rollout.engine import LOST, Completion, EngineError, Passes, Sampling
 from tandemrl.selection import bernoulli, replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
 from tandemrl.selection.draws import request_key
@@ -101,6 +101,21 @@ def run(engine, prompts, arms=None, samples=4, k=(1, 2, 4), **changes):
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_lost_texts_are_not_scored():
+    written = run(CannedEngine({0: [[RIGHT, EOS]] * 4}), [prompt(0)]).samples
+    lost = [sample._replace(stop_reason=how) for sample, how in zip(written[:2], LOST, strict=True)]
+    seen = []
+
+    class Counting(FakeScorer):
+        def score(self, items, transcripts):
+            seen.extend(items)
+            return super().score(items, transcripts)
+
+    marked = evals.grade([lost[0], written[2], lost[1], written[3]], [prompt(0)], Counting())
+    assert len(seen) == 2
+    assert [(sample.score, sample.correct) for sample in marked] == [(None, False), (1.0, True)] * 2
 
 
 def test_solo_metrics_of_one_set():

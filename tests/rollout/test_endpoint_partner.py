@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,18 +14,22 @@ import pytest
 from fake_judge import FakeJudge, Reply
 from helpers import flat, prepared, qwen3, tokenizer
 from runs import config, metrics, samples
-from tandemrl.config import ConfigError
-from tandemrl.config.schema import JuniorEndpointConfig
+from tandemrl.config import Config, ConfigError
+from tandemrl.config.schema import JuniorEndpointConfig, ModelConfig
 from tandemrl.models.loading import load_tokenizer
+from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.partner import Ask
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.training.checkpoint.identity import check_same_config
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 
 RULE = before_text_word(0.5, text_tables(tokenizer()))
 KEYS = tuple(range(40))
+SAMPLING = Sampling(24)
 
 
 def reply(text: str, reason: str = "length") -> Reply:
@@ -32,14 +37,17 @@ def reply(text: str, reason: str = "length") -> Reply:
 
 
 def junior(url: str, **settings: Any) -> EndpointJunior:
-    patience = {"retries": 1, "backoff_s": 0.01, "timeout_s": 5.0} | settings
+    patience = {"retries": 1, "backoff_s": 0.01, "timeout_s": 30.0} | settings
     return EndpointJunior(JuniorEndpointConfig(url=url, **patience), tokenizer())
 
 
-def written(partner: EndpointJunior, max_tokens: int = 24) -> list[Completion]:
-    engine = TorchEngine(prepared(qwen3(5)), None, tokenizer(), partner=partner)
-    asked = Request((3, 4), KEYS, Sampling(max_tokens=max_tokens), RULE, junior_prompt=(5, 6, 7))
-    found = flat(engine.generate([asked]))
+def engine_of(partner: EndpointJunior) -> TorchEngine:
+    return TorchEngine(prepared(qwen3(5)), None, tokenizer(), partner=partner)
+
+
+def written(partner: EndpointJunior, sampling: Sampling = SAMPLING) -> list[Completion]:
+    asked = Request((3, 4), KEYS, sampling, RULE, junior_prompt=(5, 6, 7))
+    found = flat(engine_of(partner).generate([asked]))
     check_authors(found, RULE)
     return found
 
@@ -54,8 +62,13 @@ def spans(completion: Completion) -> Iterator[tuple[str, str]]:
             yield before, span
 
 
-def endpoint(answer: Callable[[list[int], int], Reply]) -> FakeJudge:
-    return FakeJudge(answer, path="/v1/completions")
+def endpoint(answer: Callable[[list[int], int], Reply], **listed: Any) -> FakeJudge:
+    models = Reply(body=json.dumps({"data": [{"id": "fake", **listed}]}).encode())
+    return FakeJudge(answer, path="/v1/completions", models=models)
+
+
+def go_on(prompt: list[int], number: int) -> Reply:
+    return reply(" go on and on and on" if prompt[3:] else "go on and on and on")
 
 
 def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> None:
@@ -76,9 +89,81 @@ def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> Non
         assert text.startswith("" if not before else " ")
         assert set(text.split()[:-1]) <= {"caf\u00e9", "go", "on", "and"}  # the last one may be cut at max_tokens
     assert {c.stop_reason for c in found} <= {"eos", "length", "untranslatable"}
-    body = server.bodies[0]
-    assert {"model", "prompt", "max_tokens", "seed", "temperature", "top_p"} == set(body)
     assert len({each["seed"] for each in server.bodies}) > 0.9 * len(server.bodies)
+
+
+def test_no_default_of_a_server_changes_how_the_junior_samples() -> None:
+    own = {"temperature": 0.7, "top_p": 0.8, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral = own | {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False}
+    with endpoint(go_on) as server:
+        written(junior(server.url), Sampling(8, 0.7, 0.8))
+        body = server.bodies[-1]
+        assert {name: body[name] for name in body if name not in ("model", "prompt", "max_tokens", "seed")} == neutral
+        written(junior(server.url, leave_out=("top_k", "skip_special_tokens")), Sampling(8, 0.7, 0.8, min_p=0.1))
+        assert not {"top_k", "skip_special_tokens"} & server.bodies[-1].keys()
+        assert server.bodies[-1]["min_p"] == 0.1
+        with pytest.raises(EngineError, match=r"top_k=20: model\.junior_endpoint\.leave_out keeps it"):
+            written(junior(server.url, leave_out=("top_k",)), Sampling(8, top_k=20))
+        with pytest.raises(EngineError, match=r"penalties: .*url=null"):
+            written(junior(server.url), Sampling(8, repetition_penalty=1.1))
+
+
+def test_control_tokens_of_the_junior_are_no_text() -> None:
+    with endpoint(lambda prompt, number: reply(" a<pad> b" if prompt[3:] else "a<pad>")) as server:
+        lost = [c for c in written(junior(server.url)) if (c.author == 0).any() or c.stop_reason == "untranslatable"]
+    assert len(lost) > 20
+    assert {c.stop_reason for c in lost} == {"untranslatable"}
+    ends = []
+    for end in ("", "<eos>"):
+        with endpoint(lambda prompt, number, end=end: reply((" ok" if prompt[3:] else "ok") + end, "stop")) as server:
+            ends.append([c.tokens.tolist() for c in written(junior(server.url))])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("listed", [{"max_model_len": 12}, {"meta": {"n_ctx_train": 99, "n_ctx": 12}}])
+def test_the_junior_is_asked_for_no_more_than_it_can_read(listed: dict[str, Any]) -> None:
+    with endpoint(go_on, **listed) as server:
+        found = written(junior(server.url))
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 12 for body in server.bodies)
+    assert sum(c.stop_reason == "length" and len(c.tokens) < 24 for c in found) > 20
+    assert not any(c.stop_reason == "failed" for c in found)
+
+
+def test_a_junior_is_known_by_the_name_that_is_served() -> None:
+    found = []
+    for name in ("one", "one", "other"):
+        with FakeJudge(go_on, models=(name,)) as server:
+            found.append(engine_of(junior(server.url)).fingerprint("junior"))
+    assert found[0] == found[1] != found[2]
+    before = Config(model=ModelConfig(junior_endpoint=JuniorEndpointConfig(url="http://a/v1", timeout_s=1.0)))
+    after = Config(model=ModelConfig(junior_endpoint=JuniorEndpointConfig(url="http://b/v1", retries=9)))
+    check_same_config(before, after)
+
+
+def test_a_closed_engine_asks_for_nothing_more() -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def answer(prompt: list[int], number: int) -> Reply:
+        asked.set()
+        go.wait(10)
+        return reply("go", "length")  # for which it would ask on
+
+    with endpoint(answer) as server:
+        engine = engine_of(found := junior(server.url, concurrency=1))
+        partner = found([], 2)
+        request = Request((3, 4), (1, 2), SAMPLING, RULE, junior_prompt=(5, 6, 7))
+        partner.admit([Row(request, key, number) for number, key in enumerate(request.keys)])
+        partner.ask([Ask(number, b"", 24, 1) for number in range(2)])
+        assert asked.wait(10)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        while not found.pool._shutdown:
+            closing.join(0.01)
+        go.set()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert len(server.bodies) == 1
+        assert found.client._client.is_closed
 
 
 def test_the_end_of_a_text_is_the_end_unless_the_senior_has_the_next_word() -> None:
@@ -94,8 +179,10 @@ def test_the_end_of_a_text_is_the_end_unless_the_senior_has_the_next_word() -> N
 
 def test_answers_that_begin_no_word_are_asked_again_with_another_seed() -> None:
     with endpoint(lambda prompt, number: reply("go on and on" if number % 2 else " go on and on")) as server:
-        found = written(junior(server.url, attempts=9))
+        engine = engine_of(junior(server.url, attempts=9))
+        found = flat(engine.generate([Request((3, 4), KEYS, SAMPLING, RULE, junior_prompt=(5, 6, 7))]))
     assert not any(c.stop_reason == "failed" for c in found)
+    assert engine.passes.spans < engine.passes.asks <= len(server.bodies)
     with endpoint(lambda prompt, number: reply("on and on", "stop") if prompt[3:] else reply("go on and on")) as server:
         found = written(junior(server.url, attempts=3, max_failure_rate=0.99))
         failed = [c for c in found if c.stop_reason == "failed"]
@@ -112,7 +199,7 @@ def test_answers_that_begin_no_word_are_asked_again_with_another_seed() -> None:
         (Reply(body=b"<html>"), "not JSON"),
         (Reply(status=503, body=b"loading"), "HTTP 503: loading"),
         (Reply(status=400, body=b"prompt must be a string"), "HTTP 400: prompt must be"),
-        (Reply(body=b"{}", delay=1.0), "ReadTimeout"),
+        (Reply(body=b"{}", delay=3.0), "ReadTimeout"),
         (reply("a\ufffdb"), "began with a word in 8 attempts"),
         (reply("", "length"), "began with a word in 8 attempts"),
     ],
@@ -123,7 +210,7 @@ def test_an_endpoint_that_does_not_work_ends_the_run_with_its_reason(answer: Rep
         endpoint(lambda prompt, number: answer) as server,
         pytest.raises(EngineError, match=rf"(?s)rollouts got no words from the junior, .*{reason}"),
     ):
-        written(junior(server.url, timeout_s=0.3))
+        written(junior(server.url, timeout_s=1.0 if answer.delay else 30.0))
 
 
 def test_a_dead_endpoint_is_found_before_the_run() -> None:
@@ -155,6 +242,7 @@ def test_a_run_trains_with_a_junior_behind_an_endpoint(tiny_pair: Path, other_ju
             Preflight(config(tiny_pair, tmp_path, *knobs[1:])).vocabularies()
     for step in metrics(out):
         assert step["mismatch/mean_abs"] < 1e-5
+        assert 1 <= step["tandem/asks_per_span"] <= 2
         own = [line["stop_reason"] for line in samples(out) if line["step"] == step["step"]]
         assert step["tandem/failed"] == own.count("failed") / len(own)
         assert step["reward/unscored"] == pytest.approx(step["tandem/failed"] + step["tandem/untranslatable"])

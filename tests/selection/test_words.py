@@ -1,8 +1,10 @@
 """Words as a property of the text, and texts by two authors of two vocabularies, with real tokenizers."""
 
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -84,6 +86,29 @@ def test_words_begin_at_spaces_after_anything_but_whitespace(text: str, data: st
         told = oracle.before_word(key, [[i in wanted for i in range(len(whole))]], 0.5, [False, True])
         assert found.author.tolist() == [told.authors]
         assert int(found.draws) == told.draws
+
+
+def test_a_vocabulary_is_used_in_threads_and_keeps_no_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, within, most = byte_level(), [0], [0]
+    encode, asked = tokenizer.encode, list[str]()
+
+    def slow(text: str, **settings: bool) -> list[int]:
+        asked.append(text)
+        within[0] += 1
+        most[0] = max(most[0], within[0])
+        time.sleep(0.001)  # lets another thread in
+        within[0] -= 1
+        return encode(text, **settings)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    vocabulary, texts = vocabulary_of(tokenizer), [f"word {i}" for i in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(vocabulary.encode, texts))
+    assert most == [1]
+    assert [spell(tokens, vocabulary) for tokens in found] == [text.encode() for text in texts]
+    for text in ("word 1", "word " * 100, "word " * 100):
+        vocabulary.encode(text)
+    assert asked[20:] == ["word " * 100] * 2
 
 
 def test_what_cannot_be_translated_is_refused_with_the_reason() -> None:

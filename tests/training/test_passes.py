@@ -22,6 +22,7 @@ def test_each_metric_is_there_where_something_was_counted() -> None:
     lazy = {"passes/senior": 6.0, "passes/junior": 4.0, "draft/tokens_per_senior_pass": 1.5}
     assert pass_metrics(Passes(tokens=9, senior=6, junior=4)) == lazy
     assert pass_metrics(Passes(9, 6, 4, drafted=4, accepted=3)) == lazy | {"draft/acceptance": 0.75}
+    assert pass_metrics(Passes(spans=4, asks=6)) == {"tandem/asks_per_span": 1.5}
     assert pass_metrics(Passes(tokens=9, junior=9)) == {"passes/senior": 0.0, "passes/junior": 9.0}
 
 

@@ -64,6 +64,17 @@ class JuniorEndpointConfig:
     """Time limit of one attempt."""
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
+    leave_out: Annotated[
+        tuple[
+            Literal[
+                "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"
+            ],
+            ...,
+        ],
+        Allowed("without repeats", lambda names: len(set(names)) == len(names)),
+    ] = ()
+    """Fields of a request that the endpoint refuses, by HTTP 400. Each is sent with the value that switches it off,
+    unless `rollout` or `eval` sets it, so that no default of the server changes how the junior samples."""
     max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
     """Stop if more than this fraction of the rollouts that are written together fail, where one is always tolerated
     unless this is 0. Below the limit, such rollouts are not used in training."""

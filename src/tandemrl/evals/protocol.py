@@ -24,6 +24,7 @@ from tandemrl.evals.measures import (
     parts_of,
 )
 from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
@@ -203,24 +204,25 @@ def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) 
     """Score whole texts, whoever wrote which part.
 
     A sample is correct if the scorer's ``acc`` is 1; a format score alone does not suffice. A text to which the judge
-    gave no score keeps the score None, as does one that is `LOST`, which counts as wrong.
+    gave no score keeps the score None, as does one that is `LOST`, which is not scored at all and counts as wrong.
     """
-    items = [(prompts[sample.problem].row, sample.text) for sample in samples]
-    episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in samples]
-    scores = scorer.score(items, episodes)
+    whole = [sample for sample in samples if sample.stop_reason not in LOST]
+    items = [(prompts[sample.problem].row, sample.text) for sample in whole]
+    episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in whole]
+    scores = iter(scorer.score(items, episodes))
     return [
-        sample._replace(
-            score=None if score.parts.get("unscored") or _lost(sample) else float(score.value),
-            correct=score.parts["acc"] == 1.0 and not _lost(sample),
-            answer=score.answer,
-            parts=parts_of(score.parts),
-        )
-        for sample, score in zip(samples, scores, strict=True)
+        sample._replace(score=None, correct=False) if sample.stop_reason in LOST else _scored(sample, next(scores))
+        for sample in samples
     ]
 
 
-def _lost(sample: Sample) -> bool:
-    return sample.stop_reason in LOST
+def _scored(sample: Sample, score: Score) -> Sample:
+    return sample._replace(
+        score=None if score.parts.get("unscored") else float(score.value),
+        correct=score.parts["acc"] == 1.0,
+        answer=score.answer,
+        parts=parts_of(score.parts),
+    )
 
 
 def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:

@@ -21,6 +21,7 @@ from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts
@@ -109,7 +110,7 @@ class Session:
             digests_of_both = self._digests_of(self.model, self.junior, *config.data.eval)
             identity |= {"junior": self.junior, "digests": digests_of_both}
             if self.endpoint is not None:
-                identity["junior_endpoint"] = {"url": self.endpoint.url, "model": self.endpoint.model}
+                identity["junior_endpoint"] = {"model": self.served, "attempts": self.endpoint.attempts}
         if phase == "tandem":
             selection = config.selection
             named = draws_turns(selection) or self.junior_tokenizer is not None
@@ -162,6 +163,12 @@ class Session:
             return None
         found = load_tokenizer(self.junior)
         return found if self.endpoint is not None or differing_entries(self.tokenizer, found) else None
+
+    @cached_property
+    def served(self) -> str:
+        """The name of the junior behind an endpoint, which is asked for it unless the config names it."""
+        assert self.endpoint is not None
+        return self.endpoint.model or served(self.endpoint)
 
     @cached_property
     def refused(self) -> dict[Phase, str]:

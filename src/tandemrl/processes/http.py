@@ -76,6 +76,7 @@ class Client:
 
     def __init__(self, service: Service) -> None:
         self.service, self.url = service, service.url.rstrip("/")
+        self._given_up = threading.Event()
         headers = {"Accept-Encoding": "gzip"}  # what `_unpacked` can read
         if service.api_key_env is not None:
             if not os.environ.get(service.api_key_env):
@@ -89,6 +90,14 @@ class Client:
             limits=httpx.Limits(max_connections=service.concurrency),
             mounts=dict.fromkeys(LOOPBACK),  # a proxy of the environment is not for this machine
         )
+
+    def give_up(self) -> None:
+        """Let requests that are running end after their present attempt, and begin no others."""
+        self._given_up.set()
+
+    def close(self) -> None:
+        """Close the connections, of which none may be in use."""
+        self._client.close()
 
     def get(self, path: str, read: Read[T]) -> T:
         """Send a GET request, and return what ``read`` makes of the response.
@@ -168,7 +177,7 @@ class Client:
     def _attempts(self, path: str, body: Mapping[str, Any] | None, read: Read[T], stop: threading.Event) -> T:
         service = self.service
         for attempt in range(1 + service.retries):
-            if stop.is_set():
+            if stop.is_set() or self._given_up.is_set():
                 raise _GivenUp
             try:
                 reply = read(self._send(path, body))
@@ -267,7 +276,7 @@ _JITTER = random.SystemRandom()  # the global generator is the user's
 
 
 class _GivenUp(Exception):
-    """Another request of the batch has failed for good."""
+    """Another request of the batch has failed for good, or all are given up."""
 
 
 def _unpacked(response: httpx.Response) -> Iterator[bytes]:

@@ -2,11 +2,14 @@
 
 The server knows nothing of words. What it writes is cut before the first word of the senior. An answer that does not
 begin with a word is asked for again, with another seed, which draws from the same distribution as a mask would. The
-prompt goes out as token ids, so that no text becomes a control token.
+prompt goes out as token ids, so that no text becomes a control token. Control tokens of the junior come as text, by
+which they are known.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +19,10 @@ from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.decoding_rows import Row
-from tandemrl.rollout.engine import EngineError, Passes, Request
+from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
 from tandemrl.rollout.partner import Ask, Span
 from tandemrl.selection.draws import mix64
-from tandemrl.selection.words import Vocabulary, spell, vocabulary_of, word_starts
+from tandemrl.selection.words import spell, vocabulary_of, word_starts
 
 SECTION = "model.junior_endpoint"
 TOKENS_PER_WORD, TOKENS_MORE = 4, 8
@@ -39,8 +42,21 @@ def client_of(endpoint: JuniorEndpointConfig) -> Client:
     return Client(Service(SECTION, "vllm serve MODEL", EngineError, endpoint.url, e.api_key_env, *patience))
 
 
+def served(endpoint: JuniorEndpointConfig) -> str:
+    """The name of the model that a junior's endpoint serves.
+
+    Raises:
+        EngineError: the endpoint is down, or does not serve the model of the config.
+    """
+    with closing(client_of(endpoint)) as client:
+        return client.model(endpoint.model)
+
+
 class EndpointJunior:
     """Makes the partners of an engine's calls; a `partner.MakePartner`.
+
+    model: its name there. context: how many tokens it can read, as the endpoint says, or else the tokenizer. control:
+    its control tokens, as text.
 
     Raises:
         EngineError: the endpoint is down, or does not serve the model.
@@ -50,10 +66,57 @@ class EndpointJunior:
         self.endpoint, self.vocabulary = endpoint, vocabulary_of(tokenizer)
         self.client = client_of(endpoint)
         self.model = self.client.model(endpoint.model)
+        self.context = self.client.get("/models", _contexts).get(self.model, tokenizer.model_max_length)
+        pieces = self.vocabulary.pieces
+        self.control = tuple(surface for surface, token in tokenizer.get_vocab().items() if token not in pieces)
         self.pool = ThreadPoolExecutor(endpoint.concurrency)
 
     def __call__(self, requests: Sequence[Request], total: int) -> "EndpointPartner":
+        """The partner of a call.
+
+        Raises:
+            EngineError: a request asks for what cannot be asked of the endpoint.
+        """
+        for request in requests:
+            body_of(request.sampling, self.endpoint.leave_out)
         return EndpointPartner(self, total)
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the name of the served model: what can be known of its weights."""
+        return int.from_bytes(hashlib.sha256(self.model.encode()).digest()[:7], "big")
+
+    def close(self) -> None:
+        """Give up what is still asked for. What the server is just answering is waited for."""
+        self.client.give_up()
+        self.pool.shutdown(cancel_futures=True)
+        self.client.close()
+
+
+def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
+    """How an endpoint is asked to sample. What is not sent would be as the server likes: vLLM takes the
+    ``generation_config.json`` of its model, llama.cpp cuts with top_k=40 and min_p.
+
+    Raises:
+        EngineError: there are penalties, which a server would count from each request on, or a setting that is not
+            neutral is to be left out.
+    """
+    s = sampling
+    if s.penalised:
+        raise EngineError(
+            "sampling with penalties: an endpoint counts the tokens of each of its answers alone; leave out "
+            "repetition_penalty, presence_penalty and frequency_penalty, or load the junior (model.junior_endpoint.url"
+            "=null)"
+        )
+    if set_anyway := [name for name in ("top_k", "min_p") if name in leave_out and getattr(s, name)]:
+        raise EngineError(
+            f"{set_anyway[0]}={getattr(s, set_anyway[0])}: {SECTION}.leave_out keeps it from the endpoint; sample "
+            "without it, or remove it there"
+        )
+    more = {"top_k": s.top_k, "min_p": s.min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    more |= {"frequency_penalty": 0.0, "skip_special_tokens": False}
+    sent = {name: value for name, value in more.items() if name not in leave_out}
+    return {"temperature": s.temperature, "top_p": s.top_p, **sent}
 
 
 class Answer(NamedTuple):
@@ -63,47 +126,56 @@ class Answer(NamedTuple):
     ended: bool
 
 
+class Written(NamedTuple):
+    """A span, and how often it was asked for, until the answer began with a word."""
+
+    span: Span
+    asks: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Writes one span, in a thread."""
 
-    client: Client
-    model: str
-    vocabulary: Vocabulary
-    attempts: int
+    junior: EndpointJunior
     request: Request
     key: int
     ask: Ask
 
-    def __call__(self) -> Span:
+    def __call__(self) -> Written:
         """The span.
 
         Raises:
             EngineError: the endpoint fails.
         """
-        ask = self.ask
+        ask, vocabulary = self.ask, self.junior.vocabulary
         try:
-            read = self.vocabulary.encode(ask.text.decode())
+            read = vocabulary.encode(ask.text.decode())
         except UnicodeDecodeError:
-            return Span(ask.number, b"", "untranslatable")
-        if spell(read, self.vocabulary) != ask.text:
-            return Span(ask.number, b"", "untranslatable")
-        for attempt in range(self.attempts):
+            return Written(Span(ask.number, b"", "untranslatable"))
+        if spell(read, vocabulary) != ask.text:
+            return Written(Span(ask.number, b"", "untranslatable"))
+        attempts = self.junior.endpoint.attempts
+        for attempt in range(attempts):
             if (span := self._attempt([*self.request.junior_prompt, *read], attempt)) is not None:
-                return span
-        return Span(ask.number, b"", "failed")
+                return Written(span, attempt + 1)
+        return Written(Span(ask.number, b"", "failed"), attempts)
 
     def _attempt(self, prompt: Sequence[int], attempt: int) -> Span | None:
         """The span, or None if what comes is not usable."""
-        number, before, room, words = self.ask
+        (number, before, room, words), junior = self.ask, self.junior
         seed = mix64(self.key, len(before), attempt) & 0x7FFFFFFF
         text, spent, asked = "", 0, TOKENS_PER_WORD * words + TOKENS_MORE
         while spent < room:
-            asked = min(asked, room - spent)
-            more = [*prompt, *self.vocabulary.encode(text)]
-            answer = self.client.post("/completions", self._body(more, asked, seed + spent), _answer)
+            more = [*prompt, *junior.vocabulary.encode(text)]
+            asked = min(asked, room - spent, junior.context - len(more))
+            if asked <= 0:
+                break
+            body = {"model": junior.model, "prompt": more, "max_tokens": asked, "seed": seed + spent}
+            body |= body_of(self.request.sampling, junior.endpoint.leave_out)
+            answer = junior.client.post("/completions", body, _answer)
             spent, asked, known = spent + asked, 2 * asked, text
-            text += answer.text if answer.ended else answer.text.rstrip(_CUT)
+            text += self._without_end(answer.text) if answer.ended else answer.text.rstrip(_CUT)
             try:
                 written = text.encode()
             except UnicodeEncodeError:  # half of a surrogate pair
@@ -111,8 +183,11 @@ class Writer:
             if _CUT in text or (before and text and not text.startswith(" ")):
                 return None
             starts = word_starts(written, before)
+            own = written[: starts[words]] if len(starts) > words else written
+            if any(token in own.decode() for token in junior.control):
+                return Span(number, b"", "untranslatable")
             if len(starts) > words:
-                return Span(number, written[: starts[words]], "word")
+                return Span(number, own, "word")
             if answer.ended:
                 whole = len(starts) == words and not text[-1:].isspace()  # the end is a proposal, and is dropped
                 return Span(number, written, "word" if whole else "eos")
@@ -120,11 +195,10 @@ class Writer:
                 return None
         return Span(number, text.encode(), "length")
 
-    def _body(self, prompt: Sequence[int], tokens: int, seed: int) -> dict[str, Any]:
-        s = self.request.sampling
-        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "seed": seed}
-        body |= {"temperature": s.temperature, "top_p": s.top_p}
-        return body | ({"top_k": s.top_k} if s.top_k else {}) | ({"min_p": s.min_p} if s.min_p else {})
+    def _without_end(self, text: str) -> str:
+        """An answer without the token that ended it, which some servers (llama.cpp with --special) show, too."""
+        end = next((token for token in self.junior.control if text.endswith(token)), "")
+        return text.removesuffix(end)
 
 
 class EndpointPartner:
@@ -135,11 +209,8 @@ class EndpointPartner:
     def __init__(self, junior: EndpointJunior, total: int) -> None:
         self._junior, self._total, self._failed = junior, total, 0
         self._rows: dict[int, Row] = {}
-        self._waiting: dict[Future[Span], int] = {}
-
-    @property
-    def passes(self) -> Passes:
-        return Passes()  # what the server does is not known
+        self._waiting: dict[Future[Written], int] = {}
+        self.passes = Passes()  # how many the server takes is not known
 
     def admit(self, rows: Sequence[Row]) -> None:
         self._rows |= {row.number: row for row in rows}
@@ -147,9 +218,8 @@ class EndpointPartner:
     def ask(self, asks: Sequence[Ask]) -> None:
         junior = self._junior
         for ask in asks:
-            row, attempts = self._rows[ask.number], junior.endpoint.attempts
-            writer = Writer(junior.client, junior.model, junior.vocabulary, attempts, row.request, row.key, ask)
-            self._waiting[junior.pool.submit(writer)] = ask.number
+            row = self._rows[ask.number]
+            self._waiting[junior.pool.submit(Writer(junior, row.request, row.key, ask))] = ask.number
 
     def spans(self, *, wait: bool) -> list[Span]:
         while True:
@@ -165,14 +235,16 @@ class EndpointPartner:
             future.cancel()
             del self._waiting[future]
 
-    def _span(self, future: "Future[Span]", number: int) -> Span:
+    def _span(self, future: "Future[Written]", number: int) -> Span:
         """What a request came to.
 
         Raises:
             EngineError: too many have failed.
         """
         try:
-            span, why = future.result(), f"no answer began with a word in {self._junior.endpoint.attempts} attempts"
+            span, asks = future.result()
+            why = f"no answer began with a word in {asks} attempts"
+            self.passes += Passes(spans=int(asks > 0), asks=asks)
         except EngineError as error:
             span, why = Span(number, b"", "failed"), str(error)
         if span.end == "failed":
@@ -187,9 +259,21 @@ class EndpointPartner:
         return span
 
 
-def _wait(futures: Mapping["Future[Span]", int]) -> None:
+def _wait(futures: Mapping["Future[Written]", int]) -> None:
     wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
     stamp()
+
+
+def _contexts(response: Response) -> dict[str, int]:
+    """How many tokens each listed model can read, if vLLM or llama.cpp says so; a `http.Read`. `Client.model` has
+    checked the list."""
+    found = {}
+    for each in [] if response.status == 404 else response.json()["data"]:
+        told = {**(each.get("meta") or {}), **each}
+        lengths = [told.get(name) for name in ("max_model_len", "n_ctx", "n_ctx_train")]
+        if known := [length for length in lengths if isinstance(length, int) and length > 0]:
+            found[each["id"]] = known[0]
+    return found
 
 
 def _answer(response: Response) -> Answer:

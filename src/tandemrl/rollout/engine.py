@@ -226,6 +226,9 @@ class Passes(NamedTuple):
     that the senior draws otherwise."""
     accepted: int = 0
     """How many of the drafted tokens the senior draws, too (``drafting.count_accepted``)."""
+    spans: int = 0
+    asks: int = 0
+    """How often a junior behind an endpoint was asked for ``spans`` runs of words, until answers began with a word."""
 
     @property
     def acceptance(self) -> float | None:
@@ -283,13 +286,10 @@ class Engine(Protocol):
         ...
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
-        """End running completions at their next token, with ``stop_reason="abort"``.
+        """End running completions, all or those with these request keys, at their next token, as ``abort``.
 
         If all running completions are waiting for the environment, they end when it next answers. The method is
         thread-safe. It affects the call of ``generate`` that is running, not a later one.
-
-        Args:
-            keys: request keys of the completions to end. None means all of them.
         """
         ...
 

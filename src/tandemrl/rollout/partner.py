@@ -41,7 +41,7 @@ class Partner(Protocol):
 
     @property
     def passes(self) -> Passes:
-        """What the spans cost so far, in forward passes of ``junior``."""
+        """What the spans cost so far, in forward passes of ``junior``, or in ``asks``."""
         ...
 
     def admit(self, rows: Sequence[Row]) -> None:

@@ -17,6 +17,7 @@ from tandemrl.models.lora import adapted_layers, is_adapter
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
+from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import (
     Aborts,
     Completion,
@@ -74,23 +75,24 @@ class TorchEngine:
         compile: bool = False,
         draft_tokens: int | str = 0,
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
-        partner: MakePartner | None = None,
+        partner: EndpointJunior | None = None,
     ) -> None:
         self.senior, self.junior = senior, junior
         self.max_rows, self.policy_version = max_rows, policy_version
-        self.has_junior = junior is not None or partner is not None
+        self.endpoint, self.has_junior = partner, junior is not None or partner is not None
         self.passes = Passes()
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
         apart = junior is not None and junior_tokenizer is not None
         self._decoder = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
         self.vocabulary = self._decoder.vocabulary
         self.context = min(_context(model) for model in self._decoder.models.values())
+        make_partner: MakePartner | None = partner
         if junior is not None and junior_tokenizer is not None:
             decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
-            partner = partial(LocalPartner, decoder, own, tables, _context(junior))
-        self._make_partner = partner
-        if partner is not None:
+            make_partner = partial(LocalPartner, decoder, own, tables, _context(junior))
+        self._make_partner = make_partner
+        if make_partner is not None:
             if draft_tokens:
                 raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
             self._spelling = vocabulary_of(tokenizer)
@@ -129,14 +131,16 @@ class TorchEngine:
 
     def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)
-        if model is None and self.has_junior:
-            return 0  # whatever its endpoint serves
+        if model is None and self.endpoint is not None:
+            return self.endpoint.fingerprint
         if model is None:
             raise EngineError("this engine has no junior")
         return fingerprint(model.named_parameters())
 
     def close(self) -> None:
-        """Do nothing: the engine holds no processes, and the models belong to whoever loaded them."""
+        """End the threads that ask an endpoint. The models belong to whoever loaded them."""
+        if self.endpoint is not None:
+            self.endpoint.close()
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self._aborts.add(keys)
@@ -208,6 +212,9 @@ class TorchEngine:
             batch.retire()
         told = [None if responder is None else responder.transcript(row.number) for row in rows]
         self.passes = batch.passes
+        if isinstance(batch, TwoVocabularies):
+            its = batch.partner.passes
+            self.passes = self.passes._replace(spans=its.spans, asks=its.asks)
         completions = iter(
             [batch.completion(row, self.policy_version, its) for row, its in zip(rows, told, strict=True)]
         )

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from tandemrl.selection.boundaries import token_bytes
@@ -22,6 +23,7 @@ _START = re.compile(
     rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)\x20"
 )
 _LOOKBEHIND = 3
+_CACHED = 64  # characters; whole texts would fill the memory
 
 
 def word_starts(text: bytes, before: bytes = b"") -> list[int]:
@@ -68,9 +70,16 @@ class Vocabulary(NamedTuple):
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """The vocabulary of a Hugging Face tokenizer."""
 
-    @lru_cache(maxsize=2**14)  # the same few words come again and again
-    def encode(text: str) -> Sequence[int]:
-        return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    lock = Lock()  # a tokenizer has a state, and a junior behind an endpoint is asked in threads
+
+    def split(text: str) -> tuple[int, ...]:
+        with lock:
+            return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    few = lru_cache(maxsize=2**14)(split)  # the same few words come again and again
+
+    def encode(text: str) -> tuple[int, ...]:
+        return few(text) if len(text) <= _CACHED else split(text)
 
     return Vocabulary(token_bytes(tokenizer), encode)
 

@@ -40,7 +40,7 @@ from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.endpoint_partner import client_of
+from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts
 from tandemrl.rollout.envs.factory import make_environment
@@ -411,7 +411,7 @@ class Preflight:
 
     def junior_served(self) -> str:
         endpoint = self.config.model.junior_endpoint
-        return f"{endpoint.url} serves {client_of(endpoint).model(endpoint.model)}"
+        return f"{endpoint.url} serves {served(endpoint)}"
 
     def endpoint(self) -> str:
         judge = self.config.judge

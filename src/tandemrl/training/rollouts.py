@@ -123,7 +123,8 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
 def pass_metrics(passes: Passes) -> Metrics:
     """Metrics of the forward passes that the rollouts of a step took, and of how often the senior accepted drafts.
 
-    There are none if the engine does not count passes, and no acceptance rate if no token of the senior was drafted.
+    There are none if the engine does not count passes, no acceptance rate if no token of the senior was drafted, and
+    no asks if the junior is not behind an endpoint.
     """
     metrics: Metrics = {}
     if passes.senior or passes.junior:
@@ -132,6 +133,8 @@ def pass_metrics(passes: Passes) -> Metrics:
         metrics["draft/tokens_per_senior_pass"] = passes.tokens / passes.senior
     if passes.acceptance is not None:
         metrics["draft/acceptance"] = passes.acceptance
+    if passes.spans:
+        metrics["tandem/asks_per_span"] = passes.asks / passes.spans
     return metrics
 
 

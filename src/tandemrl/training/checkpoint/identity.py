@@ -23,6 +23,10 @@ from tandemrl.training.state import Run
 _FREE = {
     "data": ("monitor",),
     "model.lora": ("export",),
+    "model.junior_endpoint": (
+        *("url", "api_key_env", "timeout_s", "retries", "backoff_s", "concurrency", "max_failure_rate"),
+        "leave_out",  # what a server refuses
+    ),
     "rollout": ("ray", "worker_timeout_s"),
     "train": (
         *("save_every", "eval_every", "keep_checkpoints", "keep_exports", "async_save", "profile", "keep_eval_texts"),
