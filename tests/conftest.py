@@ -16,7 +16,7 @@ sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
 WHOLE_RUNS = ("training", "apps", "distributed", "evals", "cli")
 """Folders whose tests check no array annotations: a run calls the same few functions some thousand times, and the check
 takes a third of its time. The tests of those functions check them, and so do the whole runs of `CHECKED`."""
-CHECKED = ("test_train.py", "test_ppo.py", "test_train_episodes.py", "test_train_two_vocabularies.py", "test_evals.py")
+CHECKED = ("test_train.py", "test_train_episodes.py", "test_train_two_vocabularies.py", "test_evals.py")
 
 
 @pytest.hookimpl(tryfirst=True)
