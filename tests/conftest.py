@@ -6,10 +6,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 # Where numba is loaded (bm25s does that), stock vLLM 0.32 starts no engine on a CPU; ours do (`_readable_modules`).
 sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
+
+
+WHOLE_RUNS = ("training", "apps", "distributed", "evals", "cli")
+"""Folders whose tests check no array annotations: a run calls the same few functions some thousand times, and the check
+takes a third of its time. The tests of those functions check them, and so do the whole runs of `CHECKED`."""
+CHECKED = ("test_train.py", "test_train_episodes.py", "test_train_two_vocabularies.py", "test_evals.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where annotations are checked at all (`make test`): switch the check off in `WHOLE_RUNS`, and on elsewhere."""
+    whole = item.path.relative_to(Path(__file__).parent).parts[0] in WHOLE_RUNS
+    jaxtyping.config.update("jaxtyping_disable", whole and item.path.name not in CHECKED)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,16 @@
 """A small training run, its files, when two runs are the same, and how one is evaluated."""
 
+import importlib
+import itertools
 import json
+import multiprocessing
+import os
 import re
+import signal
+import sys
+import tempfile
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +56,56 @@ def launch_of(name: str) -> tuple[int, list[str]]:
     return int(found[1]), [word for word in (found[2] or "").split() if word.startswith("parallel.")]
 
 
-KILLER = """
-import os, signal, sys
-import {module} as module
-original, calls = getattr({owner}, "{name}"), 0
-def dying(*arguments, **options):
-    global calls
-    calls += 1
-    if {before} and calls == {call}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = original(*arguments, **options)
-    if calls == {call}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr({owner}, "{name}", dying)
-from tandemrl.cli.main import main
-main()
-"""
-"""A command that ends in a SIGKILL at call number ``call`` of a function: before it, or after."""
+FORKED = multiprocessing.get_context("forkserver")
+"""Processes forked from one that has imported the library, once per test session: in each, that takes five seconds."""
+FORKED.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "tandemrl.cli.main",
+        "tandemrl.training.loop",
+        "transformers.models.qwen3.modeling_qwen3",
+        "peft",  # left out if it is not installed
+    ]
+)
+
+
+def kill(command: Sequence[str], function: str, call: int, *, before: bool = False, timeout: float = 600.0) -> None:
+    """Run a command of ``tandemrl`` in a process that ends in a SIGKILL at a call of a function: before it, or after.
+
+    Args:
+        function: ``module:name``, or ``module:Class.name``; call: which one, from 1.
+    """
+    with tempfile.NamedTemporaryFile() as log:
+        process = FORKED.Process(target=_dying, args=(log.name, [*command], function, call, before))
+        process.start()
+        process.join(timeout)
+        ended = process.exitcode
+        process.kill()
+        assert ended == -signal.SIGKILL, Path(log.name).read_text()
+
+
+def _dying(log: str, command: list[str], function: str, call: int, before: bool) -> None:
+    """In the process that dies."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
+    module, _, path = function.partition(":")
+    holder, _, name = path.rpartition(".")
+    owner = attrgetter(holder)(importlib.import_module(module)) if holder else importlib.import_module(module)
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        number = next(calls)
+        if before and number == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*arguments, **options)
+        if number == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+    sys.argv = ["tandemrl", *command]
+    importlib.import_module("tandemrl.cli.main").main()
+    sys.exit("the call never came")
 
 
 def config(pair: Path, out: Path, *extra: str) -> Config:

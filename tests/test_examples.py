@@ -18,6 +18,7 @@ from tandemrl.data.rows import Row
 from tandemrl.data.synthetic import generate
 from tandemrl.rewards.math.countdown import countdown
 from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.training.checkpoint import CheckpointError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -33,14 +34,17 @@ def run_example(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedPr
     )
 
 
-def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair: Path, tmp_path: Path) -> None:
+def test_the_ablation_trains_with_its_own_strategy_and_loss(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
     overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=32"]
-    done = run_example("ablation.py", *overrides, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["ablation.py", *overrides])
+    runpy.run_path(str(EXAMPLES / "ablation.py"), run_name="__main__")
     lines = (tmp_path / "runs" / "ablation" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5
-    for printed, line in zip(done.stdout.splitlines(), lines, strict=True):
+    for printed, line in zip(capsys.readouterr().out.splitlines(), lines, strict=True):
         metrics = json.loads(line)
         assert printed.startswith(f"step {metrics['step']}: reward {metrics['reward/mean']:.3f}")
 
@@ -51,9 +55,8 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair: Path, tmp
     assert all(author == sorted(author, reverse=True) for author in authors)  # and never comes back
     assert any(0 in author for author in authors)
 
-    again = run_example("ablation.py", *overrides, cwd=tmp_path)  # another run must not pass for this one
-    assert again.returncode != 0
-    assert "already holds a run" in again.stderr
+    with pytest.raises(CheckpointError, match="already holds a run"):  # another run must not pass for this one
+        runpy.run_path(str(EXAMPLES / "ablation.py"), run_name="__main__")
 
 
 def test_countdown_is_taught_trained_by_both_recipes_and_measured(

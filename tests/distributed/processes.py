@@ -1,12 +1,11 @@
 """One function on many processes of this machine: what torchrun does, without its start-up time.
 
-The processes are forked from a server that has imported torch and transformers once per test session; each has one
+The processes are forked from a server that has imported torch and the library once per test session; each has one
 thread and the environment that torchrun gives, so that ``init_world`` finds the others. The function must be
 importable (defined at the top of a test module).
 """
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -22,8 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "tandemrl.models.sharding"])
+from runs import FORKED
 
 
 def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
@@ -49,7 +47,7 @@ def _run(function: Callable[..., Any], size: int, args: tuple[Any, ...], timeout
     processes: list[Any] = []
     pipes: dict[Connection, int] = {}
     for rank in range(size):
-        receive, send = _CONTEXT.Pipe(duplex=False)
+        receive, send = FORKED.Pipe(duplex=False)
         environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -61,7 +59,7 @@ def _run(function: Callable[..., Any], size: int, args: tuple[Any, ...], timeout
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         log = str(folder / f"{rank:03}.log")
-        process = _CONTEXT.Process(target=_child, args=(send, environment, log, function, args), daemon=True)
+        process = FORKED.Process(target=_child, args=(send, environment, log, function, args), daemon=True)
         process.start()
         send.close()
         processes.append(process)

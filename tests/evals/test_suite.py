@@ -5,8 +5,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -33,7 +31,7 @@ from helpers import (
 )
 from helpers import prompts as some_prompts
 from helpers import tokenizer as tokenizer_of_letters
-from runs import evaluate_phase, evaluate_with
+from runs import FORKED, evaluate_phase, evaluate_with
 from tandemrl import evals
 from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
 from tandemrl.config import (
@@ -433,28 +431,32 @@ def test_a_killed_run_ends_with_the_files_of_an_uninterrupted_one(everything, tm
         assert contents(out) == contents(tmp_path / "whole")
 
 
+def evaluated_until_the_handoff(pair, out):
+    """In a process that kills itself within the handoff phase."""
+    files.versions = lambda: {"git_revision": "here"}
+
+    def kill(what, done, total):
+        if what.startswith("handoff"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    evaluate_with(
+        data=["synthetic:plain:heldout:4"],
+        model=str(pair / "senior"),
+        junior=str(pair / "junior"),
+        eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20),
+        reward=RewardConfig(workers=1),
+        out=out,
+        limit=3,
+        progress=kill,
+    )
+
+
 def test_a_process_that_is_killed_ends_with_the_files_of_an_uninterrupted_one(everything, pair, tmp_path):
-    """SIGKILL within the handoff phase, in a process of its own."""
     everything(out=tmp_path / "whole")
-    script = f"""
-import os, signal
-from tandemrl.config import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig
-from tandemrl.evals import evaluate, files
-
-files.versions = lambda: {{"git_revision": "here"}}
-
-def kill(what, done, total):
-    if what.startswith("handoff"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-config = Config(
-    model=ModelConfig(junior="{pair}/junior", device="cpu"), data=DataConfig(eval=("synthetic:plain:heldout:4",)),
-    eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20), reward=RewardConfig(workers=1),
-)
-evaluate(config, model="{pair}/senior", out="{tmp_path}/killed", limit=3, progress=kill)
-"""
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
-    assert done.returncode == -signal.SIGKILL
+    process = FORKED.Process(target=evaluated_until_the_handoff, args=(pair, tmp_path / "killed"))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
     finished = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "killed").iterdir()}
     assert {name.partition(".")[0] for name in finished} == {"pass-at-k", "tandem"}
     everything(out=tmp_path / "killed")

@@ -2,24 +2,23 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from tandemrl.cli.main import app
 
 DATA = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
-MAIN = "from tandemrl.cli.main import main; main()"
 
 pytestmark = pytest.mark.skipif(
     not (DATA / "train.jsonl").is_file(), reason="no GSM8K files; set TANDEMRL_DATA to the folder above gsm8k/"
 )
 
 
-def tandemrl(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def tandemrl(*arguments: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
 
 
 def test_three_steps_resume_export_and_evaluate(tiny_pair: Path, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """Training with ``train.async_steps=1``: rollouts one step old, corrected, gated, and carried through a kill."""
 
 import dataclasses
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from runs import KILLER, SMALL, assert_same_run, config, metrics, samples
+from runs import SMALL, assert_same_run, config, kill, metrics, samples
 from tandemrl.losses import RECIPES
 from tandemrl.rollout import collect
 from tandemrl.rollout.sync import sync_weights
@@ -67,13 +64,9 @@ def test_killed_with_rollouts_in_flight_it_resumes_as_if_nothing_had_happened(
     """In the third step, after a checkpoint that holds the rollouts of the third."""
     out = tmp_path / "killed"
     (tmp_path / "empty.yaml").write_text("train: {}\n")
-    script = KILLER.format(
-        module="tandemrl.training.tracking", owner="module.Tracker", name="step", call=3, before=False
-    )
     models = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", f"output_dir={out}"]
     command = ["train", "--config", f"{tmp_path}/empty.yaml", *SMALL, *models, *ASYNC]
-    died = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, timeout=120)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    kill(command, "tandemrl.training.tracking:Tracker.step", 3)
     assert checkpoint.latest(out) == out / "checkpoints" / "step_2"
     ahead = checkpoint.load(out / "checkpoints" / "step_2")["ahead"]
     assert ahead["step"] == 3

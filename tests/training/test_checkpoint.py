@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there at any moment, plain data only, and a resume that cannot become another run."""
 
+import contextlib
 import copy
 import errno
 import hashlib
@@ -8,12 +9,11 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from helpers import qwen3, tokenizer
+from runs import FORKED
 from tandemrl import files as versions
 from tandemrl.config import Config, LoraConfig, load
 from tandemrl.files import recover, write_text
@@ -262,27 +263,30 @@ def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
     assert file.read_text() == "new"
 
 
+def saves(folder: Path, step_saved: Connection) -> None:
+    """In a process that is killed meanwhile."""
+    for step in range(1, 100_000):
+        content = {"step": step, "weights": {"a": torch.full((200_000,), float(step))}}
+        checkpoint.save(folder, step, content, Config(), keep=2)
+        step_saved.send(step)
+
+
 def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    script = (
-        "import sys, torch\n"
-        "from tandemrl.training.checkpoint import storage as checkpoint\n"
-        "from tandemrl.config import Config\n"
-        "for step in range(1, 100_000):\n"
-        "    state = {'step': step, 'weights': {'a': torch.full((200_000,), float(step))}}\n"
-        "    checkpoint.save(sys.argv[1], step, state, Config(), keep=2)\n"
-        "    print(step, flush=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
+    told, tells = FORKED.Pipe(duplex=False)
+    process = FORKED.Process(target=saves, args=(tmp_path, tells))
+    process.start()
+    tells.close()
     for _ in range(3):
-        reported = int(process.stdout.readline())
+        reported = told.recv()
     time.sleep(random.Random(os.getpid()).uniform(0, 0.3))
-    process.send_signal(signal.SIGKILL)
-    rest = process.stdout.read().split()
-    process.wait()
+    process.kill()
+    process.join()
+    with contextlib.suppress(EOFError, OSError):  # the last one may be torn
+        while True:
+            reported = told.recv()
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
-    assert checkpoint.step_of(newest) >= int(rest[-1] if rest else reported)
+    assert checkpoint.step_of(newest) >= reported
     assert is_whole(newest)
     following = checkpoint.step_of(newest) + 1
     checkpoint.save(tmp_path, following, state(following), Config(), keep=2)
@@ -687,25 +691,25 @@ def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threadi
     assert names(tmp_path) == ["step_1", "step_2"]
 
 
+def saves_in_the_background(folder: Path, written: Connection) -> None:
+    """In a process that is killed when the second checkpoint is written, but not yet in its place."""
+    module = nn.Linear(8, 8)
+    parts = {"policy": Trained(module, torch.optim.AdamW(module.parameters()))}
+    checkpoint.save(folder, 1, {}, Config(), keep=1, parts=parts, background=True)
+    checkpoint.wait()
+    FileSystemWriter.finish = lambda *_, **__: (written.send("written"), time.sleep(60))  # type: ignore[method-assign]
+    checkpoint.save(folder, 2, {}, Config(), keep=1, parts=parts, background=True)
+    time.sleep(60)
+
+
 def test_kill_9_during_a_background_save_costs_that_checkpoint_alone(tmp_path: Path) -> None:
-    script = (
-        "import sys, time, torch\n"
-        "from torch.distributed.checkpoint import FileSystemWriter\n"
-        "from tandemrl.training.checkpoint import storage as checkpoint\n"
-        "from tandemrl.config import Config\n"
-        "module = torch.nn.Linear(8, 8)\n"
-        "parts = {'policy': checkpoint.Trained(module, torch.optim.AdamW(module.parameters()))}\n"
-        "checkpoint.save(sys.argv[1], 1, {}, Config(), keep=1, parts=parts, background=True)\n"
-        "checkpoint.wait()\n"
-        "FileSystemWriter.finish = lambda *_, **__: (print('written', flush=True), time.sleep(60))\n"
-        "checkpoint.save(sys.argv[1], 2, {}, Config(), keep=1, parts=parts, background=True)\n"
-        "time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"written\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    told, tells = FORKED.Pipe(duplex=False)
+    process = FORKED.Process(target=saves_in_the_background, args=(tmp_path, tells))
+    process.start()
+    tells.close()
+    assert told.recv() == "written"
+    process.kill()
+    process.join()
     assert names(tmp_path) == [".new-step_2", "step_1"]
     assert any((tmp_path / "checkpoints" / ".new-step_2" / "tensors").iterdir())
     newest = checkpoint.latest(tmp_path)

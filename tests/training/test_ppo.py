@@ -323,7 +323,7 @@ def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: Path, tmp_path: Path) -> None:
     """Eight rows only, so that examples come again within a step."""
     knobs = ["loss.recipe=dapo", "data.train=synthetic:plain:train:8", "train.steps=2", "rollout.group_size=2"]
-    without = train(config(tiny_pair, tmp_path / "a", *knobs), quiet=True)
+    without = train(config(tiny_pair, tmp_path / "a", *knobs, "train.steps=1"), quiet=True)
     out = train(config(tiny_pair, tmp_path / "b", *knobs, "train.max_resamples=4"), quiet=True)
     a, b = metrics(without)[0], metrics(out)[0]
     assert b["groups/resampled"] > 0

@@ -6,9 +6,6 @@ import json
 import math
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers import prepared, qwen3, tokenizer
-from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weights
+from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weights
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
@@ -159,18 +156,12 @@ def test_training_changes_the_senior(tiny_pair: Path, finished: Path) -> None:
     assert any(not torch.equal(base[name], trained[name]) for name in base)
 
 
-MOMENTS = [  # in a run of six steps that saves after every second
-    ("tandemrl.training.tracking", "module.Tracker", "step", 1, False),  # before the first checkpoint
-    (
-        "tandemrl.training.tracking",
-        "module.Tracker",
-        "step",
-        3,
-        False,
-    ),  # after one, with a line logged that must go again
-    ("tandemrl.training.checkpoint.storage", "module", "save", 1, True),  # step 4 exported, its checkpoint not written
-    ("tandemrl.training.update", "module", "update_policy", 2, False),  # step 4 again: weights updated, nothing logged
-    ("tandemrl.training.tracking", "module.Tracker", "samples", 3, True),  # step 5 evaluated, not logged
+MOMENTS = [  # in a run of six steps that saves after every second: a function, which call of it, and whether before it
+    ("tandemrl.training.tracking:Tracker.step", 1, False),  # before the first checkpoint
+    ("tandemrl.training.tracking:Tracker.step", 3, False),  # after one, with a line logged that must go again
+    ("tandemrl.training.checkpoint.storage:save", 1, True),  # step 4 exported, its checkpoint not written
+    ("tandemrl.training.update:update_policy", 2, False),  # step 4 again: weights updated, nothing logged
+    ("tandemrl.training.tracking:Tracker.samples", 3, True),  # step 5 evaluated, not logged
 ]
 
 
@@ -180,15 +171,12 @@ MOMENTS = [  # in a run of six steps that saves after every second
     ids=["some", "any"],
 )
 def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
-    moments: Sequence[tuple[str, str, str, int, bool]], tiny_pair: Path, finished: Path, tmp_path: Path
+    moments: Sequence[tuple[str, int, bool]], tiny_pair: Path, finished: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "killed"
     overrides = [*SMALL, f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=6"]
-    for module, owner, name, call, before in moments:
-        script = KILLER.format(module=module, owner=owner, name=name, call=call, before=before)
-        arguments = ["train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"]
-        died = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=600)
-        assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    for function, call, before in moments:
+        kill(["train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"], function, call, before=before)
     assert latest(out) == out / "checkpoints" / "step_4"
     train(config(tiny_pair, out, "train.steps=6"), quiet=True)
     assert_same_run(finished, out, step=6)

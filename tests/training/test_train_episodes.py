@@ -1,9 +1,6 @@
 """Training with environments: turns, tools and transcripts from the first prompt to a resumed run."""
 
 import dataclasses
-import signal
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,7 @@ import torch
 import small_world
 from agents import TOOLS, assert_same_episodes, config, overrides
 from helpers import agent_tokenizer
-from runs import KILLER, lines, metrics, samples
+from runs import kill, lines, metrics, samples
 from tandemrl.apps.score import score_file
 from tandemrl.config import ConfigError, batch_plan, load
 from tandemrl.data.rows import DataError
@@ -97,15 +94,10 @@ def test_killed_in_the_middle_of_an_episode_it_resumes_as_if_nothing_had_happene
 ) -> None:
     """In the second step, when some turns are answered and others are awaited."""
     first = sum(line["turns"] for line in samples(whole) if line["step"] == 1)
-    script = KILLER.format(
-        module="tandemrl.rollout.envs.episodes", owner="module.Episodes", name="submit", call=first + 8, before=False
-    )
     out = tmp_path / "killed"
     (tmp_path / "empty.yaml").write_text("train: {}\n")
     command = ["train", "--config", f"{tmp_path}/empty.yaml", *overrides(agents, out, *TOOLS, *EVALUATED)]
-    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-    died = subprocess.run([sys.executable, "-c", path + script, *command], capture_output=True, timeout=120)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    kill(command, "tandemrl.rollout.envs.episodes:Episodes.submit", first + 8)
     assert [line["step"] for line in metrics(out)] == [1]
     train(config(agents, out, *TOOLS, *EVALUATED), quiet=True)
     assert_same_episodes(whole, out)

@@ -4,10 +4,12 @@ A run is defined by three things: a config file that says what differs from the 
 line, and the code revision. All three are stored with every checkpoint and result.
 """
 
+import copy
 import difflib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -53,7 +55,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
         sources.append((item, _parsed(item, OmegaConf.from_dotlist, [item])))
-    merged = OmegaConf.structured(Config)
+    merged = copy.deepcopy(_defaults())
     unset: set[str] = set()
     removed: dict[str, str] = {}
     for where, source in sources:
@@ -68,7 +70,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         missing = OmegaConf.missing_keys(source)  # `???`: a value that the config leaves to the user; merge skips it
         unset = {key for key in unset if OmegaConf.select(source, key, default=_ABSENT) is _ABSENT} | missing
         try:
-            merged = OmegaConf.merge(merged, source)
+            merged = OmegaConf.unsafe_merge(merged, source)  # in place: `merge` copies all keys each time
         except OmegaConfBaseException as error:
             raise ConfigError(_bad_value(where, error.full_key, source, str(error).splitlines()[0])) from None
     for key in sorted(unset & removed.keys()):
@@ -83,6 +85,14 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+@cache
+def _defaults() -> Any:
+    """All keys with their types and defaults, to be copied: making them takes longer than the rest of ``load``."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(Config)
 
 
 def stated_keys(overrides: Sequence[str]) -> set[str]:
@@ -246,7 +256,7 @@ def _elsewhere(typed: str) -> str:
     """The key of another section that an unknown one probably stands for, or none."""
     from omegaconf import OmegaConf
 
-    ours = flatten(OmegaConf.to_container(OmegaConf.structured(Config)))  # type: ignore[arg-type]  # a mapping
+    ours = flatten(OmegaConf.to_container(_defaults()))  # type: ignore[arg-type]  # a mapping
     same = [dotted for dotted in ours if dotted.rpartition(".")[2] == typed.rpartition(".")[2]]
     return same[0] if len(same) == 1 else ""
 
@@ -299,7 +309,7 @@ def _culprit(source: Any) -> str:
         alone = OmegaConf.create()
         OmegaConf.update(alone, key, value)
         try:
-            OmegaConf.merge(OmegaConf.structured(Config), alone)
+            OmegaConf.merge(_defaults(), alone)
         except OmegaConfBaseException:
             return key
     return ""

@@ -1,6 +1,7 @@
 """Token for token: the vLLM engine against stock vLLM, transformers and the reference engine."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -275,9 +276,9 @@ def test_a_prefix_left_behind_by_an_aborted_request(engines):
 # ------------------------------------------------------------------------------------------------- the reference engine
 
 
-@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, PAIRS_AND_MODES))
-def test_the_reference_engine_writes_the_same(engines, pair, mode):
-    """Both draw by the same keys, so tokens may differ only where a logit's rounding decides."""
+@cache
+def reference_texts(pair: str) -> tuple[list[Request], list[list[Completion]]]:
+    """Requests of every sampling, and what the reference engine writes: once for all modes."""
     settings = [SAMPLED, *SAMPLINGS.values(), GREEDY]
     batch = [
         Request(
@@ -286,8 +287,14 @@ def test_the_reference_engine_writes_the_same(engines, pair, mode):
         for i, r in enumerate(mixed(prompts(10 * len(settings), seed=40, lengths=(1, 7, 33, 12)), SAMPLED))
         for setting in [settings[i % len(settings)]]
     ]
+    return batch, reference(pair).generate(batch)
+
+
+@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, PAIRS_AND_MODES))
+def test_the_reference_engine_writes_the_same(engines, pair, mode):
+    """Both draw by the same keys, so tokens may differ only where a logit's rounding decides."""
+    batch, wanted = reference_texts(pair)
     found = engines(pair, mode=mode).generate(batch)
-    wanted = reference(pair).generate(batch)
     assert_sound(batch, found)
     rounded = 0
     for one, other in zip(flat(found), flat(wanted), strict=True):
