@@ -95,6 +95,8 @@ class TorchEngine:
         if make_partner is not None:
             if draft_tokens:
                 raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
+            if compile:
+                raise EngineError("compile: a junior of another vocabulary needs steps of any length; use false")
             self._spelling = vocabulary_of(tokenizer)
         self._adapted = frozenset(adapted_layers(senior))
         self._aborts = Aborts()
