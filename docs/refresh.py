@@ -252,6 +252,25 @@ def decoding() -> str:
     )
 
 
+def two_vocabularies() -> str:
+    records = lines("two_vocabularies.jsonl")
+    rows = [
+        [
+            str(line["rows"]),
+            *(f"{line['median_cpu_ms_per_token'][who]:.0f}" for who in ("one", "two")),
+            f"{line['ratios']['two / one']['median']:.2f}",
+        ]
+        for line in records
+    ]
+    head = ["rows", "one vocabulary", "two vocabularies", "two / one"]
+    return (
+        markdown_table(head, rows)
+        + f"\nCPU milliseconds per token with `before_word`, medians of {records[0]['rounds']} rounds; "
+        f"{records[0]['model']} as senior and junior, whose tokenizer is loaded twice; responses of at most 24 tokens, "
+        f"the prompts included; {versions_of(records)}; {_file('two_vocabularies.jsonl')}.\n"
+    )
+
+
 def pretrained_speed() -> str:
     """Rollouts, update, sync and steps of a real model. What is not in the file yet is left out."""
     name = "pretrained_speed.jsonl"
@@ -629,6 +648,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "speed-sentence": speed_sentence,
     "decoding": decoding,
+    "two-vocabularies": two_vocabularies,
     "pretrained-speed": pretrained_speed,
     "drafting": drafting,
     "draw": draw,
