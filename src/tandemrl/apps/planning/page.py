@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from tandemrl.apps.planning.accelerators import GIB, RESERVE, Accelerator
 from tandemrl.apps.planning.fleet import STEPS, Fleet, Times, units_of
@@ -43,12 +44,12 @@ def described_fleet(config: Config, found: Sequence[Fleet], times: Sequence[Time
 
 
 def _enough_workers(times: Times, units: int, ahead: int) -> float:
-    """How many workers generate a step's units, and load its weights, while the trainer updates.
+    """How many workers generate a step's units, also those resampled, and load its weights, as the trainer updates.
 
     Infinity if there are none: only the units of ``ahead`` steps are in flight, so more workers have nothing to do.
     """
     left = times.update - times.load
-    needed = max(1, math.ceil(units * times.unit / left)) if left > 0 else math.inf
+    needed = max(1, math.ceil((units + fmean(times.resampled)) * times.unit / left)) if left > 0 else math.inf
     return needed if needed <= units * ahead else math.inf
 
 
@@ -92,7 +93,8 @@ def _lines(found: Plan) -> Iterator[str]:
     yield f"  {_gib(found.peak):>11}  at most on the device; limit: {limit}"
     cache = found.cache
     blocks = f" ({cache.blocks:,} blocks)" if cache.blocks else ""
-    yield f"engine: {cache.rows:,} rows of {cache.length:,} tokens in {_gib(cache.size)} of KV cache{blocks}"
+    whose = " of a worker" if "unit" in found.seconds else ""
+    yield f"engine{whose}: {cache.rows:,} rows of {cache.length:,} tokens in {_gib(cache.size)} of KV cache{blocks}"
     yield f"update: {found.micro_batches} micro-batch(es) of at most {found.tokens:,} tokens, {found.flops:.3g} FLOPs"
     for collective, traffic in sorted(found.sent.items()):
         yield (
@@ -100,7 +102,8 @@ def _lines(found: Plan) -> Iterator[str]:
             "(whole tensors)"
         )
     for part, (best, worst) in found.seconds.items():
-        yield f"{part}: {_seconds(best)} to {_seconds(worst)} a step (an estimate from data sheets, never measured)"
+        whole = " on a worker" if part == "unit" else " a step"
+        yield f"{part}: {_seconds(best)} to {_seconds(worst)}{whole} (an estimate from data sheets, never measured)"
     for note in found.notes:
         yield f"note: {note}"
 
