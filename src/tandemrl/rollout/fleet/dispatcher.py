@@ -90,7 +90,7 @@ class Dispatcher:
         """Units that were assigned again, and workers that were replaced."""
         self.idle_s = self.worker_s = 0.0
         """The time of all workers in which they had nothing to do, and all of it, in seconds."""
-        self.done, self.done_s = Counter[State](), defaultdict[State, float](float)
+        self.done, self.done_s = Counter[str](), defaultdict[str, float](float)
         """How often workers have done what they were asked for, by their state until then, and the seconds it took."""
         self.workers: dict[int, _Worker] = {}
         self.batches: dict[int, _Batch] = {}

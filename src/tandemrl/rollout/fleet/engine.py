@@ -333,8 +333,8 @@ class FleetEngine:
         and how many ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
         d = self._dispatcher
         counted = {"redone": d.redone, "restarts": d.restarts, "idle_s": d.idle_s, "worker_s": d.worker_s}
-        counted |= {"units": d.done["generating"], "unit_s": d.done_s["generating"]}
-        counted |= {"loads": d.done["loading"], "load_s": d.done_s["loading"]}
+        for name, state in (("unit", "generating"), ("load", "loading")):
+            counted |= {f"{name}s": d.done.get(state, 0), f"{name}_s": d.done_s.get(state, 0.0)}
         return {name: float(value) for name, value in counted.items()}
 
     def close(self) -> None:
