@@ -98,6 +98,7 @@ def run(
         "output_dir": folder,
         "data.train": "synthetic:plain:train:4096",
         "data.eval": "[]",
+        "train.eval_every": 0,
         "data.max_prompt_tokens": 128,
         "rollout.ray": "local",
         "rollout.unit_groups": unit_groups,
