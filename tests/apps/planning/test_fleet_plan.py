@@ -29,9 +29,8 @@ from tandemrl.config import ConfigError, load, to_yaml
         (Times(10, 10), 3, Fleet(20, 0.5, 0, {3: 1.0})),
         # And of 5 s: it is the workers that wait.
         (Times(10, 2.5), 2, Fleet(10, 0, 0.5, {2: 1.0})),
-        # Two more units, once the others have their rewards: at once, or after those of the step ahead.
+        # Two more units, once the others have their rewards.
         (Times(10, 5, resampled=[2]), 0, Fleet(25, 15 / 25, 10 / 25, {0: 1.0})),
-        (Times(10, 5, resampled=[2]), 1, Fleet(25, 15 / 25, 10 / 25, {1: 1.0})),
     ],
 )
 def test_two_workers_by_hand(times: Times, ahead: int, expected: Fleet) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 
 from tandemrl.apps.planning.accelerators import GIB, RESERVE, Accelerator
 from tandemrl.apps.planning.fleet import STEPS, Fleet, Times, units_of
@@ -44,12 +43,12 @@ def described_fleet(config: Config, found: Sequence[Fleet], times: Sequence[Time
 
 
 def _enough_workers(times: Times, units: int, ahead: int) -> float:
-    """How many workers generate a step's units, also those resampled, and load its weights, as the trainer updates.
+    """How many workers generate a step's units, and load its weights, while the trainer updates.
 
     Infinity if there are none: only the units of ``ahead`` steps are in flight, so more workers have nothing to do.
     """
     left = times.update - times.load
-    needed = max(1, math.ceil((units + fmean(times.resampled)) * times.unit / left)) if left > 0 else math.inf
+    needed = max(1, math.ceil(units * times.unit / left)) if left > 0 else math.inf
     return needed if needed <= units * ahead else math.inf
 
 
