@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def main() -> None:
     options = parser().parse_args()
     if options.config is not None:  # one run, in a process of its own
         pin(options.cores[0])
-        train(load(options.config), engine=engine_on(options.cores[1]), quiet=True)
+        train(load(options.config), quiet=True)
         return
     tiny_senior()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,14 +74,10 @@ def pin(core: int) -> None:
         os.sched_setaffinity(int(thread), {core})
 
 
-def engine_on(core: int) -> Callable[..., Engine]:
-    """Makes the torch engine, and keeps the process that it is made in on a core."""
-
-    def pinned(config: Any, senior: Any, junior: Any, tokenizer: Any) -> Engine:
-        pin(core)
-        return torch_engine(config, senior, junior, tokenizer)
-
-    return pinned
+def pinned_engine(config: Any, senior: Any, junior: Any, tokenizer: Any, core: int) -> Engine:
+    """The torch engine. The process that it is made in stays on a core."""
+    pin(core)
+    return torch_engine(config, senior, junior, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -101,6 +96,8 @@ def run(
         "train.eval_every": 0,
         "data.max_prompt_tokens": 128,
         "rollout.ray": "local",
+        "rollout.engine": "fleet:pinned_engine",
+        "rollout.engine_parameters": f"{{core: {options.cores[1 if keys.get('rollout__workers') else 0]}}}",
         "rollout.unit_groups": unit_groups,
         "rollout.group_size": options.group_size,
         "rollout.max_tokens": options.max_tokens,
@@ -115,8 +112,9 @@ def run(
     config = load(None, [f"{key}={value}" for key, value in values.items()])
     file = folder / "asked.yaml"
     file.write_text(to_yaml(config))
-    cores = [str(core) for core in (options.cores if config.rollout.workers else options.cores[:1] * 2)]
-    subprocess.run([sys.executable, __file__, "--config", str(file), "--cores", *cores], check=True)
+    command = [sys.executable, __file__, "--config", str(file), "--cores", *map(str, options.cores)]
+    here = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": here})  # where workers find this module
     return config, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
