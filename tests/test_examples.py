@@ -131,6 +131,40 @@ def test_slurm_scripts_parse_and_need_the_name_of_a_config(script):
     assert f"usage: sbatch examples/{script.name} CONFIG" in without.stderr
 
 
+STUBS = {
+    "scontrol": 'printf "%s\\n" node1 node2',
+    "sleep": ":",
+    # Without cgroups, the devices of a node need not begin with 0.
+    "srun": 'while [[ $1 == --* ]]; do shift; done; CUDA_VISIBLE_DEVICES=$DEVICES exec "$@"',
+    "ray": 'echo "ray $2 $CUDA_VISIBLE_DEVICES $SRUN_CPUS_PER_TASK" >>"$SEEN"',
+    "tandemrl": 'echo "tandemrl $* $CUDA_VISIBLE_DEVICES" >>"$SEEN"',
+}
+
+
+@pytest.mark.parametrize(
+    ("devices", "trainer", "head"), [("4,5,6", "4", "5,6"), ("3", "3", ""), ("MIG-a,MIG-b", "MIG-a", "MIG-b")]
+)
+def test_in_the_slurm_cluster_no_worker_gets_the_trainers_gpu(tmp_path, devices, trainer, head):
+    for name, body in STUBS.items():
+        stub = tmp_path / name
+        stub.write_text(f"#!/bin/bash\n{body}\n")
+        stub.chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_PER_TASK": "16"}
+    here = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SEEN": str(tmp_path / "seen"), "DEVICES": devices}
+    done = subprocess.run(
+        ["bash", EXAMPLES / "slurm_ray.sbatch", "my run", "rollout.workers=5"],
+        env=slurm | here,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted((tmp_path / "seen").read_text().splitlines()) == [
+        f"ray --address=node1:6379 {devices} 16",
+        f"ray --head {head} 16",
+        f"tandemrl train --config my run rollout.ray=node1:6379 rollout.workers=5 {trainer}",
+    ]
+
+
 def test_the_kubernetes_job_is_a_cluster_of_one_image_whose_command_is_a_valid_run():
     job = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")

@@ -16,9 +16,9 @@ during that forward pass.
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -75,12 +75,13 @@ class AsyncRollouts:
         remember: Callable[[], Compare],
         ahead: int = 1,
     ) -> None:
-        self._draw, self.generate, self._prompts, self._engine = draw, partial(generate, engine), prompts, engine
-        self._generate_with, self._remember = generate, remember
+        self._draw, self._generate, self._prompts, self._engine = draw, generate, prompts, engine
+        self._remember = remember
         self._taken: tuple[Compare, CompletionBatch] | None = None
         self._threads = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="rollout")
         self._pending: deque[_Pending] = deque()
-        self._waited_s, self._counted = 0.0, (time.monotonic(), dict[str, float]())
+        self._waited_s = 0.0
+        self._counted = self._counts()
 
     def take(self, step: int) -> CompletionBatch:
         """The rollouts of ``step``: those that ``start_until`` began, or new ones.
@@ -88,16 +89,23 @@ class AsyncRollouts:
         Raises:
             EngineError, TrainError: the rollouts failed.
         """
-        self._taken, begun = None, time.monotonic()
-        if self._pending:
-            pending = self._pending.popleft()
-            assert pending.step == step
-            batch = _result(pending)
-            self._taken = pending.compare, batch
-        else:
-            batch = self.generate(step, self._draw())
-        self._waited_s = time.monotonic() - begun
+        self._taken = None
+        if not self._pending:
+            return self.generate(step, self._draw())
+        pending = self._pending.popleft()
+        assert pending.step == step
+        batch = self._result(pending)
+        self._taken = pending.compare, batch
         return batch
+
+    def generate(self, step: int, examples: list[int], drawn: int = 0) -> CompletionBatch:
+        """Generate rollouts of ``step`` now, with the weights that the engine has. ``drawn``: see ``collect.generate``.
+
+        Raises:
+            EngineError, TrainError: the rollouts failed.
+        """
+        with self._waiting():
+            return self._generate(self._engine, step, examples, drawn=drawn)
 
     def mismatch(self) -> Metrics | None:
         """The mismatch between trainer and engine on the rollouts that were taken last, with the weights that wrote
@@ -123,7 +131,7 @@ class AsyncRollouts:
             examples, engine = self._draw(), self._engine
             if isinstance(engine, FleetEngine):
                 engine = engine.at_step(step)
-            batch = self._threads.submit(self._generate_with, engine, step, examples)
+            batch = self._threads.submit(self._generate, engine, step, examples)
             while isinstance(engine, FleetEngine) and not (batch.done() or engine.begun.wait(0.01)):
                 pass  # until then, its weights might be dropped for newer ones
             self._pending.append(_Pending(step, examples, batch, compare))
@@ -131,25 +139,54 @@ class AsyncRollouts:
     def wait(self) -> None:
         """Wait until the engine is free."""
         for pending in self._pending:
-            _result(pending)
+            self._result(pending)
 
     def fleet_metrics(self, step: int, batch: CompletionBatch) -> Metrics:
-        """How old the rollouts of a step are, and what trainer and workers waited for since the last one; nothing
-        without workers."""
+        """How old the rollouts of a step are, and what trainer and workers did since the last call; nothing without
+        workers.
+
+        The trainer waits for rollouts in ``take``, ``generate``, ``wait`` and ``state_dict``.
+        """
         if not isinstance(self._engine, FleetEngine):
             return {}
-        now, counts = time.monotonic(), self._engine.counts()
-        before, counted = self._counted
-        self._counted = now, counts
-        new = {name: value - counted.get(name, 0.0) for name, value in counts.items()}
+        before, self._counted = self._counted, self._counts()
+        new = {name: value - before[name] for name, value in self._counted.items()}
         ages = [step - 1 - completion.policy_version for group in batch.completions for completion in group]
+        means = {f"fleet/{each}_s": new[f"{each}_s"] / new[f"{each}s"] for each in ("unit", "load") if new[f"{each}s"]}
         return {
             "fleet/staleness": float(np.mean(ages)),
-            "fleet/idle_trainer": self._waited_s / max(now - before, 1e-9),
+            "fleet/idle_trainer": new["waited_s"] / max(new["wall_s"], 1e-9),
             "fleet/idle_workers": new["idle_s"] / max(new["worker_s"], 1e-9),
             "fleet/redone": new["redone"],
             "fleet/restarts": new["restarts"],
+            **means,
         }
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context that ``fleet_metrics`` leaves out, but for lost workers: an evaluation."""
+        before = self._counts()
+        yield
+        for name, value in self._counts().items():
+            if name not in ("redone", "restarts"):
+                self._counted[name] += value - before[name]
+
+    def _counts(self) -> dict[str, float]:
+        fleet = self._engine.counts() if isinstance(self._engine, FleetEngine) else {}
+        return fleet | {"wall_s": time.monotonic(), "waited_s": self._waited_s}
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited_s += time.monotonic() - begun
+
+    def _result(self, pending: _Pending) -> CompletionBatch:
+        """Wait for the rollouts of a thread. The watchdog counts the thread's progress as this thread's meanwhile."""
+        with self._waiting(), WATCHDOG.shared():
+            return pending.batch.result()
 
     def state_dict(self) -> dict[str, Any] | None:
         """The rollouts that are finished but not taken, as plain values.
@@ -166,7 +203,7 @@ class AsyncRollouts:
 
     def _saved(self, i: int) -> dict[str, Any]:
         pending = self._pending[i]
-        batch = _result(pending)
+        batch = self._result(pending)
         mismatch = pending.compare(batch)
         self._pending[i] = pending._replace(compare=lambda _: mismatch)
         return {
@@ -207,12 +244,6 @@ class AsyncRollouts:
         if not all(pending.batch.done() for pending in self._pending):
             self._engine.abort()
         self._threads.shutdown(wait=True)
-
-
-def _result(pending: _Pending) -> CompletionBatch:
-    """Wait for the rollouts of the thread. The watchdog counts the thread's progress as this thread's meanwhile."""
-    with WATCHDOG.shared():
-        return pending.batch.result()
 
 
 def _plain(c: Completion) -> dict[str, Any]:

@@ -230,16 +230,18 @@ def train_step(
         del mini_batches  # before the engine wants its memory back
 
     written = [rollout for group in groups for rollout in group.rollouts]
-    metrics |= rollout_metrics(completions, groups, step) | rollouts.fleet_metrics(step, completions)
+    metrics |= rollout_metrics(completions, groups, step)
     if train.max_resamples:
         metrics["groups/resampled"] = float(resampled)
     if not train.async_steps or evaluates:
-        with clock("sync"):
+        with clock("rollout"):
             rollouts.wait()
+        with clock("sync"):
             sync_if_stale(models, version=step)
     if evaluates:
-        with clock("eval"):
+        with clock("eval"), rollouts.aside():
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)
+    metrics |= rollouts.fleet_metrics(step, completions)
     not_written = tracker.samples(step, written, setup.tokenizer)
     if train.max_samples_gb is not None:
         metrics["samples/not_written"] = float(not_written)

@@ -541,11 +541,12 @@ def test_rollout_workers_have_a_table_where_there_are_some(tmp_path: Path) -> No
     write_run(tmp_path / "tandem", 3, rollout={"workers": 2})
     file = tmp_path / "tandem" / "metrics.jsonl"
     names = ("staleness", "idle_trainer", "idle_workers", "redone", "restarts")
-    values = [(0.0, 0.9, 0.0, 0.0, 0.0), (1.0, 0.3, 0.1, 2.0, 1.0), (2.0, 0.3, 0.5, 1.0, 1.0)]
+    values = [(0.0, 0.9, 0.0, 0.0, 0.0), (1.0, 0.3, 0.1, 2.0, 1.0), (0.5, 0.3, 0.5, 1.0, 1.0)]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     more = [{f"fleet/{name}": value for name, value in zip(names, row, strict=True)} for row in values]
+    more = [line | {"weights/version_lag": lag} for line, lag in zip(more, (0.0, 1.0, 2.0), strict=True)]
     file.write_text("".join(json.dumps(line | new) + "\n" for line, new in zip(lines, more, strict=True)))
-    expected = ["tandem", "2", "version 0, for step 3", "1.00", "2", "50 %", "20 %", "3", "2"]
+    expected = ["tandem", "2", "version 0, for step 3", "0.50", "2", "50 %", "20 %", "3", "2"]
     report = build_report(tmp_path)
     [row] = [line for line in to_markdown(report).splitlines() if "version 0" in line]
     assert cells(row) == expected

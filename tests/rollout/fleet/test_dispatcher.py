@@ -214,6 +214,8 @@ def test_one_unit_from_start_to_end() -> None:
     assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "text"), 5.0) == []
     assert fleet.handle(Published(1, 8), 6.0) == [Load(0, 1), Retire(0)]
     assert (fleet.redone, fleet.restarts, fleet.idle_s, fleet.worker_s) == (0, 0, 1, 6)
+    assert fleet.done == {"starting": 1, "loading": 1, "generating": 1}
+    assert fleet.done_s == {"starting": 1, "loading": 1, "generating": 3}
 
 
 def test_a_silent_worker_is_replaced_and_its_unit_asked_for_again() -> None:

@@ -32,23 +32,26 @@ from tandemrl.rollout.fleet.events import (
     Published,
     Start,
     Submitted,
+    Tick,
 )
 
 STEPS = 20
 """How many steps are counted. Before them, the fleet settles; after them, it still has the next ones to generate."""
-LEAST = 4
-"""The fewest steps of a run that are measured, and its first one is not counted."""
+LEAST = 3
+"""The fewest steps of a run that are measured. Its first one is not, nor are those with an evaluation."""
 
 
 class Times(NamedTuple):
     """Seconds. ``update``: of everything in a step but waiting for rollouts. ``unit``: in which a worker generates a
     unit, on average; ``spread``: how long single ones take, as multiples of it, one of which is drawn for each.
-    ``load``: in which a worker loads weights."""
+    ``load``: in which a worker loads weights. ``resampled``: how many units are generated again in a step, one of which
+    numbers is drawn for each."""
 
     update: float
     unit: float
     load: float = 0.0
     spread: Sequence[float] = (1.0,)
+    resampled: Sequence[int] = (0,)
 
 
 class Fleet(NamedTuple):
@@ -107,30 +110,43 @@ class _Clock:
 def simulate(times: Times, *, workers: int, units: int, ahead: int, seed: int = 0) -> Fleet:
     """A run of ``units`` units a step, whose rollouts are generated ``ahead`` steps ahead (``train.async_steps``)."""
     dispatcher = Dispatcher(workers, max_staleness=ahead, timeout_s=math.inf, patience=1, numbers=count())
-    clock = _Clock(times, dispatcher, random.Random(seed))
+    clock, rounds = _Clock(times, dispatcher, random.Random(seed)), random.Random(f"resampled {seed}")
     clock.tell(Published(0, 0))
     versions: dict[int, int] = {}  # of the weights that generate the rollouts of a step
+    batches, numbers = dict[int, int](), count()
     marks: list[tuple[float, float, float, float]] = []
     waited = 0.0
 
-    def submit(step: int) -> None:
-        versions[step], clock.missing[step] = dispatcher.newest, units
-        clock.tell(Submitted(step, units, dispatcher.newest, step))
+    def submit(step: int, size: int) -> int:
+        batch = next(numbers)
+        clock.missing[batch] = size
+        clock.tell(Submitted(batch, size, dispatcher.newest, step))
+        return batch
+
+    def begin(step: int) -> None:
+        versions[step], batches[step] = dispatcher.newest, submit(step, units)
+
+    def wait(batch: int) -> None:
+        nonlocal waited
+        begun = clock.now
+        clock.go_on(while_=lambda: clock.missing[batch] > 0)
+        waited += clock.now - begun
 
     first = 2 + ahead
     for step in range(1, first + STEPS + 1):
         if step == first or step == first + STEPS:
+            clock.tell(Tick())  # the dispatcher counts idle time up to its last event
             marks.append((clock.now, waited, dispatcher.idle_s, dispatcher.worker_s))
         if step not in versions:
-            submit(step)
-        begun = clock.now
-        clock.go_on(while_=lambda step=step: clock.missing[step] > 0)  # type: ignore[misc]  # bound
-        waited += clock.now - begun
+            begin(step)
+        wait(batches[step])
         if ahead:
             if step > 1:
                 clock.tell(Published(step - 1, 0))
             for later in range(max(versions) + 1, step + ahead + 1):
-                submit(later)
+                begin(later)
+        if again := rounds.choice(times.resampled):
+            wait(submit(step, again))
         clock.go_on(clock.now + times.update)
         if not ahead:
             clock.tell(Published(step, 0))
@@ -150,45 +166,73 @@ def units_of(config: Config) -> int:
 
 
 def estimated(config: Config, plan: Plan) -> tuple[Times, Times]:
-    """The times at best and at worst, of full-length rollouts and by data sheets, as those of the plan are."""
-    rows = min((config.rollout.units or 1), config.train.prompts_per_step) * config.rollout.group_size
-    at_once = max(1, min(rows, plan.cache.rows))
-    cached = plan.cache.size * at_once / max(1, plan.cache.rows)
-    read = (plan.read / config.rollout.tensor_parallel + cached / 2) / plan.device.bandwidth
-    decode = math.ceil(rows / at_once) * config.rollout.max_tokens * read
+    """The times at best and at worst, of full-length rollouts and by data sheets, as those of the plan are.
+
+    Nothing is resampled, since no data sheet says how often groups have equal rewards.
+    """
     load = plan.sent_to_workers / plan.device.network
-    best, worst = plan.seconds["update"]
-    return Times(best, decode / 0.7, load), Times(worst, decode / 0.1, load / 0.2)
+    (best, worst), (fast, slow) = plan.seconds["update"], plan.seconds["unit"]
+    return Times(best, fast, load), Times(worst, slow, load / 0.2)
 
 
 def measured(folder: str | Path, config: Config) -> Times:
-    """The times of a run that was made, with workers or with ``rollout.unit_groups``.
+    """The times of a run that was made, with workers or with ``rollout.unit_groups``; ``update`` and ``resampled`` in
+    proportion to the prompts of a step.
 
-    With workers, the time of a unit includes its share of loading weights. How long single units take is taken from the
-    longest rollout of each.
+    Evaluations have no part in them: their steps are left out, and workers count the time of rollouts apart. How long
+    single units take is taken from the longest rollout of each. What a step resampled counts as one round.
 
     Raises:
-        ConfigError: the run's units are of another size, or it does not show how long they take.
+        ConfigError: the run's units are of another size, it resampled otherwise, or it does not show how long units
+            take.
     """
     run = load(folder)
     where = f"--times-of {folder}"
-    sizes = [(each.rollout.units, each.rollout.group_size) for each in (run, config)]
-    if sizes[0] != sizes[1]:
-        ours = f"rollout.unit_groups={sizes[1][0]} rollout.group_size={sizes[1][1]}"
-        raise ConfigError(f"{where}: its units are not those of this plan; train it with {ours}")
+    ours, theirs = _must_agree(config), _must_agree(run)
+    if ours != theirs:
+        keys = " ".join(f"{key}={value}" for key, value in ours.items())
+        raise ConfigError(f"{where}: its units are not those of this plan; train it with {keys}")
     if not run.rollout.workers and run.train.async_steps:
         raise ConfigError(f"{where}: its rollouts were generated beside its updates; train it with train.async_steps=0")
-    steps = _lines(Path(folder, "metrics.jsonl"), where)[1:]
-    if len(steps) < LEAST - 1:
-        raise ConfigError(f"{where}: it needs {LEAST} steps, and has {len(steps) + 1}")
-    busy = [
-        step["time/step"] * run.rollout.workers * (1 - step["fleet/idle_workers"])
-        if run.rollout.workers
-        else step["time/rollout"]
-        for step in steps
+    steps = [step for step in _lines(Path(folder, "metrics.jsonl"), where)[1:] if "time/eval" not in step]
+    if len(steps) < LEAST:
+        raise ConfigError(
+            f"{where}: after its first step it needs {LEAST} without an evaluation, and has {len(steps)}; train it "
+            "with more train.steps or a greater train.eval_every"
+        )
+    prompts, size = run.train.prompts_per_step, config.rollout.units or 1
+    more = config.train.prompts_per_step / prompts
+    resampled = [step.get("groups/resampled", 0.0) for step in steps]
+    rest = [  # with the scores of what was resampled
+        step["time/step"]
+        - step["time/rollout"]
+        - step.get("time/resample", 0.0)
+        + step.get("time/score", 0.0) * again / prompts
+        for step, again in zip(steps, resampled, strict=True)
     ]
-    rest = [step["time/step"] - step["time/rollout"] - step.get("time/eval", 0.0) for step in steps]
-    return Times(fmean(rest), fmean(busy) / units_of(run), spread=_spread(run, folder, where))
+    if run.rollout.workers:
+        unit_s, load_s = (_mean_of(f"fleet/{what}_s", steps, where) for what in ("unit", "load"))
+    else:
+        unit_s, load_s = fmean(step["time/rollout"] for step in steps) / units_of(run), 0.0
+    units = tuple(math.ceil(more * again / size) for again in resampled)
+    return Times(more * fmean(rest), unit_s, load_s, _spread(run, folder, where), units)
+
+
+def _must_agree(config: Config) -> dict[str, Any]:
+    """What must be the same in a run whose times are those of a plan."""
+    rollout, train = config.rollout, config.train
+    return {
+        "rollout.unit_groups": rollout.units,
+        "rollout.group_size": rollout.group_size,
+        "train.max_resamples": train.max_resamples,
+    }
+
+
+def _mean_of(name: str, steps: Sequence[Any], where: str) -> float:
+    values = [step[name] for step in steps if name in step]
+    if not values:
+        raise ConfigError(f"{where}: it has no {name}: it comes from an earlier version; train it anew")
+    return fmean(values)
 
 
 def _spread(run: Config, folder: str | Path, where: str) -> tuple[float, ...]:

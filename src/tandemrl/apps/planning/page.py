@@ -92,7 +92,8 @@ def _lines(found: Plan) -> Iterator[str]:
     yield f"  {_gib(found.peak):>11}  at most on the device; limit: {limit}"
     cache = found.cache
     blocks = f" ({cache.blocks:,} blocks)" if cache.blocks else ""
-    yield f"engine: {cache.rows:,} rows of {cache.length:,} tokens in {_gib(cache.size)} of KV cache{blocks}"
+    whose = " of a worker" if "unit" in found.seconds else ""
+    yield f"engine{whose}: {cache.rows:,} rows of {cache.length:,} tokens in {_gib(cache.size)} of KV cache{blocks}"
     yield f"update: {found.micro_batches} micro-batch(es) of at most {found.tokens:,} tokens, {found.flops:.3g} FLOPs"
     for collective, traffic in sorted(found.sent.items()):
         yield (
@@ -100,7 +101,8 @@ def _lines(found: Plan) -> Iterator[str]:
             "(whole tensors)"
         )
     for part, (best, worst) in found.seconds.items():
-        yield f"{part}: {_seconds(best)} to {_seconds(worst)} a step (an estimate from data sheets, never measured)"
+        whole = " on a worker" if part == "unit" else " a step"
+        yield f"{part}: {_seconds(best)} to {_seconds(worst)}{whole} (an estimate from data sheets, never measured)"
     for note in found.notes:
         yield f"note: {note}"
 

@@ -17,10 +17,11 @@ from tandemrl.apps.planning.accelerators import PER_MACHINE, RESERVE, Accelerato
 from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.ledger import Collective
 from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Sent, Traffic, Work, rehearse, rehearse_prefill
-from tandemrl.config import Config, ConfigError, ParallelConfig
+from tandemrl.config import Config, ConfigError, LoraConfig, ParallelConfig
 from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
+from tandemrl.models.lora import adapted_alias, adapted_layers, is_adapter
 from tandemrl.models.trainable import self_paired
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
@@ -49,19 +50,21 @@ class Item(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The KV cache of a process, which holds ``rows`` rows of ``length`` tokens. ``blocks`` counts the blocks of vLLM's
-    cache, and is 0 for the torch engine."""
+    """The KV cache of an engine's process, which holds ``rows`` rows of ``length`` tokens, each of ``token`` bytes.
+    ``blocks`` counts the blocks of vLLM's cache, and is 0 for the torch engine."""
 
     rows: int
     length: int
     size: int
+    token: int
     blocks: int = 0
 
 
 class Plan(NamedTuple):
     """The plan of one process.
 
-    seconds: the estimated seconds of each phase of a step, at best and at worst. notes: remarks on what is unusual but
+    seconds: the estimated seconds of each phase of a step, at best and at worst; with rollout workers, ``unit`` are
+    those of one unit on one of them. cache: that of a worker, if there are any. notes: remarks on what is unusual but
     not wrong.
     """
 
@@ -76,10 +79,8 @@ class Plan(NamedTuple):
     micro_batches: int
     tokens: int
     notes: list[str]
-    read: int
-    """The bytes of weights that decoding a token reads."""
     sent_to_workers: int
-    """The bytes of weights that a rollout worker loads in a step."""
+    """The bytes that a rollout worker loads in a step: of the senior's weights, or of its adapters alone."""
 
     def needed(self, phase: Phase, *, on_host: bool = False) -> int:
         """How many bytes are needed during ``phase``."""
@@ -174,8 +175,8 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     read = sum(parameters(shape) * width for shape in ([senior, partner] if tandem else [senior]))
     seconds = _seconds(config, read, world, device, flops, sent, cache)
     mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-    own = parameters(senior) * width
-    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes, read, own)
+    loaded = width * (adapter_parameters(senior, model.lora) if _adapters_alone(config) else parameters(senior))
+    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes, loaded)
 
 
 def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
@@ -243,12 +244,12 @@ def _engine(
     rollout, model = config.rollout, config.model
     width = BYTES[model.dtype]
     length = config.longest_sequence
-    requests = math.ceil(config.train.prompts_per_step * rollout.group_size / world.size)
+    requests = _sequences(config, config.train.prompts_per_step, rollout.group_size, world)
     if config.data.eval and config.train.eval_every:
         spoken = config.response_tokens - rollout.max_tokens
         length = max(length, profile_of(config.eval).longest(config.data.max_prompt_tokens) + spoken)
-        problems = config.eval.train_problems * len(config.data.eval) * config.eval.train_samples
-        requests = max(requests, math.ceil(problems / world.size))
+        problems = config.eval.train_problems * len(config.data.eval)
+        requests = max(requests, _sequences(config, problems, config.eval.train_samples, world))
     rows = min(rollout.max_rows, requests)
     shapes = [senior] if junior is None else [senior, junior]
     for heads in (shape.get_text_config().num_attention_heads for shape in shapes):
@@ -262,7 +263,7 @@ def _engine(
     )
     per_token = sum(kv_bytes(shape, width) for shape in shapes)
     logits = LOGITS * rows * vocabulary * 4
-    if model.lora.rank and junior is not None and shares_base(config):
+    if _adapters_alone(config):
         weights["senior"] = 0  # adapters on the junior's weights
     if not rollout.kind.reserves:
         columns = _columns(config.data.max_prompt_tokens, length)
@@ -276,8 +277,23 @@ def _engine(
             Item("rollout", "engine: KV cache", size),
             Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
         ]
-        return items, Cache(rows, columns, size)
+        return items, Cache(rows, columns, size, per_token)
     return _vllm(config, weights, per_token, logits, length, device)
+
+
+def _sequences(config: Config, prompts: int, samples: int, world: World) -> int:
+    """How many sequences of a step or an evaluation an engine gets at once: a unit, or all of its process."""
+    units = config.rollout.units
+    if config.rollout.workers:
+        assert units is not None
+        return min(units, prompts) * samples
+    share = math.ceil(prompts * samples / world.size)
+    return share if units is None else min(units * samples, share)
+
+
+def _adapters_alone(config: Config) -> bool:
+    """Whether the engine's senior is adapters on the junior's weights, as in ``training.build.build_engine``."""
+    return config.model.lora.rank > 0 and not config.selection.kind.solo and shares_base(config)
 
 
 def _vllm(
@@ -303,7 +319,7 @@ def _vllm(
         if elsewhere
         else [Item("rollout" if vllm.sleep else "always", "engine: vLLM's share, KV cache included", total)]
     )
-    return items, Cache(rows, length, size, blocks)
+    return items, Cache(rows, length, size, per_token, blocks)
 
 
 def _columns(prompt: int, longest: int) -> int:
@@ -317,6 +333,13 @@ def _columns(prompt: int, longest: int) -> int:
 def parameters(shape: PretrainedConfig) -> int:
     """How many parameters a model has. Tied ones count once."""
     return sum(parameter.numel() for parameter in _skeleton(*_known(shape)).parameters())
+
+
+def adapter_parameters(shape: PretrainedConfig, lora: LoraConfig) -> int:
+    """How many parameters a model's adapters have."""
+    adapted = adapted_alias(_skeleton(*_known(shape)), lora, seed=0)
+    layers = adapted_layers(adapted)
+    return sum(parameter.numel() for name, parameter in adapted.named_parameters() if is_adapter(name, layers))
 
 
 def kv_bytes(shape: PretrainedConfig, width: int) -> int:
@@ -363,17 +386,21 @@ def _seconds(
     """The seconds of each phase, at best and at worst.
 
     The best case assumes 60 % of the peak and collectives that overlap with the computation, the worst case 20 % and no
-    overlap. Decoding reads all weights and half of the KV cache for each token of a row, at best with 70 % of the
-    bandwidth and at worst with 10 %.
+    overlap. Decoding reads, for each token that sequences get together, all weights and the keys and values of what
+    they have by then: prompts and half of a response on average. At best it has 70 % of the bandwidth, at worst 10 %.
     """
     compute = flops / device.peak(config.model.dtype)
     wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
-    requests = math.ceil(config.train.prompts_per_step * config.rollout.group_size / world.size)
-    waves = math.ceil(requests / max(1, cache.rows))
-    decode = (
-        waves * config.rollout.max_tokens * (read / config.rollout.tensor_parallel + cache.size / 2) / device.bandwidth
-    )
-    return {"update": (max(compute / 0.6, wire), compute / 0.2 + wire), "rollout": (decode / 0.7, decode / 0.1)}
+    rollout, prompts = config.rollout, config.train.prompts_per_step
+    at_once = _sequences(config, prompts, rollout.group_size, world)
+    sequences = at_once if rollout.workers else math.ceil(prompts * rollout.group_size / world.size)
+    waves = math.ceil(sequences / max(1, min(at_once, cache.rows)))
+    cached = sequences * (config.data.max_prompt_tokens + config.response_tokens / 2) * cache.token
+    decode = rollout.max_tokens * (waves * read / rollout.tensor_parallel + cached) / device.bandwidth
+    return {
+        "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
+        "unit" if rollout.workers else "rollout": (decode / 0.7, decode / 0.1),
+    }
 
 
 def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:

@@ -9,7 +9,7 @@ from tandemrl.apps.report.tables import MISSING
 HEAD = (
     "",
     "workers",
-    "weights of the last rollouts",
+    "weights of the last rollouts, oldest",
     "staleness, mean",
     "most",
     "trainer idle",
@@ -33,13 +33,13 @@ def _cells(run: RunRecord) -> list[str]:
     steps = [step for step in run.steps if step.get("fleet/staleness") is not None]
     if not steps:
         return []
-    ages = [step["fleet/staleness"] for step in steps]
+    oldest = [step["weights/version_lag"] for step in steps]
     last = steps[-1]["step"]
     return [
         str((run.config.get("rollout") or {}).get("workers", MISSING)),
-        f"version {last - 1 - ages[-1]:g}, for step {last}",
-        f"{fmean(ages):.2f}",
-        f"{max(ages):g}",
+        f"version {last - 1 - oldest[-1]:g}, for step {last}",
+        f"{fmean(step['fleet/staleness'] for step in steps):.2f}",
+        f"{max(oldest):g}",
         *(f"{100 * fmean(step[f'fleet/{what}'] for step in steps):.0f} %" for what in ("idle_trainer", "idle_workers")),
         *(f"{sum(step[f'fleet/{what}'] for step in steps):.0f}" for what in ("redone", "restarts")),
     ]

@@ -16,7 +16,7 @@ decoded together, so that an answer has the same bits whichever worker gives it.
   whatever still comes from it is dropped, and a new one, under a new number, replaces it.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -90,6 +90,8 @@ class Dispatcher:
         """Units that were assigned again, and workers that were replaced."""
         self.idle_s = self.worker_s = 0.0
         """The time of all workers in which they had nothing to do, and all of it, in seconds."""
+        self.done, self.done_s = Counter[str](), defaultdict[str, float](float)
+        """How often workers have done what they were asked for, by their state until then, and the seconds it took."""
         self.workers: dict[int, _Worker] = {}
         self.batches: dict[int, _Batch] = {}
         self.checksums: dict[int, int | None] = {}
@@ -149,6 +151,9 @@ class Dispatcher:
         Everything that is looked up for an event is kept up to date here, so that no event costs a look at all workers.
         """
         worker = self.workers[number]
+        if state == "idle":
+            self.done[worker.state] += 1
+            self.done_s[worker.state] += self._now - self._busy[number]
         self._unlist(number, worker)
         worker.state = state
         if version is not None:

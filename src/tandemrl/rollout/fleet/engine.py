@@ -329,9 +329,12 @@ class FleetEngine:
         return view
 
     def counts(self) -> dict[str, float]:
-        """What the fleet did since its start: ``redone`` units, ``restarts`` of workers, ``idle_s`` of ``worker_s``."""
+        """What the fleet did since its start: ``redone`` units, ``restarts`` of workers, ``idle_s`` of ``worker_s``,
+        and how many ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
         d = self._dispatcher
         counted = {"redone": d.redone, "restarts": d.restarts, "idle_s": d.idle_s, "worker_s": d.worker_s}
+        for name, state in (("unit", "generating"), ("load", "loading")):
+            counted |= {f"{name}s": d.done.get(state, 0), f"{name}_s": d.done_s.get(state, 0.0)}
         return {name: float(value) for name, value in counted.items()}
 
     def close(self) -> None:
