@@ -220,10 +220,10 @@ def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
         ),
         Line(
             "features",
-            "training with rollout.engine=torch; of eval pass-at-k and tandem; a judge of any family",
+            "training with rollout.engine=torch; of eval pass-at-k, tandem and legibility; a judge of any family",
             "not rollout.engine=vllm, rollout.draft_tokens, rollout.environment, loss.junior_kl_coef, "
-            "loss.junior_weight, play, serve; of eval not handoff, legibility, drift: these need a junior of "
-            "the senior's tokenizer family",
+            "loss.junior_weight, play, serve; of eval not handoff and drift: these need a junior of the senior's "
+            "tokenizer family",
             False,
         ),
     ]
