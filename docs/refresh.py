@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tandemrl.apps.experiments.experiment import SCHEMA
@@ -608,7 +609,8 @@ def smollm2_sentence() -> str:
     """For README."""
     content = json.loads((DOCS / "smollm2_quick.json").read_text())
     (steps,) = (key.removeprefix("train.steps=") for key in content["experiment"]["overrides"] if "steps" in key)
-    solo = {row["arm"]: f"{row['solo/pass@1']:.2f}" for row in content["rows"]}
+    rows = {arm: [row for row in content["rows"] if row["arm"] == arm] for arm in ("base", "grpo", "tandem_self")}
+    solo = {arm: f"{fmean(row['solo/pass@1'] for row in each):.2f}" for arm, each in rows.items()}
     return (
         f"A pretrained model, [SmolLM2-135M](docs/howto/pretrained.md), solves {solo['base']} of word problems, after "
         f"{steps} steps\nof GRPO {solo['grpo']}, of tandem GRPO {solo['tandem_self']}: `make smollm2 QUICK=1`.\n"
