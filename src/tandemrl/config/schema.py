@@ -64,14 +64,9 @@ class JuniorEndpointConfig:
     """Time limit of one attempt."""
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
-    leave_out: Annotated[
-        tuple[
-            Literal[
-                "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"
-            ],
-            ...,
-        ],
-        Allowed("without repeats", lambda names: len(set(names)) == len(names)),
+    leave_out: tuple[
+        Literal["top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"],
+        ...,
     ] = ()
     """Fields of a request that the endpoint refuses, by HTTP 400. Each is sent with the value that switches it off,
     unless `rollout` or `eval` sets it, so that no default of the server changes how the junior samples."""
