@@ -60,8 +60,11 @@ def identity(run: Run) -> dict[str, str]:
     strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
     judge = {} if setup.judge is None else {"judge": setup.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
-    engine = {"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}
-    engine = engine if functions.engine is None else {"engine": functions.engine.signature}
+    engine = {}
+    if functions.engine is not None:  # passed as an argument; it may be a closure, which no name leads to
+        engine["engine"] = functions.engine.signature
+    elif is_own(config.rollout.engine):
+        engine["engine"] = _own(config.rollout.engine)
     reward = {} if functions.reward is None else {"reward": functions.reward.signature}
     return {
         "recipe": str(fields),
