@@ -227,10 +227,11 @@ def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metr
 
 
 def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
-    """The mean cross-entropies of one problem's texts that the junior read, their mean acceptance if it is known, and
-    the number of texts that it did not read."""
-    known = any(sample.acceptance is not None for sample in problem)
-    return _read(problem, ("cross_entropy", "cross_entropy_per_byte", *(("acceptance",) if known else ())))
+    """The mean cross-entropy of one problem's texts that the junior read, their means per byte and of the acceptance if
+    they are known (of older results they are not), and the number of texts that it did not read."""
+    later = ("cross_entropy_per_byte", "acceptance")
+    known = [name for name in later if any(getattr(sample, name) is not None for sample in problem)]
+    return _read(problem, ("cross_entropy", *known))
 
 
 def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
