@@ -612,8 +612,9 @@ def smollm2_sentence() -> str:
     rows = {arm: [row for row in content["rows"] if row["arm"] == arm] for arm in ("base", "grpo", "tandem_self")}
     solo = {arm: f"{fmean(row['solo/pass@1'] for row in each):.2f}" for arm, each in rows.items()}
     return (
-        f"A pretrained model, [SmolLM2-135M](docs/howto/pretrained.md), solves {solo['base']} of word problems, after "
-        f"{steps} steps\nof GRPO {solo['grpo']}, of tandem GRPO {solo['tandem_self']}: `make smollm2 QUICK=1`.\n"
+        f"Pretrained [SmolLM2-135M](docs/howto/pretrained.md) solves {solo['base']} of word problems, after "
+        f"{steps} steps\nof GRPO {solo['grpo']}, of tandem GRPO {solo['tandem_self']} ({len(rows['grpo'])} seeds, "
+        "[wide intervals]({docs}results.md#a-pretrained-model)): `make smollm2 QUICK=1`.\n"
     )
 
 
