@@ -151,7 +151,7 @@ class Dispatcher:
         Everything that is looked up for an event is kept up to date here, so that no event costs a look at all workers.
         """
         worker = self.workers[number]
-        if state == "idle":
+        if state == "idle" and number in self._busy:
             self.done[worker.state] += 1
             self.done_s[worker.state] += self._now - self._busy[number]
         self._unlist(number, worker)
