@@ -605,6 +605,32 @@ def smollm2_first() -> str:
     )
 
 
+def other_family() -> str:
+    content = json.loads((BENCHMARKS / "other_family.json").read_text())
+    shown = {
+        "solo pass@1": ("pass-at-k", "pass@1"),
+        "tandem pass@1": ("tandem", "pass@1"),
+        "junior CE of solo texts (nats/byte)": ("legibility", "cross_entropy_per_byte"),
+    }
+    rows = []
+    for title, (phase, name) in shown.items():
+        before, after = (content[when][phase] for when in ("before", "after"))
+        cells = (
+            f"{each[name]:.3f} [{each[f'{name}/low']:.3f}, {each[f'{name}/high']:.3f}]" for each in (before, after)
+        )
+        change = content["differences"][f"{phase}/{name}"]
+        rows.append([title, *cells, "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**change).replace("-", "−")])
+    training = content["training"]
+    rewards, lost = training["reward/mean"], max(training["tandem/untranslatable"])
+    return (
+        markdown_table(["held out", "before", "after", "difference"], rows)
+        + f"\n{len(rewards)} steps; mean reward of the first {rewards[0]:.2f}, of the last {rewards[-1]:.2f}; "
+        f"{fmean(training['tandem/handovers']):.1f} handovers per rollout; at most {lost:.0%} of a step's rollouts "
+        f"untranslatable; {sum(training['time/step']) / 60:.0f} minutes. 128 problems × 1, 95 % intervals over "
+        f"problems, one seed (commit {_commit(content['versions'])}; {_file('other_family.json')}).\n"
+    )
+
+
 def smollm2_sentence() -> str:
     """For README."""
     content = json.loads((DOCS / "smollm2_quick.json").read_text())
@@ -652,6 +678,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speed-sentence": speed_sentence,
     "decoding": decoding,
     "two-vocabularies": two_vocabularies,
+    "other-family": other_family,
     "pretrained-speed": pretrained_speed,
     "drafting": drafting,
     "draw": draw,
