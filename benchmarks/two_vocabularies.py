@@ -65,6 +65,7 @@ def main() -> None:
             "benchmark": "two_vocabularies",
             "model": "tiny" if options.model is None else options.model.name,
             "rows": rows,
+            "max_tokens": options.max_tokens,
             "rounds": options.rounds,
             "tokens": tokens,
             "median_cpu_ms_per_token": {name: round(1e3 * statistics.median(seconds[name]), 3) for name in names},

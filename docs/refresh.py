@@ -267,8 +267,9 @@ def two_vocabularies() -> str:
     return (
         markdown_table(head, rows)
         + f"\nCPU milliseconds per token with `before_word`, medians of {records[0]['rounds']} rounds; "
-        f"{records[0]['model']} as senior and junior, whose tokenizer is loaded twice; responses of at most 24 tokens, "
-        f"the prompts included; {versions_of(records)}; {_file('two_vocabularies.jsonl')}.\n"
+        f"{records[0]['model']} as senior and junior, whose tokenizer is loaded twice; responses of at most "
+        f"{records[0]['max_tokens']} tokens, the prompts included; {versions_of(records)}; "
+        f"{_file('two_vocabularies.jsonl')}.\n"
     )
 
 
@@ -638,9 +639,9 @@ def smollm2_sentence() -> str:
     rows = {arm: [row for row in content["rows"] if row["arm"] == arm] for arm in ("base", "grpo", "tandem_self")}
     solo = {arm: f"{fmean(row['solo/pass@1'] for row in each):.2f}" for arm, each in rows.items()}
     return (
-        f"Pretrained [SmolLM2-135M](docs/howto/pretrained.md) solves {solo['base']} of word problems, after "
-        f"{steps} steps\nof GRPO {solo['grpo']}, of tandem GRPO {solo['tandem_self']} ({len(rows['grpo'])} seeds, "
-        "[wide intervals]({docs}results.md#a-pretrained-model)): `make smollm2 QUICK=1`.\n"
+        f"Pretrained [SmolLM2-135M](docs/howto/pretrained.md) solves {solo['base']} of word problems; after "
+        f"{steps} steps: GRPO {solo['grpo']}, tandem GRPO {solo['tandem_self']}\n({len(rows['grpo'])} seeds, "
+        "[wide intervals]({docs}results.md#a-pretrained-model)). `make smollm2 QUICK=1` runs one.\n"
     )
 
 

@@ -72,11 +72,10 @@ class Sample(NamedTuple):
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
     None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
-    vocabulary that it reads in. In drift alone:
-    surprisal (the senior's own cross-entropy), kl (KL(senior || junior) of the next token) and unlikely_rate (the share
-    of tokens that the junior finds unlikely). In legibility alone: cross_entropy_per_byte, the junior's over a text as
-    UTF-8, which readers of other vocabularies can be compared by; and acceptance, the share of tokens that the junior
-    also draws from the same random numbers.
+    vocabulary that it reads in. In drift alone: surprisal (the senior's own cross-entropy), kl (KL(senior || junior) of
+    the next token) and unlikely_rate (the share of tokens that the junior finds unlikely). In legibility alone:
+    cross_entropy_per_byte, the junior's over a text as UTF-8, which readers of other vocabularies can be compared by;
+    and acceptance, the share of tokens that the junior also draws from the same random numbers.
     """
 
     problem: int

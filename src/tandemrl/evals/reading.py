@@ -76,7 +76,7 @@ def read_legibility(
         vocabulary: the junior draws among the token ids below this number, which both models can write. None means all
             of the junior's.
         reader: the junior's vocabulary, if it is another than the senior's. The junior then reads the text in tokens of
-            its own, after the prompt in its own chat template, and there is no acceptance: ``sampling`` must be None.
+            its own, after the prompt in its own chat template, and there is no acceptance.
         context: the context of the profile in tokens; the junior's own context is a limit, too.
         progress: called with the number of further texts that were read.
 
@@ -89,7 +89,7 @@ def read_legibility(
     limit = longest(context, junior)
     texts = readable(samples, prompts, limit) if reader is None else retokenised(samples, prompts, reader, limit)
     for indices, batch in _batches(texts, tokens_per_micro_batch, junior):
-        keys = None if sampling is None else _token_keys([texts[i] for i in indices])
+        keys = None if sampling is None or reader is not None else _token_keys([texts[i] for i in indices])
         tokens = legibility(junior, batch, keys=keys, sampling=sampling or Sampling(), vocabulary=vocabulary)
         columns = (_by_text(channel, batch) for channel in tokens)
         for i, (cross_entropy, accepted) in zip(indices, zip(*columns, strict=True), strict=True):

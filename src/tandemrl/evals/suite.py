@@ -230,7 +230,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
                 stacklevel=4,
             )
         read |= {"vocabulary": session.vocabulary} if reader is None else {"reader": reader}
-        sampling = session.profile.sampling if draw == DRAW and reader is None else None
+        sampling = session.profile.sampling if draw == DRAW else None
         samples = read_legibility(samples, prompts, session.load(session.junior), sampling=sampling, **read)
     elif phase == "drift":
         samples = read_drift(samples, prompts, session.load(session.model), session.load(session.junior), **read)

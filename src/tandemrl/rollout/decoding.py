@@ -66,7 +66,7 @@ class DecodingBatch:
         self.live = torch.empty(0, dtype=torch.bool)
         self.last = torch.empty(0, dtype=torch.int64)
         self.position = torch.empty(0, dtype=torch.int64)  # of the last token
-        self.stream = torch.empty(0, dtype=torch.int64)
+        self.stream, self.sampling_stream = torch.empty(0, dtype=torch.int64), SAMPLING
         self.written = torch.empty(0, dtype=torch.int64)
         self.shift = torch.empty(0, dtype=torch.int64)  # from the column to the counter of sampling draws
         self.author = torch.empty(0, dtype=torch.bool)
@@ -171,7 +171,7 @@ class DecodingBatch:
         }
         entries = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
         keys = torch.tensor([row.key for row in rows], dtype=torch.int64)
-        entries |= {"stream": stream(keys, SAMPLING), "author": author, "live": torch.ones_like(author)}
+        entries |= {"stream": stream(keys, self.sampling_stream), "author": author, "live": torch.ones_like(author)}
         parameters = [
             (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
             for s in (row.request.sampling for row in rows)

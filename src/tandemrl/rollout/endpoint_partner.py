@@ -184,7 +184,8 @@ class Writer:
                 return None
             starts = word_starts(written, before)
             own = written[: starts[words]] if len(starts) > words else written
-            if any(token in own.decode() for token in junior.control):
+            shown = own.decode()
+            if any(token in shown for token in junior.control):
                 return Span(number, b"", "untranslatable")
             if len(starts) > words:
                 return Span(number, own, "word")

@@ -214,9 +214,6 @@ class TorchEngine:
             batch.retire()
         told = [None if responder is None else responder.transcript(row.number) for row in rows]
         self.passes = batch.passes
-        if isinstance(batch, TwoVocabularies):
-            its = batch.partner.passes
-            self.passes = self.passes._replace(spans=its.spans, asks=its.asks)
         completions = iter(
             [batch.completion(row, self.policy_version, its) for row, its in zip(rows, told, strict=True)]
         )

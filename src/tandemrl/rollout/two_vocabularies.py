@@ -52,8 +52,8 @@ class Half(DecodingBatch):
     ) -> None:
         super().__init__(decoder, requests, total, turns=False)
         self.senior, self.spelling = senior, vocabulary
-        self.sampling = draws.SAMPLING if senior else draws.JUNIOR_SAMPLING
-        self.handover = draws.HANDOVER if senior else draws.JUNIOR_HANDOVER
+        self.sampling_stream = draws.SAMPLING if senior else draws.JUNIOR_SAMPLING
+        self.handover_stream = draws.HANDOVER if senior else draws.JUNIOR_HANDOVER
         self.texts: dict[int, bytes] = {}
         """By number: the text up to the last handover."""
         self.unread: dict[int, list[int]] = {}
@@ -76,7 +76,6 @@ class Half(DecodingBatch):
     def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
         entries = super()._entries(rows, torch.ones_like(author))  # whoever writes here is model 1
         own = author == self.senior
-        entries["stream"] = stream(torch.tensor([row.key for row in rows], dtype=torch.int64), self.sampling)
         self.texts |= dict.fromkeys((row.number for row in rows), b"")
         self.unread |= {row.number: [row.request.prompt[-1]] for row in rows}
         opening, since = torch.zeros_like(author), torch.zeros(len(rows), dtype=torch.int64)
@@ -101,7 +100,7 @@ class Half(DecodingBatch):
         keys, opening = self.stream[rows], self.opening[rows]
         if bool(opening.any()):
             of_requests = torch.tensor([self.rows[i].key for i in rows.tolist()], dtype=torch.int64)
-            keys = torch.where(opening, stream(of_requests, self.handover), keys)
+            keys = torch.where(opening, stream(of_requests, self.handover_stream), keys)
         counters = (self.written + self.shift)[rows]
         return race_times(fold_in(keys, counters).to(self.device), self.decoder.vocabulary)
 
@@ -131,9 +130,10 @@ class Half(DecodingBatch):
         over = at[lost]
         self.handed = over.tolist()
         if self.handed and self.senior:  # it ended its word, which is a choice of its own
-            other = ~self.starts.table[self.start_row[over]].to(self.device)
-            mass = log_mass(self._shaped(logits[lost.to(self.device)], on_device[lost.to(self.device)]), other)
-            self.mass[over] = torch.where(self.parameters[over.to(self.device), 0] > 0, mass, 0.0).cpu()
+            dropped = lost.to(self.device)
+            rows, other = on_device[dropped], ~self.starts.table[self.start_row[over]].to(self.device)
+            mass = log_mass(self._shaped(logits[dropped], rows), other)
+            self.mass[over] = torch.where(self.parameters[rows, 0] > 0, mass, 0.0).cpu()
         self.paused[over], self.opening[at] = True, False
         kept = at[~lost]
         self.unread |= {n: [token] for n, token in zip(slots[~lost].tolist(), tokens[~lost].tolist(), strict=True)}
@@ -255,8 +255,10 @@ class TwoVocabularies(Half):
         taken = [each for span in spans if (each := self._taken(places[span.number], span)) is not None]
         self.receive(taken)
         self._forget(self.rows[each.row] for each in taken if each.reason is not None)
-        new = sum(len(each.tokens) for each in taken)
-        self.passes = self.passes._replace(tokens=self.passes.tokens + new, junior=self.partner.passes.junior)
+        new, its = sum(len(each.tokens) for each in taken), self.partner.passes
+        self.passes = self.passes._replace(
+            tokens=self.passes.tokens + new, junior=its.junior, spans=its.spans, asks=its.asks
+        )
         return written + new, ended
 
     def abort(self, aborts: Aborts) -> None:

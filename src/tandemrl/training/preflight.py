@@ -470,7 +470,8 @@ class Preflight:
         config, profile = self.config, profile_of(self.config.eval)
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         observed = config.response_tokens - config.rollout.max_tokens
-        new = profile.longest(tokens := len(longest.tokens)) + observed - tokens
+        tokens = len(longest.tokens)
+        new = profile.longest(tokens) + observed - tokens
         named = f"the {new} of a response (eval.profile={config.eval.profile})"
         fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
         self._sees("model.senior", config.model.senior, longest.row, tokens, new, named, fix)
