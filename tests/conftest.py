@@ -3,7 +3,9 @@
 import fcntl
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import jaxtyping
@@ -24,6 +26,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where annotations are checked at all (`make test`): switch the check off in `WHOLE_RUNS`, and on elsewhere."""
     whole = item.path.relative_to(Path(__file__).parent).parts[0] in WHOLE_RUNS
     jaxtyping.config.update("jaxtyping_disable", whole and item.path.name not in CHECKED)
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[ProcessPoolExecutor]:
+    """A process without a process group: an engine of another test may have left one here."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

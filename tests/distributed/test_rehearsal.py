@@ -1,8 +1,6 @@
 """What is planned for a process is what it has and holds: on 1, 2 and 4 real processes, by another tool's count."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,13 +128,6 @@ def _bytes_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[
     optimizer.step()
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     return {"weights": storage_bytes(model.parameters()), "gradients": gradients, "optimizer": storage_bytes(state)}
-
-
-@pytest.fixture(scope="module")
-def elsewhere() -> Iterator[ProcessPoolExecutor]:
-    """A process without a process group: an engine of another test may have left one here."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
 
 
 def _planned(config: Config, critic: bool, size: int, more: int = rehearsal.MORE) -> Rehearsal:

@@ -178,7 +178,10 @@ def test_the_end_of_a_text_is_the_end_unless_the_senior_has_the_next_word() -> N
 
 
 def test_answers_that_begin_no_word_are_asked_again_with_another_seed() -> None:
-    with endpoint(lambda prompt, number: reply("go on and on" if number % 2 else " go on and on")) as server:
+    def answer(prompt: list[int], number: int) -> Reply:  # a third of the seeds begin no word
+        return reply(" go on and on" if server.bodies[number - 1]["seed"] % 3 else "go on and on")
+
+    with endpoint(answer) as server:
         engine = engine_of(junior(server.url, attempts=9))
         found = flat(engine.generate([Request((3, 4), KEYS, SAMPLING, RULE, junior_prompt=(5, 6, 7))]))
     assert not any(c.stop_reason == "failed" for c in found)

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,12 @@ def test_a_run_without_its_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_time_of_a_unit_is_that_of_a_worker_however_many_processes_train(ranks: int) -> None:
+def test_the_time_of_a_unit_is_that_of_a_worker_however_many_processes_train(
+    ranks: int, elsewhere: ProcessPoolExecutor
+) -> None:
     config = load("quickstart", ["rollout.workers=2", "model.device=cuda"])
     device = accelerator("h100")
-    found = plan(config, ranks, device)
+    found = elsewhere.submit(plan, config, ranks, device).result()
     shape = architecture("runs/tiny/senior")
     sequences = 4 * config.rollout.group_size
     present = config.data.max_prompt_tokens + config.rollout.max_tokens / 2  # of each, on average
