@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ import artefacts
 from real_model import smollm2
 from tandemrl.apps.experiments.smollm2 import NAME, cache_folder
 from tandemrl.selection import replay
-from tandemrl.selection.whole_words import TextTables, before_text_word, text_tables
+from tandemrl.selection.boundaries import token_bytes
+from tandemrl.selection.whole_words import TextTables, before_text_word, text_sentence, text_tables
 from tandemrl.selection.words import (
     Reading,
     Vocabulary,
@@ -61,7 +62,8 @@ GAPS |= {" \u3000": 0.01, "\u2009 ": 0.01, "\r\n  ": 0.01}
 
 
 EVERY = torch.arange(256)
-BYTES = before_text_word(0.5, TextTables(EVERY == 32, EVERY < 0, torch.ones_like(EVERY), EVERY))
+TABLES = TextTables(EVERY == 32, EVERY < 0, torch.ones_like(EVERY), EVERY, blank_line=EVERY < 0, newline=EVERY == 10)
+BYTES = before_text_word(0.5, TABLES)
 """The strategy over a vocabulary of bytes."""
 
 
@@ -86,6 +88,26 @@ def test_words_begin_at_spaces_after_anything_but_whitespace(text: str, data: st
         told = oracle.before_word(key, [[i in wanted for i in range(len(whole))]], 0.5, [False, True])
         assert found.author.tolist() == [told.authors]
         assert int(found.draws) == told.draws
+
+
+@given(st.text(st.sampled_from("  \n\n\r\xa0aé日"), min_size=1), st.sampled_from(["senior", "junior"]))
+def test_steps_change_hands_at_the_first_word_after_a_blank_line(text: str, first: Literal["senior", "junior"]) -> None:
+    senior, since, wanted = first == "senior", 0, list[int]()
+    for i, character in enumerate(text):
+        if i in starts_in(text):
+            senior ^= "\n\n" in text[since:i]
+            since = i
+        wanted += [int(senior)] * len(character.encode())
+    tokens = torch.tensor([[*text.encode()]])
+    found = replay(text_sentence(first, TABLES), torch.zeros(1).long(), tokens, torch.tensor([tokens.shape[1]]))
+    assert found.author.tolist() == [wanted]
+    tokenizer = byte_level()  # in which tokens hold several newlines
+    tokens = torch.tensor([tokenizer.encode(text)], dtype=torch.int64)
+    widths = torch.tensor([len(token_bytes(tokenizer)[token]) for token in tokens[0].tolist()])
+    strategy = text_sentence(first, text_tables(tokenizer))
+    found = replay(strategy, torch.zeros(1).long(), tokens, torch.tensor([tokens.shape[1]]))
+    if not strategy.removed[tokens].any():
+        assert found.author[0].repeat_interleave(widths).tolist() == wanted
 
 
 def test_a_vocabulary_is_used_in_threads_and_keeps_no_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
 import shutil
+from collections.abc import Sequence
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -133,13 +136,34 @@ def check_read_by_the_junior(samples: list[Sample], folder: Path) -> None:
         assert sample.acceptance is None
 
 
+def check_handed_over(written: Sequence[Sample], pair: Path) -> None:
+    """Between two words the author changes exactly where there is a blank line."""
+    pieces = token_bytes(load_tokenizer(pair / "senior"))
+    assert {sample.arm for sample in written} == {"senior_first", "junior_first"}
+    changes = 0
+    for sample in written:
+        runs = [(who, int(count)) for who, count in re.findall(r"([SJ])(\d+)", sample.author)]
+        order = "SJ" if sample.arm == "senior_first" else "JS"
+        assert [who for who, _ in runs] == [*islice(cycle(order), len(runs))]
+        at, written_by = 0, list[bytes]()
+        for _, count in runs:
+            written_by.append(b"".join(pieces.get(token, b"") for token in sample.tokens[at : at + count]))
+            at += count
+        for number, span in enumerate(written_by):
+            words = [span[i:j] for i, j in pairwise([*word_starts(span, b"a" * bool(number)), len(span)])]
+            assert [b"\n\n" in word for word in words[:-1]] == [False] * (len(words) - 1)
+            assert number == len(written_by) - 1 or b"\n\n" in words[-1]
+        changes += len(runs) - 1
+    assert changes > len(written)
+
+
 def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
     tiny_pair: Path, other_junior: Path, tmp_path: Path
 ) -> None:
     both = {"data": ["synthetic:plain:heldout:6"], "model": tiny_pair / "senior", "junior": other_junior}
     small = config(tiny_pair, tmp_path, "eval.samples=2", "eval.k=[1]", "selection.max_untranslatable=1")
     found = evaluate_with(**both, out=tmp_path / "all", eval=small.eval, selection=small.selection)
-    assert set(found) == {"pass-at-k", "tandem", "legibility"}
+    assert set(found) == {"pass-at-k", "tandem", "handoff", "legibility"}
     macro = found["tandem"]["metrics"]["macro"]
     assert 0.2 < macro["senior_share"] < 0.8
     assert macro["rounds"] > 3
@@ -149,6 +173,6 @@ def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
     assert not any(s.correct or s.score is not None for s in lost)
     assert found["tandem"]["config"]["strategy"] == small.selection.strategy
     check_read_by_the_junior(read_samples(tmp_path / "all" / "legibility.samples.jsonl"), other_junior)
-    for phase in ("handoff", "drift"):
-        with pytest.raises(EvalError, match=rf"phase {phase} needs one vocabulary, .*; use tandem, or a junior of"):
-            evaluate_phase(phase, **both, out=tmp_path / phase, eval=small.eval)
+    check_handed_over(read_samples(tmp_path / "all" / "handoff.samples.jsonl"), tiny_pair)
+    with pytest.raises(EvalError, match=r"phase drift needs one vocabulary, .*; use tandem, or a junior of"):
+        evaluate_phase("drift", **both, out=tmp_path / "drift", eval=small.eval)

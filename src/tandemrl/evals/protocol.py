@@ -32,7 +32,7 @@ from tandemrl.rollout.groups import response_text
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
-from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables
 
 Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -107,8 +107,9 @@ def strategies(
     """The strategies of a phase by the names of its arms.
 
     The tandem phase draws the authors of turns if training does, and those of words otherwise; of whole words, if the
-    models have two vocabularies. The handoff phase has two arms that alternate by steps, and in an environment three
-    more that change authors between turns. In all other phases the senior writes alone.
+    models have two vocabularies. The handoff phase has two arms that alternate by steps (between two vocabularies, at
+    the first word after the end of a step), and in an environment three more that change authors between turns. In all
+    other phases the senior writes alone.
 
     Args:
         vocabulary: how many token ids the models can write, if that is more than the tokenizer has.
@@ -123,6 +124,9 @@ def strategies(
         if draws_turns(chosen):
             return {chosen.strategy: turn(chosen.prob_senior)}
         return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
+    if phase == "handoff" and by_text:
+        texts = text_tables(tokenizer, vocabulary)
+        return {"senior_first": text_sentence("senior", texts), "junior_first": text_sentence("junior", texts)}
     if phase == "handoff":
         tables = step_tables(tokenizer, vocabulary)
         by_steps = {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}

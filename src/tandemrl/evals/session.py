@@ -32,9 +32,9 @@ from tandemrl.rollout.signatures import searched_by, signature
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
-BY_TEXT: tuple[Phase, ...] = ("tandem", "legibility")
+BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
 """Those of them in which the two may have vocabularies of their own. From a junior behind an endpoint there are no
-probabilities, so it can take part in ``tandem`` alone."""
+probabilities, and it is told beforehand how many words to write, so it can take part in ``tandem`` alone."""
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -188,7 +188,7 @@ class Session:
         )
         if self.has_episodes or rollout.draft_tokens != 0 or not rollout.kind.apart:
             settings = "rollout.engine=torch, rollout.draft_tokens=0 and rollout.environment=single"
-            return reasons | {"tandem": f"needs {settings}, since {other}; {family}"}
+            return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
         able = BY_TEXT if self.endpoint is None else ("tandem",)
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 

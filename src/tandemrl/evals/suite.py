@@ -24,7 +24,7 @@ from tandemrl.evals.protocol import (
 )
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.remote import Endpoint, play
-from tandemrl.evals.session import NEED_JUNIOR, Session
+from tandemrl.evals.session import NEED_JUNIOR, WRITTEN_TOGETHER, Session
 from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import ThreadCalls
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -208,7 +208,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         session.check_rewards()
     stored = _stored(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
     samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
-    if phase == "tandem" and session.junior_tokenizer is not None:
+    if phase in WRITTEN_TOGETHER and session.junior_tokenizer is not None:
         counters["untranslatable"] = check_untranslatable(
             [sample.stop_reason for sample in samples], config.selection.max_untranslatable, EvalError
         )

@@ -244,7 +244,7 @@ def sentence(first: Who, steps: StepTables) -> Strategy:
         OnDevices(steps.starts_newline),
         OnDevices(steps.ends_newline),
     )
-    return Strategy(partial(_sentence_init, _is_senior("first", first)), step)
+    return Strategy(partial(_sentence_init, is_senior("first", first)), step)
 
 
 def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SentenceState]:
@@ -271,7 +271,7 @@ def chunk(chunk_size: int, first: Who = "senior") -> Strategy:
         ValueError: ``chunk_size`` is below 1, or ``first`` is neither "senior" nor "junior".
     """
     _check_at_least_one("chunk_size", chunk_size)
-    senior_parity = 0 if _is_senior("first", first) else 1
+    senior_parity = 0 if is_senior("first", first) else 1
     return Strategy(partial(_chunk_init, chunk_size, senior_parity), partial(_chunk_step, chunk_size, senior_parity))
 
 
@@ -304,7 +304,7 @@ def solo(who: Who = "senior") -> Strategy:
     Raises:
         ValueError: ``who`` is neither "senior" nor "junior".
     """
-    return Strategy(partial(_solo_init, _is_senior("who", who)), _solo_step, writers=who)
+    return Strategy(partial(_solo_init, is_senior("who", who)), _solo_step, writers=who)
 
 
 def _solo_init(senior_writes: bool, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
@@ -349,7 +349,7 @@ def alternating_turns(first: Who = "senior") -> Strategy:
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
     """
-    return Strategy(partial(_solo_init, _is_senior("first", first)), _solo_step, turn=_other_turn)
+    return Strategy(partial(_solo_init, is_senior("first", first)), _solo_step, turn=_other_turn)
 
 
 def _other_turn(state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
@@ -362,7 +362,7 @@ def first_turn(who: Who = "senior") -> Strategy:
     Raises:
         ValueError: ``who`` is neither "senior" nor "junior".
     """
-    senior_starts = _is_senior("who", who)
+    senior_starts = is_senior("who", who)
     return Strategy(partial(_solo_init, senior_starts), _solo_step, turn=partial(_turn_of, not senior_starts))
 
 
@@ -421,7 +421,7 @@ def _check_at_least_one(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _is_senior(name: str, who: str) -> bool:
+def is_senior(name: str, who: str) -> bool:
     if who not in ("senior", "junior"):
         raise ValueError(f'{name} must be "senior" or "junior", got {who!r}')
     return who == "senior"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
 from tandemrl.selection.draws import SELECTION, stream, uniforms
-from tandemrl.selection.strategies import OnDevices, Strategy, check_probability
+from tandemrl.selection.strategies import OnDevices, Strategy, Who, check_probability, is_senior
 from tandemrl.selection.words import word_starts
 
 
@@ -28,13 +28,24 @@ class TextTables(NamedTuple):
 
     starts: the ids that begin a word after anything but whitespace, and all special tokens, which end a text or belong
     to none. removed: the ids inside of which a word begins, and those that stand for nothing. width, tail: how many
-    bytes an id has, at most 3, and the last of them as a number.
+    bytes an id has, at most 3, and the last of them as a number. blank_line: the ids that contain "\\n\\n". newline:
+    those that start with "\\n".
     """
 
     starts: Bool[Tensor, " v"]
     removed: Bool[Tensor, " v"]
     width: Int64[Tensor, " v"]
     tail: Int64[Tensor, " v"]
+    blank_line: Bool[Tensor, " v"]
+    newline: Bool[Tensor, " v"]
+
+
+class TextSentenceState(NamedTuple):
+    """Author of the current word, whether it contains a blank line, and the text's last three bytes as a number."""
+
+    senior: Bool[Tensor, " b"]
+    blank_line: Bool[Tensor, " b"]
+    tail: Int64[Tensor, " b"]
 
 
 class TextWordState(NamedTuple):
@@ -111,6 +122,7 @@ def _next_word(
     )
 
 
+_NEWLINE = 0x0A
 _SPACE = torch.zeros(256, dtype=torch.bool)
 _SPACE[[*range(0x09, 0x0E), *range(0x1C, 0x21)]] = True
 _WIDE_SPACES = (
@@ -122,7 +134,9 @@ under it."""
 
 
 def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
-    """The tables that ``before_text_word`` needs. The arguments are those of ``boundaries.word_boundary_table``.
+    """The tables that ``before_text_word`` and ``text_sentence`` need.
+
+    The arguments are those of ``boundaries.word_boundary_table``.
 
     Raises:
         ValueError: no id begins a word; the message names the tokenizer.
@@ -132,11 +146,13 @@ def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
     known = starts.clone()
     known[list(pieces)] = True
     removed, width, tail = ~known, torch.full_like(starts, 3, dtype=torch.int64), torch.zeros(len(starts)).long()
+    blank_line, newline = torch.zeros_like(starts), torch.zeros_like(starts)
     for token, piece in pieces.items():
         begun = word_starts(piece, b"a")
         starts[token], removed[token] = begun == [0], begun[-1:] > [0]
         width[token], tail[token] = min(3, len(piece)), int.from_bytes(piece[-3:])
-    return TextTables(starts, removed, width, tail)
+        blank_line[token], newline[token] = b"\n\n" in piece, piece[:1] == b"\n"
+    return TextTables(starts, removed, width, tail, blank_line, newline)
 
 
 def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
@@ -151,11 +167,61 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     check_probability(prob_senior)
     return Strategy(
         partial(_text_word_init, prob_senior),
-        partial(_text_word_step, prob_senior, OnDevices(texts.starts), OnDevices(texts.width), OnDevices(texts.tail)),
+        partial(_text_word_step, prob_senior, _Texts(texts)),
         starts=texts.starts,
         removed=texts.removed,
         over=partial(before_text_word, prob_senior),
     )
+
+
+def text_sentence(first: Who, texts: TextTables) -> Strategy:
+    r"""``sentence`` for models of two vocabularies: hand over at the first word after a blank line ("\n\n").
+
+    Words are those of ``before_text_word``, in which whitespace and what follows it belong to the word before. So the
+    author of a step also writes the first characters of the next one, up to a space; with ``sentence`` it does not.
+
+    Args:
+        first: who writes the first step.
+
+    Raises:
+        ValueError: ``first`` is neither "senior" nor "junior".
+    """
+    return Strategy(
+        partial(_text_sentence_init, is_senior("first", first)),
+        partial(_text_sentence_step, _Texts(texts)),
+        starts=texts.starts,
+        removed=texts.removed,
+        over=partial(text_sentence, first),
+    )
+
+
+class _Texts:
+    """The tables of a vocabulary, on each device where they are used."""
+
+    def __init__(self, texts: TextTables) -> None:
+        self.starts, self.blank_line, self.newline = map(OnDevices, (texts.starts, texts.blank_line, texts.newline))
+        self._width, self._tail = OnDevices(texts.width), OnDevices(texts.tail)
+
+    def appended(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
+        """The last three bytes of a text, once a token is appended."""
+        return ((tail << 8 * self._width.at(token)) & 0xFFFFFF) | self._tail.at(token)
+
+
+def _text_sentence_init(
+    senior_starts: bool, request_keys: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
+    senior = torch.full_like(request_keys, senior_starts, dtype=torch.bool)
+    return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(request_keys))
+
+
+def _text_sentence_step(
+    texts: _Texts, state: TextSentenceState, last_token: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
+    begins = texts.starts.at(last_token) & ~_ends_in_space(state.tail)
+    senior = state.senior ^ (begins & state.blank_line)
+    joined = texts.newline.at(last_token) & ((state.tail & 0xFF) == _NEWLINE)
+    blank_line = (state.blank_line & ~begins) | texts.blank_line.at(last_token) | joined
+    return senior, TextSentenceState(senior, blank_line, texts.appended(state.tail, last_token))
 
 
 def _text_word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TextWordState]:
@@ -164,17 +230,11 @@ def _text_word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tu
 
 
 def _text_word_step(
-    prob_senior: float,
-    starts: OnDevices,
-    widths: OnDevices,
-    tails: OnDevices,
-    state: TextWordState,
-    last_token: Int64[Tensor, " b"],
+    prob_senior: float, texts: _Texts, state: TextWordState, last_token: Int64[Tensor, " b"]
 ) -> tuple[Bool[Tensor, " b"], TextWordState]:
-    where = starts.at(last_token) & state.word.begun & ~_ends_in_space(state.tail)
+    where = texts.starts.at(last_token) & state.word.begun & ~_ends_in_space(state.tail)
     senior, word = _next_word(prob_senior, state.word, where, begun=True)
-    longer = (state.tail << 8 * widths.at(last_token)) & 0xFFFFFF
-    return senior, TextWordState(word, longer | tails.at(last_token))
+    return senior, TextWordState(word, texts.appended(state.tail, last_token))
 
 
 def _ends_in_space(tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
