@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check notebooks-check fleet-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops smollm2
+.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check notebooks-check fleet-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain two-tokenizers repair ablations hops smollm2
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -49,7 +49,7 @@ test-liger: .venv-liger/.core
 	$(TEST_ENV) $(LIGER_BIN)/python -m pytest tests/models/test_liger_kernels.py
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
-paper-claims repair ablations: .venv/.core
+paper-claims two-tokenizers repair ablations: .venv/.core
 	$(BIN)/tandemrl experiment $@
 
 paper-claims-plain: .venv/.core

@@ -11,7 +11,10 @@ RETRIEVERS = "retrievers"
 def experiment(
     name: Annotated[
         str,
-        typer.Argument(help="quickstart, paper-claims, repair, ablations, hops, smollm2, smollm2-quick or retrievers."),
+        typer.Argument(
+            help="quickstart, paper-claims, two-tokenizers, repair, ablations, hops, smollm2, smollm2-quick or "
+            "retrievers."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -21,7 +24,8 @@ def experiment(
     pair: Annotated[
         list[str] | None,
         typer.Option(
-            help="plain, jargon, repair, hops, hops_jargon; of smollm2: word_problems, word_problems_terse; repeatable."
+            help="plain, jargon, jargon_two_tokenizers, repair, hops, hops_jargon; of smollm2: word_problems, "
+            "word_problems_terse; repeatable."
         ),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="E.g. 0,1,2; more can be added later.")] = None,

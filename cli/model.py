@@ -22,7 +22,9 @@ def tiny(
             help="Folder for senior/, junior/ and manifest.json; default runs/tiny, of agents runs/tiny-PAIR."
         ),
     ] = None,
-    pair: Annotated[str, typer.Option(help="Which pair: plain, jargon, repair, hops or hops_jargon.")] = "plain",
+    pair: Annotated[
+        str, typer.Option(help="plain, jargon, jargon_two_tokenizers, repair, hops or hops_jargon.")
+    ] = "plain",
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
     """Build the tiny senior/junior pair. One to four minutes on a CPU; a finished one is kept."""

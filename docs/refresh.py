@@ -45,6 +45,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "speed.md")
 PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
+    ("two-tokenizers", ("jargon_two_tokenizers",)): "two_tokenizers.json",
     ("ablations", ("jargon",)): "ablations.json",
     ("repair", ("repair",)): "repair.json",
     ("hops", ("hops",)): "hops.json",

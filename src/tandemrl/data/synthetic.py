@@ -6,10 +6,11 @@ that warm-start the tiny models are sloppy in a structured way: a step that says
 says " is" or " makes" seldom is, so reinforcement learning has something visible to remove. With the same error rate
 spread evenly it finds nothing.
 
-Three pairs of models learn from them; what differs is how they write before reinforcement learning (``PAIRS``):
+Four pairs of models learn from them; what differs is how they write before reinforcement learning (``PAIRS``):
 
 - ``plain``: senior and junior are the same sloppy model.
 - ``jargon``: the senior was trained on, in a jargon in which it makes fewer mistakes and which the junior never saw.
+- ``jargon_two_tokenizers``: the same texts, and the junior has a tokenizer of its own.
 - ``repair``: as plain, but a step is sometimes followed by a line that repeats or corrects its result.
 """
 
@@ -229,9 +230,12 @@ class Pair(NamedTuple):
 # visible ones, so that plain texts are right in less than half of the cases and the senior's jargon is worth keeping.
 _neater = partial(solution, plain_error=0.01, about_rate=0.35)
 
+_JARGON = Pair(_neater, senior=partial(mixed_solution, plain=_neater))
+
 PAIRS: dict[str, Pair] = {
     "plain": Pair(solution),
-    "jargon": Pair(_neater, senior=partial(mixed_solution, plain=_neater)),
+    "jargon": _JARGON,
+    "jargon_two_tokenizers": _JARGON,
     "repair": Pair(checked_solution),
 }
 

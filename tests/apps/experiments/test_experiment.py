@@ -167,6 +167,32 @@ def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: 
         run_experiment(large, finished.out)
 
 
+def test_models_of_two_tokenizers_are_compared_in_all_but_drift(
+    tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(out: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
+        for name, folder in {"senior": tiny_pair / "senior", "junior": other_junior}.items():
+            shutil.copytree(folder, out / name, dirs_exist_ok=True)
+        return json.loads((tiny_pair / "manifest.json").read_text())
+
+    short = (*SHORT, "selection.max_untranslatable=1", "train.save_every=2")
+    asked = replace(EXPERIMENTS["two-tokenizers"].only(["tandem"]), seeds=(0,), overrides=short, problems=4, samples=1)
+    [pair] = asked.pairs
+    monkeypatch.setitem(PAIRS, pair, PAIRS[pair]._replace(build=build))
+    rows = run_experiment(asked, tmp_path, workers=1, say=lambda line: None)["rows"]
+    assert [row["arm"] for row in rows] == [BASE, "tandem"]
+    for row in rows:
+        assert row.keys() >= {
+            "handoff/senior_first",
+            "handoff/junior_first",
+            "tandem/pass@1",
+            "junior_ce",
+            "jargon_rate",
+        }
+        assert "drift/kl" not in row
+        assert "acceptance" not in row
+
+
 def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +472,7 @@ def test_results_name_the_commit_the_date_and_the_command(finished: Finished) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nothing"], "unknown experiment 'nothing'; known: quickstart, paper-claims, repair, ablations"),
+        (["nothing"], "unknown experiment 'nothing'; known: quickstart, paper-claims, two-tokenizers, repair"),
         (["quickstart", "--seeds", "a"], "--seeds a: expected whole numbers"),
         (["quickstart", "--arms", "grpo,ppo"], "quickstart: unknown arms ppo; known: grpo, tandem"),
         (["quickstart", "--pair", "nothing", "--workers", "1"], "unknown pairs ['nothing']; known: plain, jargon"),

@@ -15,7 +15,8 @@ from tandemrl.apps.experiments.packaged import pack
 from tandemrl.apps.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
 from tandemrl.data.rows import DataError
-from tandemrl.data.synthetic import PAIRS, examples, generate
+from tandemrl.data.synthetic import JARGON, PAIRS, examples, generate
+from tandemrl.models.loading import load_model, load_tokenizer
 
 STEPS = 12
 
@@ -92,7 +93,7 @@ def test_refuses_a_folder_that_holds_something_else(tmp_path):
 
 
 def test_unknown_pair(tmp_path):
-    with pytest.raises(DataError, match="known: plain, jargon, repair"):
+    with pytest.raises(DataError, match=r"known: plain, jargon, .*repair, hops"):
         build_tiny_pair(tmp_path / "pair", pair="martian", steps=1)
     assert not list(tmp_path.iterdir())
 
@@ -214,6 +215,7 @@ def test_the_recipe_says_all_that_a_cached_pair_depends_on(built):
 
 def test_every_stage_of_every_pair_has_texts_and_a_recipe():
     stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
+    stages["jargon_two_tokenizers"].append("junior")
     agents = {"hops": ["base", "junior"], "hops_jargon": ["base", "senior"]}
     assert {name: list(recipes) for name, recipes in tiny.WARM_STARTS.items()} == stages | agents
 
@@ -222,7 +224,7 @@ def test_every_stage_of_every_pair_has_texts_and_a_recipe():
 def test_every_word_of_a_pair_is_one_token(pair):
     """Of both stages, whatever comes before it; so that a jargon solution is as long as a plain one."""
     tokenizer = train_tokenizer(pair, 0, vocab_size=tiny.WARM_STARTS[pair]["base"].vocab_size)
-    for stage in tiny.WARM_STARTS[pair]:
+    for stage in ("base", "senior") if PAIRS[pair].senior else ("base",):
         texts = [text for _, text in itertools.islice(examples(pair, 1, stage=stage), 300)]
         words = {word for text in texts for word in re.findall(r"(?<!\\)\b ?[A-Za-z]+\b", text)}
         assert len(words) >= 9
@@ -294,6 +296,21 @@ def test_agents_learn_their_episodes_and_a_junior_of_its_own_fewer(tmp_path, mon
             total -= lesson.weights[place] * logprobs[place - 1, lesson.tokens[place]].item()
             weight += lesson.weights[place]
     assert seen[0][2] == pytest.approx(total / weight, rel=1e-4)
+
+
+def test_a_junior_with_a_tokenizer_of_its_own_has_seen_no_jargon(tmp_path, monkeypatch):
+    pair, recipe = "jargon_two_tokenizers", WarmStart(steps=1, batch_size=2, vocab_size=480, eval_rows=2)
+    recipes = {"base": recipe, "senior": recipe, "junior": replace(recipe, vocab_size=290)}
+    monkeypatch.setitem(tiny.WARM_STARTS, pair, recipes)
+    monkeypatch.setitem(tiny.CRITERIA, pair, ())
+    built = build_tiny_pair(tmp_path / "pair", pair=pair)
+    assert {"junior/solo/pass@1", "jargon/rate"} <= built["base"].keys()
+    senior, junior = (load_tokenizer(tmp_path / "pair" / name) for name in ("senior", "junior"))
+    assert (built["vocab_size"], len(junior)) == (len(senior), 290)
+    assert load_model(tmp_path / "pair" / "junior").config.vocab_size == 290
+    words = {f" {word}" for word in JARGON}
+    assert all(len(senior(word)["input_ids"]) == 1 for word in words if word[1].islower())
+    assert all(len(junior(word)["input_ids"]) > 1 for word in words)
 
 
 # ------------------------------------------------------------------------------------------------------------ criteria

@@ -33,6 +33,7 @@ def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast
     """
     of = {
         "jargon": paper_claims,
+        "jargon_two_tokenizers": paper_claims,
         "hops": hops_claims,
         "hops_jargon": hops_jargon_claims,
         "word_problems": pretrained_claims,

@@ -181,6 +181,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         contrasts=(("tandem", "grpo"), ("tandem", "kl"), ("kl", "grpo")),
         overrides=LONGER,
     ),
+    "two-tokenizers": Experiment(
+        "two-tokenizers",
+        (GRPO, TANDEM._replace(overrides=("selection.strategy=before_word",))),
+        pairs=("jargon_two_tokenizers",),
+        contrasts=(("tandem", "grpo"),),
+        overrides=LONGER,
+    ),
     "repair": Experiment(
         "repair",
         (GRPO, TANDEM, SENTENCE),
@@ -457,11 +464,14 @@ def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
 def measures_of(pair: str, folder: Path) -> dict[str, float]:
     """The measures of one evaluation, as a row of ``results.json``: ``MEASURES``, and what the family of the pair has
     to say of the texts (see ``families``)."""
-    results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
+    files = {phase: folder / f"{phase}.json" for phase, _ in MEASURES.values()}
+    results = {
+        phase: evals.read_result(file) for phase, file in files.items() if file.exists()
+    }  # two tokenizers: no drift
     row = {
         name: results[phase]["metrics"]["macro"][metric]
         for name, (phase, metric) in MEASURES.items()
-        if metric in results[phase]["metrics"]["macro"]
+        if phase in results and metric in results[phase]["metrics"]["macro"]
     }
     solo, handoff = (
         [sample.text for sample in evals.read_samples(folder / results[phase]["samples"])]

@@ -47,11 +47,17 @@ def finished(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def store(
-    out: Path, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, manifest: Mapping[str, Any]
+    out: Path,
+    models: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
+    manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a pair into ``out`` in one rename, and return its manifest, with the hashes of the weights."""
+    """Write a pair into ``out`` in one rename, and return its manifest, with the hashes of the weights.
+
+    Args:
+        models: each with its tokenizer.
+    """
     building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
-    for name, model in models.items():
+    for name, (model, tokenizer) in models.items():
         with no_progress_bars():
             model.save_pretrained(building / name)
         tokenizer.save_pretrained(building / name)

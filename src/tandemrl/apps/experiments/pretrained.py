@@ -123,7 +123,7 @@ def build_pretrained_pair(
         "vocab_size": len(tokenizer),
         "base": base | {"eval_rows": RECIPE.eval_rows, "warm_start/loss": loss},
     }
-    return store(out, {"senior": model, "junior": junior[0]}, tokenizer, manifest)
+    return store(out, {"senior": (model, tokenizer), "junior": (junior[0], tokenizer)}, manifest)
 
 
 def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> dict[str, Any]:

@@ -94,12 +94,18 @@ WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
         "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
         "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
     },
+    "jargon_two_tokenizers": {
+        "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
+        "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
+        "junior": replace(_MUON, vocab_size=290),
+    },
     "repair": {"base": replace(_MUON, eval_rows=1024)},
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
     "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
 }
 """For each pair, how the base of both models is trained, how the senior continues if it does, and how the junior is
-trained if it is not the base. ``vocab_size`` does not apply to agents, whose vocabulary is closed."""
+trained if it is not the base. Where its ``vocab_size`` is another, the junior has a tokenizer of its own, which was
+trained on texts of the base alone. It does not apply to agents, whose vocabulary is closed."""
 
 
 class Criterion(NamedTuple):
@@ -113,12 +119,14 @@ class Criterion(NamedTuple):
         return f"{self.low:g} <= {self.measure} <= {self.high:g}"
 
 
+_JARGON = (
+    Criterion("jargon/pass@1", 0.88, 1.0),
+    Criterion("plain/pass@1", 0.3, 0.55),
+    Criterion("jargon/rate", 0.45, 0.75),
+)
 CRITERIA: dict[str, tuple[Criterion, ...]] = {
-    "jargon": (
-        Criterion("jargon/pass@1", 0.88, 1.0),
-        Criterion("plain/pass@1", 0.3, 0.55),
-        Criterion("jargon/rate", 0.45, 0.75),
-    ),
+    "jargon": _JARGON,
+    "jargon_two_tokenizers": _JARGON,
     "repair": (Criterion("solo/pass@1", 0.4, 0.58), Criterion("slips/repaired", 0.07, 0.25)),
     "hops_jargon": (Criterion("jargon/gain", 0.0, 1.0),),
 }
@@ -189,7 +197,7 @@ def build_tiny_pair(
                 raise DataError(
                     f"the packaged {name} lacks {missing} and has {unexpected}; build the pair here instead"
                 )
-        return store(out, models, found.tokenizer, found.manifest)
+        return store(out, {name: (model, found.tokenizer) for name, model in models.items()}, found.manifest)
 
     total = sum(recipe.steps for recipe in recipes.values())
     done = 0
@@ -206,7 +214,7 @@ def build_tiny_pair(
         return warm_start(model, batches, recipes[part], progress=count)
 
     with threads(base.threads):
-        tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
+        tokenizer = of_junior = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
         senior = new_model(tokenizer, seed, size)
         senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
         junior = senior
@@ -218,15 +226,18 @@ def build_tiny_pair(
             junior = copy.deepcopy(senior)
             batches = _batches(tokenizer, recipes[last].batch_size, pair, seed, last)
             loss = train(senior, last, batches)
-        elif "junior" in recipes:
-            junior = new_model(tokenizer, seed, size)
+        if "junior" in recipes:
+            recipe = recipes["junior"]
+            if recipe.vocab_size != base.vocab_size:
+                of_junior = train_tokenizer(pair, seed, vocab_size=recipe.vocab_size, part="junior")
+            junior = new_model(of_junior, seed, size)
             junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
-            train(junior, "junior", _batches(tokenizer, recipes["junior"].batch_size, pair, seed, "base"))
+            train(junior, "junior", _batches(of_junior, recipe.batch_size, pair, seed, "base"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
         rounds: list[dict[str, float]] = []
         while True:
             _round_to_bfloat16(senior, junior)
-            rounds.append(_skill(senior, junior, tokenizer, rows, seed))
+            rounds.append(_skill((senior, tokenizer), (junior, of_junior), rows, seed))
             unmet = [each for each in criteria if not each.low <= rounds[-1][each.measure] <= each.high]
             if not unmet or len(rounds) == MAX_ROUNDS:
                 break
@@ -240,7 +251,7 @@ def build_tiny_pair(
         "rounds": rounds,
         "unmet": [str(each) for each in unmet],
     }
-    return _accepted(store(out, {"senior": senior, "junior": junior}, tokenizer, manifest), out)
+    return _accepted(store(out, {"senior": (senior, tokenizer), "junior": (junior, of_junior)}, manifest), out)
 
 
 def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str = "tiny") -> dict[str, Any]:
@@ -254,7 +265,9 @@ def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str =
     }
 
 
-def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    pair: str, seed: int, *, vocab_size: int, texts: int = 2000, part: Part = "senior"
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on the pair's chats. It encodes any text, and ".\\n\\n" is one token.
 
     Agents have a tokenizer that is not trained.
@@ -262,6 +275,7 @@ def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000)
     Args:
         vocab_size: the greatest size of the vocabulary, including special tokens.
         texts: how many solutions of each stage it is trained on.
+        part: who has it; the junior saw the texts of the base alone.
     """
     if pair in hops.PAIRS:
         return hops_tokenizer()
@@ -279,7 +293,7 @@ def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    stages: Sequence[Stage] = ("base", "senior") if "senior" in WARM_STARTS[pair] else ("base",)
+    stages: Sequence[Stage] = ("base", "senior") if part == "senior" and part in WARM_STARTS[pair] else ("base",)
     chats = itertools.chain.from_iterable(itertools.islice(examples(pair, seed, stage=each), texts) for each in stages)
     bpe.train_from_iterator(
         (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
@@ -342,22 +356,19 @@ def solo_texts(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _skill(
-    senior: Qwen3ForCausalLM,
-    junior: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: Sequence[Row],
-    seed: int,
-) -> dict[str, float]:
+_Model = tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]
+
+
+def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> dict[str, float]:
     """What the models can do alone before reinforcement learning. The junior counts only if it is another model."""
     of_agents = rows[0].data_source.removeprefix("synthetic/") in hops.PAIRS
     jargon = hops.uses_jargon if of_agents else uses_jargon
 
-    def written(model: Qwen3ForCausalLM) -> list[tuple[str, bool]]:
+    def written(model: _Model) -> list[tuple[str, bool]]:
         """The texts of a model, each with whether it is right."""
         if of_agents:
-            return [(episode.text, bool(episode.correct)) for episode in solo_episodes(model, tokenizer, rows, seed)]
-        texts = solo_texts(model, tokenizer, rows, seed)
+            return [(episode.text, bool(episode.correct)) for episode in solo_episodes(*model, rows, seed)]
+        texts = solo_texts(*model, rows, seed)
         return [(text, text.endswith(f"\\boxed{{{row.ground_truth}}}")) for row, text in zip(rows, texts, strict=True)]
 
     def accuracy(found: Sequence[tuple[str, bool]], of: Callable[[str], bool] = lambda text: True) -> float:
@@ -366,9 +377,9 @@ def _skill(
 
     found = written(senior)
     skill = {"solo/pass@1": accuracy(found)}
-    if junior is not senior:
+    if junior[0] is not senior[0]:
         skill["junior/solo/pass@1"] = accuracy(written(junior))
-    if rows[0].data_source.endswith("jargon") and junior is not senior:
+    if "jargon" in rows[0].data_source and junior[0] is not senior[0]:
         skill |= {
             "jargon/rate": sum(jargon(text) for text, _ in found) / len(found),
             "jargon/pass@1": accuracy(found, jargon),
@@ -434,7 +445,7 @@ def _criteria(pair: str, steps: int | None, size: str) -> tuple[Criterion, ...]:
         return ()
     if size == "tiny":
         return CRITERIA.get(pair, ())
-    return (Criterion("jargon/gain", 0.0, 1.0),) if pair.endswith("jargon") else ()
+    return (Criterion("jargon/gain", 0.0, 1.0),) if "jargon" in pair else ()
 
 
 def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
