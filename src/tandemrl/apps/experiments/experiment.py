@@ -72,8 +72,8 @@ class Experiment:
     contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: the config of every run, and
     assignments of keys on top of it. pair_steps: the number of warm-start steps; None means the pair's own. size: the
     size of the models, one of ``tiny.SIZES``. device: where everything runs. problems, samples: the number of held-out
-    problems of every evaluation, and of samples for each. evaluation: the config of every evaluation; None means the
-    defaults. packaged_pairs: a pair that comes with the library is copied instead of built.
+    problems of every evaluation, and of samples for each. evaluation, evaluation_overrides: the config of every evaluation
+    (None means the defaults), and assignments of keys on top of it. packaged_pairs: a pair that comes with the library is copied instead of built.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Experiment:
     problems: int = 512
     samples: int = 4
     evaluation: str | None = None
+    evaluation_overrides: tuple[str, ...] = ()
     packaged_pairs: bool = False
 
     def only(self, names: Sequence[str]) -> "Experiment":
@@ -187,6 +188,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         pairs=("jargon_two_tokenizers",),
         contrasts=(("tandem", "grpo"),),
         overrides=LONGER,
+        evaluation_overrides=("selection.max_untranslatable=0.1",),  # a junior that cannot read jargon writes anything
     ),
     "repair": Experiment(
         "repair",
@@ -328,6 +330,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
         f"rollout.max_rows={PAIRS[job.pair].evaluation_rows}",
         "train.threads=1",
+        *experiment.evaluation_overrides,
     ]
     phases = evals.evaluate(load(experiment.evaluation, settings), model=model, out=home / "eval" / job.arm.name)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
@@ -513,7 +516,9 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
     """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added."""
     file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
-        stored = {"size": "tiny", "device": "cpu", "packaged_pairs": False} | json.loads(file.read_text())
+        stored = {"size": "tiny", "device": "cpu", "packaged_pairs": False, "evaluation_overrides": []} | json.loads(
+            file.read_text()
+        )
         fixed = [key for key in description if key not in ("seeds", "pairs", "arms", "contrasts")]
         changed = [key for key in fixed if stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
