@@ -72,8 +72,9 @@ class Experiment:
     contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: the config of every run, and
     assignments of keys on top of it. pair_steps: the number of warm-start steps; None means the pair's own. size: the
     size of the models, one of ``tiny.SIZES``. device: where everything runs. problems, samples: the number of held-out
-    problems of every evaluation, and of samples for each. evaluation, evaluation_overrides: the config of every evaluation
-    (None means the defaults), and assignments of keys on top of it. packaged_pairs: a pair that comes with the library is copied instead of built.
+    problems of every evaluation, and of samples for each. evaluation, evaluation_overrides: the config of every
+    evaluation (None means the defaults), and assignments of keys on top of it. packaged_pairs: a pair that comes with
+    the library is copied instead of built.
     """
 
     name: str
@@ -516,9 +517,8 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
     """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added."""
     file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
-        stored = {"size": "tiny", "device": "cpu", "packaged_pairs": False, "evaluation_overrides": []} | json.loads(
-            file.read_text()
-        )
+        older = {"size": "tiny", "device": "cpu", "packaged_pairs": False, "evaluation_overrides": []}
+        stored = older | json.loads(file.read_text())
         fixed = [key for key in description if key not in ("seeds", "pairs", "arms", "contrasts")]
         changed = [key for key in fixed if stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
