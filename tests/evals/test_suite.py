@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fake_judge import FakeJudge
 from helpers import (
@@ -304,15 +304,19 @@ def test_legibility_is_the_cross_entropy_that_transformers_computes(tokenizer, p
         assert found.cross_entropy == pytest.approx(wanted, abs=1e-5)
 
 
-def test_texts_over_the_juniors_context_are_dropped_and_counted(tokenizer):
+@pytest.mark.parametrize("limit", ["max_position_embeddings", "sliding_window"])
+def test_texts_over_what_the_junior_sees_are_dropped_and_counted(tokenizer, limit):
     prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:3"]), tokenizer, max_prompt_tokens=200)
     junior = new_model(tokenizer, 0)
     longest = len(prompts[1].tokens)
     samples = texts_for(prompts, [5, 21, 5], vocabulary=len(tokenizer))
-    junior.config.max_position_embeddings = longest + 21
+    if limit == "sliding_window":
+        shape = junior.config.to_dict() | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+        junior = Qwen3ForCausalLM(Qwen3Config(**shape | {"sliding_window": longest + 21}))
+    setattr(junior.config, limit, longest + 21)
     fits = evals.read_legibility(samples, prompts, prepare(junior))
     assert fits[1].cross_entropy is not None
-    junior.config.max_position_embeddings = longest + 20
+    setattr(junior.config, limit, longest + 20)
     read = evals.read_legibility(samples, prompts, junior)
     assert read[1].cross_entropy is None
     macro = evals.summarise(read, evals.legible, bootstrap=10, seed=0)["macro"]

@@ -167,6 +167,19 @@ def attention_window(config: PretrainedConfig) -> int | None:
     return min((window for window in found if window), default=None)
 
 
+def visible_tokens(config: PretrainedConfig) -> dict[str, int]:
+    """How many tokens of one text a model of this configuration can be given here, by what limits them.
+
+    Positions end with its ``context``. With layers of a shorter ``attention window``, no text is longer than what they
+    see, so that attention to all of it is what the model has learnt.
+    """
+    limits = {
+        "context": getattr(config.get_text_config(), "max_position_embeddings", None),
+        "attention window": attention_window(config),
+    }
+    return {what: int(limit) for what, limit in limits.items() if limit}
+
+
 def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.models.loading import attention_window, eos_token_ids
+from tandemrl.models.loading import eos_token_ids, visible_tokens
 from tandemrl.models.lora import adapted_layers, is_adapter
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
@@ -315,7 +315,5 @@ def _decoder(models: dict[int, PreTrainedModel], tokenizer: PreTrainedTokenizerB
 
 
 def _context(model: PreTrainedModel) -> int:
-    """How many tokens a model can read, all of which its layers have to see."""
-    config = model.config.get_text_config()
-    limits = getattr(config, "max_position_embeddings", None), attention_window(config)
-    return min((int(limit) for limit in limits if limit), default=2**31 - 1)
+    """How many tokens of a text a model can read."""
+    return min(visible_tokens(model.config).values(), default=2**31 - 1)

@@ -32,6 +32,7 @@ from tandemrl.models.loading import (
     check_positions,
     resolve_device,
     stored_eos_token_ids,
+    visible_tokens,
 )
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
@@ -308,9 +309,8 @@ class Preflight:
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
         check_weights(path, shape, without=head if key == "model.critic" else None)
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)
-        limit = (f", context {context}" if context else "") + (f", attention window {window}" if window else "")
-        return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{limit}"
+        limits = "".join(f", {what} {limit}" for what, limit in visible_tokens(config).items())
+        return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{limits}"
 
     def ranker(self) -> str:
         """Check that the model that ranks documents exists, and say how it reads them. The processes of tools load it
@@ -477,10 +477,8 @@ class Preflight:
         self._sees("model.senior", config.model.senior, longest.row, tokens, new, named, fix)
 
     def _sees(self, key: str, path: str, row: Row, tokens: int, new: int, budget: str, fix: str) -> None:
-        shape = self.files.configuration(path).get_text_config()
-        context = getattr(shape, "max_position_embeddings", None)
-        for what, limit in (("context", context), ("attention window", attention_window(shape))):
-            if limit and tokens + new > limit:
+        for what, limit in visible_tokens(self.files.configuration(path)).items():
+            if tokens + new > limit:
                 raise ConfigError(
                     f"row {row.example_id}: its {tokens} tokens and {budget} exceed the {what} of "
                     f"{key}, {limit} tokens; {fix}"
