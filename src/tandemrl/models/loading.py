@@ -169,6 +169,13 @@ def attention_window(config: PretrainedConfig) -> int | None:
     return min((window for window in found if window), default=None)
 
 
+def context_of(config: PretrainedConfig) -> int:
+    """How many tokens a model can read, all of which its layers have to see."""
+    text = config.get_text_config()
+    limits = getattr(text, "max_position_embeddings", None), attention_window(text)
+    return min((int(limit) for limit in limits if limit), default=2**31 - 1)
+
+
 def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id.
 
@@ -204,9 +211,9 @@ def vocabulary_check(
     """
     if differing := differing_entries(senior, junior):
         why = (
-            "Models of two vocabularies work together in training, evaluations, `tandemrl serve` and `tandemrl play` "
-            "with the torch engine (selection.strategy=before_word), but not here; `tandemrl check --senior MODEL "
-            "--junior MODEL` says what works with these two"
+            "Models of two vocabularies work together in training, evaluations and `tandemrl serve` with the torch "
+            "engine (selection.strategy=before_word), but not here; `tandemrl check --senior MODEL --junior MODEL` "
+            "says what works with these two"
             if other == "junior"
             else "They read the same tokens"
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
 from tandemrl.selection.draws import SELECTION, stream, uniforms
-from tandemrl.selection.strategies import OnDevices, Strategy, Who, check_probability, is_senior
+from tandemrl.selection.strategies import OnDevices, Strategy, Who, check_probability, is_senior, solo
 from tandemrl.selection.words import word_starts
 
 
@@ -193,6 +193,22 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
         removed=texts.removed,
         over=partial(text_sentence, first),
     )
+
+
+def text_solo(first: Who, texts: TextTables) -> Strategy:
+    """``solo`` for models of two vocabularies: what the junior writes is read by the senior's tokenizer.
+
+    Args:
+        first: who writes everything.
+
+    Raises:
+        ValueError: ``first`` is neither "senior" nor "junior".
+    """
+    alone = solo(first)
+    if alone.writers == "senior":
+        return alone  # nothing has to be read
+    over = partial(text_solo, first)
+    return alone._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)  # one reads along
 
 
 class _Texts:
