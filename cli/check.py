@@ -220,10 +220,10 @@ def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
         ),
         Line(
             "features",
-            "training with rollout.engine=torch; of eval pass-at-k, tandem and legibility; serve --engine torch; "
-            "a judge of any family",
+            "training with rollout.engine=torch; of eval pass-at-k, tandem and legibility; play and serve, by the "
+            "torch engine; a judge of any family",
             "not rollout.engine=vllm, rollout.draft_tokens, rollout.environment, loss.junior_kl_coef, "
-            "loss.junior_weight, play; of eval not handoff and drift: these need a junior of the senior's "
+            "loss.junior_weight; of eval not handoff and drift: these need a junior of the senior's "
             "tokenizer family",
             False,
         ),
