@@ -21,7 +21,7 @@ from tandemrl.apps.play.problems import Problems, known_problems
 from tandemrl.cli.main import app as command
 from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import request_key
@@ -100,6 +100,21 @@ def test_another_text_in_between_changes_nothing(duo: Duo) -> None:
     assert duo.write(begun, 4) == after
     with pytest.raises(ValueError, match=r"tokens: not what the two write with these settings; generate the text anew"):
         duo.write(replace(begun, seed=8), 4)
+
+
+def test_an_engine_that_breaks_is_said_and_asked_again(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, generate = Draft(ASKED, 9, WORDS), duo.engine.generate
+
+    def broken(*requests: Any, **options: Any) -> Any:
+        raise EngineError("out of memory")
+
+    duo._free_engine()
+    monkeypatch.setattr(duo.engine, "generate", broken)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="out of memory"):
+            duo.write(draft, 4)
+    monkeypatch.setattr(duo.engine, "generate", generate)
+    assert duo.write(draft, 4).tokens
 
 
 def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior: Path) -> None:

@@ -25,7 +25,7 @@ from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64
-from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.selection.whole_words import before_text_word, text_solo, text_tables
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Mia has 3 figs and buys 4."}]
@@ -134,6 +134,26 @@ def test_one_author_may_write_alone(client: TestClient, engine: TorchEngine, pai
     assert text
     assert set(choice["authorship"]) == {0}
     assert pair[1].decode(wanted.tokens, skip_special_tokens=True).startswith(text)
+
+
+def test_requests_of_one_author_and_of_two_are_written_together(engine: TorchEngine, pair: Any) -> None:
+    """As they are by themselves, also where one ends by a stop string."""
+    prompt, read = (tuple(known(TOLD)["input_ids"]) for known in pair)
+    keys, limit = tuple(map(mix64, range(3))), Sampling(max_tokens=24)
+    words, tables = words_of(pair), text_tables(pair[0])
+    [[free]] = engine.generate([Request(prompt, keys[:1], limit, solo("senior"))])
+    stop = pair[0].decode(free.tokens[3:5])
+    asked = [
+        Request(prompt, keys, limit, words, junior_prompt=read),
+        Request(prompt, keys[:1], Sampling(max_tokens=24, stop=(stop,)), solo("senior")),
+        Request(prompt, keys, limit, text_solo("junior", tables), junior_prompt=read),
+    ]
+    together, apart = engine.generate(asked), [group for one in asked for group in engine.generate([one])]
+    for ours, wanted in zip(together, apart, strict=True):
+        assert [one.tokens.tolist() for one in ours] == [one.tokens.tolist() for one in wanted]
+        assert [one.author.tolist() for one in ours] == [one.author.tolist() for one in wanted]
+    assert together[1][0].stop_reason == "stop"
+    assert {author for one in together[2] for author in one.author.tolist()} == {0}
 
 
 def test_a_junior_behind_an_endpoint_writes_its_words(

@@ -87,7 +87,7 @@ class Piece(NamedTuple):
 class LazyCompletion:
     """A completion that is written no further than it is asked for, by a thread that waits in between.
 
-    stop: why it ended; None as long as it has not.
+    stop: why it ended; None as long as it has not. error: what the engine raised.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -95,7 +95,7 @@ class LazyCompletion:
         self._engine, self._request = engine, request
         self._tokens: list[int] = []
         self._wanted, self._left = 0, False
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._write, name="text", daemon=True)
         self._thread.start()
@@ -109,9 +109,9 @@ class LazyCompletion:
         with self._changed:
             self._wanted = max(self._wanted, count)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._tokens) >= count or self.stop is not None or self._error)
-            if self._error is not None:
-                raise self._error
+            self._changed.wait_for(lambda: len(self._tokens) >= count or self.stop is not None or self.error)
+            if self.error is not None:
+                raise self.error
             return tuple(self._tokens[:count])
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class LazyCompletion:
         except Exception as raised:
             reason, error = None, raised
         with self._changed:
-            self.stop, self._error = reason, error
+            self.stop, self.error = reason, error
             self._changed.notify_all()
 
     def _hear(self, number: int, tokens: list[int], logprobs: list[float]) -> None:
@@ -281,7 +281,7 @@ class Duo:
 
     def _lazy_completion(self, draft: Draft, prompt: Sequence[int]) -> LazyCompletion:
         begun = replace(draft, tokens=(), authors=())
-        if self._lazy is None or self._lazy[0] != begun:
+        if self._lazy is None or self._lazy[0] != begun or self._lazy[1].error is not None:
             request = self._request(begun, prompt, self.longest - len(prompt))
             self._free_engine()
             self._lazy = begun, LazyCompletion(self.engine, request)
