@@ -209,7 +209,7 @@ def _one_vocabulary(tokenizer: Any) -> list[Line]:
 def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
     from tandemrl.config.strategies import KINDS
 
-    able = [name for name, kind in KINDS.items() if kind.by_text is not None or kind.solo]
+    able = [name for name, kind in KINDS.items() if kind.by_text is not None]
     return [
         Line("pair", f"two vocabularies: {count:,} entries differ, the first is {token!r} (id {index})", "", False),
         Line(
@@ -220,9 +220,10 @@ def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
         ),
         Line(
             "features",
-            "training with rollout.engine=torch; of eval pass-at-k, tandem and legibility; a judge of any family",
+            "training with rollout.engine=torch; of eval pass-at-k, tandem and legibility; play and serve, by the "
+            "torch engine; a judge of any family",
             "not rollout.engine=vllm, rollout.draft_tokens, rollout.environment, loss.junior_kl_coef, "
-            "loss.junior_weight, play, serve; of eval not handoff and drift: these need a junior of the senior's "
+            "loss.junior_weight; of eval not drift: it needs a junior of the senior's "
             "tokenizer family",
             False,
         ),

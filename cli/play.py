@@ -47,16 +47,20 @@ def play(
     from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import RolloutConfig, load
+    from tandemrl.config.rules import check_two_vocabularies
     from tandemrl.data.rows import DataError
     from tandemrl.data.templates import arguments_of, template_variables
-    from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
+    from tandemrl.models.loading import context_of, junior_tokenizer_of, load_model, load_tokenizer, resolve_device
     from tandemrl.rewards.protocol import GraderError
     from tandemrl.rollout.factory import ModelSource, make_engine
     from tandemrl.rollout.schedule import schedule_of
 
     arguments = arguments_of(template_arguments)
     chosen = [f"selection.strategy={strategy}", f"selection.parameters={parameters}"]
-    selection = load(overrides=chosen).selection
+    config = load(overrides=chosen)
+    selection, rollout = config.selection, RolloutConfig(engine="vllm" if vllm else "torch")
+    if vllm:
+        rollout = replace(rollout, vllm=replace(rollout.vllm, multiprocess=True))
     if senior is None and junior is not None:
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
     listening = listen(port)
@@ -75,20 +79,19 @@ def play(
     partner = junior or senior
     on = str(resolve_device(device))
     tokenizer = load_tokenizer(senior)
-    vocabulary_check(tokenizer, load_tokenizer(partner))
+    other = junior_tokenizer_of(senior, partner)
+    if other is not None:
+        check_two_vocabularies(replace(config, rollout=rollout), asked=True)
     template_variables(tokenizer, arguments)  # refuses what the chat template does not read
     models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
-    longest = min(longest, *(model.get_text_config().max_position_embeddings for model in models))
+    longest = min(longest, *map(context_of, models))
     reader = load_model(partner, dtype=dtype, device=on)
-    rollout = RolloutConfig(engine="vllm" if vllm else "torch")
-    if vllm:
-        rollout = replace(rollout, vllm=replace(rollout.vllm, multiprocess=True))
     own = ModelSource(senior, lambda: load_model(senior, dtype=dtype, device=on))
-    engine = make_engine(
-        rollout, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
-    )
-    duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments)
-    schedule_of(selection, tokenizer, engine.vocabulary)  # one of the user's own that cannot be made is refused now
+    its = ModelSource(partner, lambda: reader, None, None, other)
+    engine = make_engine(rollout, own, its, tokenizer, dtype=dtype, device=on, longest=longest)
+    duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments, junior_tokenizer=other)
+    # One of the user's own that cannot be made is refused now.
+    schedule_of(selection, tokenizer, engine.vocabulary, by_text=other is not None)
     with heartbeat(typer.echo, lambda: "looking for a problem that the pair solves"):
         problems.begin_with_a_solved_one(duo, selection)
     app = application(duo, problems, about={"senior": senior, "junior": partner}, begin_with=selection)

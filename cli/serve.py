@@ -10,7 +10,7 @@ OWN_SERVERS = ("vllm",)
 
 def serve(
     senior: Annotated[str, typer.Option(help="HF folder or hub id.")],
-    junior: Annotated[str, typer.Option(help="HF folder or hub id of a model with the same vocabulary.")],
+    junior: Annotated[str, typer.Option(help="HF folder or hub id. With another vocabulary: --engine torch.")],
     options: Annotated[
         list[str] | None,
         typer.Argument(

@@ -76,6 +76,17 @@ def test_every_mesh_trains_what_one_process_trains(tiny_pair: Path, alone: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axes", ["parallel.dp_shard=2", "parallel.tp=2", "parallel.sp=2"])
+def test_models_of_two_vocabularies_train_what_one_process_trains(
+    tiny_pair: Path, other_junior: Path, tmp_path: Path, axes: str
+) -> None:
+    keys = [f"model.junior={other_junior}", "selection.strategy=before_word", "selection.max_untranslatable=1"]
+    _train(str(tiny_pair), str(tmp_path / "alone"), *keys)
+    run(_train, 2, str(tiny_pair), str(tmp_path / "run"), axes, *keys)
+    assert_same(tmp_path / "run", tmp_path / "alone", step=2)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, g++")
 @pytest.mark.parametrize("mesh", [None, "dp_shard 2", "sp 2"])
 def test_compiled_layers_train_what_uncompiled_ones_train(tiny_pair: Path, tmp_path: Path, mesh: str | None) -> None:

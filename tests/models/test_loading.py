@@ -25,6 +25,7 @@ from tandemrl.models.loading import (
     check_folder,
     check_positions,
     eos_token_ids,
+    junior_tokenizer_of,
     load_model,
     load_tokenizer,
     prepare,
@@ -265,6 +266,30 @@ def test_vocabulary_check():
         vocabulary_check(longer, tokenizer())
     with pytest.raises(ModelError, match=r"They read the same tokens\. Choose a critic of the senior's"):
         vocabulary_check(longer, tokenizer(), other="critic")
+
+
+def test_a_junior_has_a_vocabulary_of_its_own_if_a_token_differs(tmp_path):
+    names = ("senior", "same", "longer")
+    senior, same, longer = (str(tmp_path / name) for name in names)
+    for path in (senior, same):
+        tokenizer().save_pretrained(path)
+    more = copy.deepcopy(tokenizer())
+    more.add_tokens([AddedToken("later", normalized=False)])
+    more.save_pretrained(longer)
+
+    def unread(path):
+        raise AssertionError(f"{path} need not be loaded")
+
+    assert junior_tokenizer_of(senior, None, endpoint=True, load=unread) is None
+    assert junior_tokenizer_of(senior, same, load=unread) is None
+    told = json.loads((tmp_path / "same" / "tokenizer_config.json").read_text())
+    (tmp_path / "same" / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": "{{ messages }}"}))
+    assert junior_tokenizer_of(senior, same) is None
+    assert len(junior_tokenizer_of(senior, longer)) == VOCABULARY + 1
+    assert len(junior_tokenizer_of(longer, senior)) == VOCABULARY
+    assert len(junior_tokenizer_of(senior, same, endpoint=True)) == VOCABULARY
+    with pytest.raises(ModelError, match="no such folder"):
+        junior_tokenizer_of(senior, str(tmp_path / "nowhere"))
 
 
 def test_eos_ids_are_those_of_model_and_tokenizer():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from selection_tokenizers import WRITING, byte_level, sentencepiece
 
 import artefacts
+from helpers import tokenizer as small_tokenizer
 from real_model import smollm2
 from tandemrl.apps.experiments.smollm2 import NAME, cache_folder
 from tandemrl.selection import replay
@@ -304,3 +305,12 @@ def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int
         assert rates["words per 100 bytes"] > 6, rates
         assert rates["handovers per text"] > 4, rates
         assert (0 < rates["untranslatable"] < 2 / 3) == (kind == "decomposed")  # a third of the pairs is without Qwen
+
+
+def test_encoding_a_text_does_not_change_how_others_encode_prompts() -> None:
+    """Whether special tokens are text is a state of a tokenizer, which another thread may be using."""
+    shared = small_tokenizer()
+    before = shared.encode("a<eos>", add_special_tokens=False)
+    as_text = vocabulary_of(shared).encode("a<eos>")
+    assert before[-1] == shared.eos_token_id != as_text[-1]
+    assert shared.backend_tokenizer.encode("a<eos>", add_special_tokens=False).ids == before

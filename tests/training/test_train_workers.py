@@ -37,6 +37,15 @@ def test_a_run_with_workers_of_which_one_is_killed_is_that_without(
         assert sum(step[f"fleet/{what}"] for step in metrics(fleet)) == 1, what
 
 
+def test_models_of_two_vocabularies_write_in_workers(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
+    two = (f"model.junior={other_junior}", "selection.strategy=before_word", "selection.max_untranslatable=1")
+    keys = (*RUN, *two, "rollout.unit_groups=2")
+    alone = train(config(tiny_pair, tmp_path / "alone", *keys), quiet=True)
+    fleet = train(config(tiny_pair, tmp_path / "fleet", *keys, "rollout.workers=2"), quiet=True)
+    for file in ("samples.jsonl", "hf/step_3/model.safetensors"):
+        assert (alone / file).read_bytes() == (fleet / file).read_bytes(), file
+
+
 def test_rollouts_are_as_many_steps_old_as_was_asked_for(tiny_pair: Path, tmp_path: Path) -> None:
     keys = ("train.steps=5", "train.eval_every=0", "data.eval=[]", "rollout.workers=2", "train.async_steps=2")
     steps = metrics(train(config(tiny_pair, tmp_path, *keys), quiet=True))

@@ -57,15 +57,18 @@ def check_processes(config: Config, processes: int) -> None:
     _refuse(config, _among_processes(config) if processes > 1 else _alone(config))
 
 
-def check_two_vocabularies(config: Config) -> None:
+def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
     """Refuse values that do not work with a junior that has a vocabulary of its own.
 
     ``check`` cannot know this: the tokenizers say it.
 
+    Args:
+        asked: whether the junior may be asked to write, though ``selection`` lets the senior write alone.
+
     Raises:
         ConfigError: the message names the key and what is allowed.
     """
-    _refuse(config, _with_two_vocabularies(config))
+    _refuse(config, _with_two_vocabularies(config, solo=config.selection.kind.solo and not asked))
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:
@@ -210,14 +213,13 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
 )
 
 
-def _with_two_vocabularies(c: Config) -> Iterator[Fault]:
+def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
     two = "since senior and junior have two vocabularies"
     same = "or use a junior of the senior's tokenizer family"
     if c.model.junior_endpoint.url is not None:
         two, same = "since the junior is behind an endpoint", "or load the junior: model.junior_endpoint.url=null"
-    solo = c.selection.kind.solo
-    if not solo and c.selection.kind.by_text is None:
-        able = ", ".join(kind.name for kind in KINDS.values() if kind.by_text is not None)
+    if c.selection.kind.by_text is None:
+        able = ", ".join(kind.name for kind in KINDS.values() if kind.by_text is not None and not kind.solo)
         yield Fault("selection.strategy", f"{able}, {two}: others look at tokens of both; {same}")
     if not solo and not c.rollout.kind.apart:
         able = ", ".join(kind.name for kind in ENGINES.values() if kind.apart)

@@ -35,11 +35,11 @@ class Kind(NamedTuple):
         return "prob_senior" in self.parameters
 
 
-_WHOLE_WORDS = "tandemrl.selection.whole_words"
+_STRATEGIES, _WHOLE_WORDS = "tandemrl.selection.strategies", "tandemrl.selection.whole_words"
 
 
-def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: bool = False) -> Kind:
-    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, by_turns=by_turns, solo=solo)
+def _here(name: str, says: str, *parameters: str, by_turns: bool = False) -> Kind:
+    return Kind(name, f"{_STRATEGIES}:{name}", says, parameters, by_turns=by_turns)
 
 
 _TABLE = (
@@ -59,7 +59,14 @@ _TABLE = (
     _here("alternating", "hand over after each token", "first"),
     _here("turn", "draw the author of each turn", "prob_senior", by_turns=True),
     _here("alternating_turns", "hand over after each turn", "first", by_turns=True),
-    _here("solo", "one author generates everything", "first", solo=True),
+    Kind(
+        "solo",
+        f"{_STRATEGIES}:solo",
+        "one author generates everything",
+        ("first",),
+        solo=True,
+        by_text=f"{_WHOLE_WORDS}:text_solo",
+    ),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}

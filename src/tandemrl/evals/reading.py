@@ -18,7 +18,7 @@ from tandemrl.models.attention import PackedLayout, share_contexts
 from tandemrl.models.batching import micro_batches, pack
 from tandemrl.models.forward import hidden_states
 from tandemrl.models.head import LOGITS_PER_CHUNK
-from tandemrl.models.loading import visible_tokens
+from tandemrl.models.loading import context_of
 from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.engine import Sampling
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
@@ -199,8 +199,7 @@ def divergence(
 
 def longest(context: int | None, *models: PreTrainedModel) -> float:
     """How many tokens a prompt and its text may have together, by the profile's context and what the models can see."""
-    seen = [limit for model in models for limit in visible_tokens(model.config).values()]
-    return min(context or math.inf, *seen, math.inf)
+    return min(context or math.inf, *(context_of(model.config) for model in models))
 
 
 def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: float) -> dict[int, Rollout]:

@@ -1,6 +1,5 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
-import filecmp
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -15,7 +14,7 @@ from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
-from tandemrl.models.loading import differing_entries, load_model, load_tokenizer, stored_eos_token_ids
+from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.judge.rubric import JudgePool
@@ -159,10 +158,10 @@ class Session:
     @cached_property
     def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
-        if self.junior is None or (self.endpoint is None and _same_tokenizer_file(self.model, self.junior)):
-            return None
-        found = load_tokenizer(self.junior)
-        return found if self.endpoint is not None or differing_entries(self.tokenizer, found) else None
+        return junior_tokenizer_of(self.model, self.junior, endpoint=self.endpoint is not None, load=self._tokenizer)
+
+    def _tokenizer(self, path: str) -> PreTrainedTokenizerBase:
+        return self.tokenizer if path == self.model else load_tokenizer(path)
 
     @cached_property
     def served(self) -> str:
@@ -290,9 +289,3 @@ class Session:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
-
-
-def _same_tokenizer_file(*models: str) -> bool:
-    """Whether these two are folders with equal ``tokenizer.json``. They have one vocabulary, and nothing is loaded."""
-    one, other = files = [Path(model) / "tokenizer.json" for model in models]
-    return all(file.is_file() for file in files) and filecmp.cmp(one, other, shallow=False)

@@ -4,8 +4,9 @@ A path is checked before transformers would take it for a hub id, so that the er
 in a model is patched, unless the user asks for one of the options in ``compile``.
 """
 
+import filecmp
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -33,7 +34,8 @@ from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import gathering, packed_logits
 from tandemrl.models.weight_files import refuse_pointers, stored_shapes
 
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
 """What transformers raises for a folder that holds no model it can load; `refusal` says it in words."""
 
@@ -180,6 +182,11 @@ def visible_tokens(config: PretrainedConfig) -> dict[str, int]:
     return {what: int(limit) for what, limit in limits.items() if limit}
 
 
+def context_of(config: PretrainedConfig) -> int:
+    """How many tokens of one text a model of this configuration can be given here."""
+    return min(visible_tokens(config).values(), default=2**31 - 1)
+
+
 def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id.
 
@@ -215,9 +222,9 @@ def vocabulary_check(
     """
     if differing := differing_entries(senior, junior):
         why = (
-            "Models of two vocabularies work together in training (selection.strategy=before_word, "
-            "rollout.engine=torch) and in the tandem phase of evaluations, but not here; `tandemrl check --senior "
-            "MODEL --junior MODEL` says what works with these two"
+            "Models of two vocabularies work together in training, evaluations, `tandemrl serve` and `tandemrl play` "
+            "with the torch engine (selection.strategy=before_word), but not here; `tandemrl check --senior MODEL "
+            "--junior MODEL` says what works with these two"
             if other == "junior"
             else "They read the same tokens"
         )
@@ -226,6 +233,35 @@ def vocabulary_check(
             f"senior and {other} have different vocabularies: {len(differing)} entries differ, the first is {token!r} "
             f"(id {index}). {why}. Choose a {other} of the senior's tokenizer family."
         )
+
+
+def junior_tokenizer_of(
+    senior: str,
+    junior: str | None,
+    *,
+    endpoint: bool = False,
+    load: Callable[[str], PreTrainedTokenizerBase] = load_tokenizer,
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a junior that has a vocabulary of its own; None if there is one vocabulary, or no junior.
+
+    Args:
+        endpoint: whether the junior is behind an endpoint. It is then treated as if it had one of its own.
+        load: loads the tokenizer of a model.
+
+    Raises:
+        ModelError: a tokenizer cannot be loaded.
+    """
+    if junior is None or (not endpoint and _same_tokenizer_files(Path(senior), Path(junior))):
+        return None
+    found = load(junior)
+    return found if endpoint or differing_entries(load(senior), found) else None
+
+
+def _same_tokenizer_files(one: Path, other: Path) -> bool:
+    """Whether two folders have equal tokenizers, so that none has to be loaded."""
+    pairs = [(one / name, other / name) for name in TOKENIZER_FILES if (one / name).exists() or (other / name).exists()]
+    both = all(a.is_file() and b.is_file() for a, b in pairs)
+    return both and (one / TOKENIZER).is_file() and all(filecmp.cmp(a, b, shallow=False) for a, b in pairs)
 
 
 def differing_entries(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[tuple[str, int]]:

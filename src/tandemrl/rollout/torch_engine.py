@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.models.loading import eos_token_ids, visible_tokens
+from tandemrl.models.loading import context_of, eos_token_ids
 from tandemrl.models.lora import adapted_layers, is_adapter
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
@@ -85,12 +85,12 @@ class TorchEngine:
         apart = junior is not None and junior_tokenizer is not None
         self._decoder = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
         self.vocabulary = self._decoder.vocabulary
-        self.context = min(_context(model) for model in self._decoder.models.values())
+        self.context = min(context_of(model.config) for model in self._decoder.models.values())
         make_partner: MakePartner | None = partner
         if junior is not None and junior_tokenizer is not None:
             decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
-            make_partner = partial(LocalPartner, decoder, own, tables, _context(junior))
+            make_partner = partial(LocalPartner, decoder, own, tables, context_of(junior.config))
         self._make_partner = make_partner
         if make_partner is not None:
             if draft_tokens:
@@ -312,8 +312,3 @@ def _decoder(models: dict[int, PreTrainedModel], tokenizer: PreTrainedTokenizerB
     steps = {who: step(model) for who, model in models.items()}
     ends = eos_token_ids(models[1].generation_config, tokenizer)
     return Decoder(models, heads, steps, vocabulary, ends, tokenizer)
-
-
-def _context(model: PreTrainedModel) -> int:
-    """How many tokens of a text a model can read."""
-    return min(visible_tokens(model.config).values(), default=2**31 - 1)

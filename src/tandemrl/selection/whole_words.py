@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
 from tandemrl.selection.draws import SELECTION, stream, uniforms
-from tandemrl.selection.strategies import OnDevices, Strategy, Who, check_probability, is_senior
+from tandemrl.selection.strategies import OnDevices, Strategy, Who, check_probability, is_senior, solo
 from tandemrl.selection.words import word_starts
 
 
@@ -143,15 +143,16 @@ def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
     """
     pieces = token_bytes(tokenizer)
     starts = start_table(tokenizer, size) & ~word_boundary_table(tokenizer, size)  # the special tokens
-    known = starts.clone()
-    known[list(pieces)] = True
-    removed, width, tail = ~known, torch.full_like(starts, 3, dtype=torch.int64), torch.zeros(len(starts)).long()
+    removed, width, tail = ~starts, torch.full_like(starts, 3, dtype=torch.int64), torch.zeros(len(starts)).long()
     blank_line, newline = torch.zeros_like(starts), torch.zeros_like(starts)
-    for token, piece in pieces.items():
-        begun = word_starts(piece, b"a")
-        starts[token], removed[token] = begun == [0], begun[-1:] > [0]
-        width[token], tail[token] = min(3, len(piece)), int.from_bytes(piece[-3:])
-        blank_line[token], newline[token] = b"\n\n" in piece, piece[:1] == b"\n"
+    ids, spelled = torch.tensor([*pieces], dtype=torch.int64), pieces.values()
+    begun = [word_starts(piece, b"a") for piece in spelled]
+    starts[ids] = torch.tensor([found == [0] for found in begun])
+    removed[ids] = torch.tensor([found[-1:] > [0] for found in begun])
+    width[ids] = torch.tensor([min(3, len(piece)) for piece in spelled])
+    tail[ids] = torch.tensor([int.from_bytes(piece[-3:]) for piece in spelled])
+    blank_line[ids] = torch.tensor([b"\n\n" in piece for piece in spelled])
+    newline[ids] = torch.tensor([piece[:1] == b"\n" for piece in spelled])
     return TextTables(starts, removed, width, tail, blank_line, newline)
 
 
@@ -193,6 +194,22 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
         removed=texts.removed,
         over=partial(text_sentence, first),
     )
+
+
+def text_solo(first: Who, texts: TextTables) -> Strategy:
+    """``solo`` for models of two vocabularies: what the junior writes is read by the senior's tokenizer.
+
+    Args:
+        first: who writes everything.
+
+    Raises:
+        ValueError: ``first`` is neither "senior" nor "junior".
+    """
+    alone = solo(first)
+    if alone.writers == "senior":
+        return alone  # nothing has to be read
+    over = partial(text_solo, first)
+    return alone._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)  # one reads along
 
 
 class _Texts:

@@ -8,6 +8,7 @@ a word depends on the text before it, not on its id alone. Tokenizers hardly eve
 No tensors here. The strategy of these words is ``whole_words.before_text_word``.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -70,11 +71,13 @@ class Vocabulary(NamedTuple):
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """The vocabulary of a Hugging Face tokenizer."""
 
-    lock = Lock()  # a tokenizer has a state, and a junior behind an endpoint is asked in threads
+    # How a tokenizer treats special tokens is a state of it, and threads encode: those that ask an endpoint for words,
+    # and those that an engine writes in while another one encodes prompts.
+    lock, own = Lock(), copy.deepcopy(tokenizer)
 
     def split(text: str) -> tuple[int, ...]:
         with lock:
-            return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+            return tuple(own.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     few = lru_cache(maxsize=2**14)(split)  # the same few words come again and again
 

@@ -15,8 +15,8 @@ from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     CONFIG,
     check_folder,
-    differing_entries,
     is_local,
+    junior_tokenizer_of,
     load_tokenizer,
     refusal,
     stored_eos_token_ids,
@@ -44,9 +44,12 @@ class ModelFiles(NamedTuple):
 
     def other_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior, if it has other tokens than that of the senior, or is behind an endpoint."""
-        found = None if model.junior is None else self.tokenizer(model.junior)
-        apart = found is not None and (model.junior_endpoint.url is not None or differing_entries(tokenizer, found))
-        return found if apart else None
+
+        def load(path: str) -> PreTrainedTokenizerBase:
+            return tokenizer if path == model.senior else self.tokenizer(path)
+
+        served = model.junior_endpoint.url is not None
+        return junior_tokenizer_of(model.senior, model.junior, endpoint=served, load=load)
 
     def configuration(self, path: str) -> PretrainedConfig:
         self._here(path)

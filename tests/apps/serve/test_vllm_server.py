@@ -1,6 +1,7 @@
 """What of ``tandemrl serve`` is vLLM's alone: its options, its KV cache, its guard."""
 
 import inspect
+import shutil
 import socket
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,21 @@ def test_a_server_that_cannot_work_does_not_start(
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_two_vocabularies_are_refused_and_what_serves_them_is_named(pair: Path, tmp_path: Path) -> None:
+    from tandemrl.cli.main import app
+    from tandemrl.models.loading import load_tokenizer
+
+    junior, more = shutil.copytree(pair / "junior", tmp_path / "junior"), load_tokenizer(pair / "senior")
+    more.add_tokens(["later"])
+    more.save_pretrained(junior)
+    both = ["--senior", str(pair / "senior"), "--junior", str(junior)]
+    result = CliRunner().invoke(app, ["serve", "--engine", "vllm", *both])
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    assert "senior and junior have different vocabularies: 1 entries differ" in said
+    assert "`tandemrl serve` and `tandemrl play` with the torch engine" in said
 
 
 def test_without_vllm_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,23 +82,27 @@ def application(
 
         return endpoint
 
+    def draft(body: Mapping[str, Any]) -> Draft:
+        return draft_of(body, begin_with, apart=duo.apart)
+
     def write(body: Mapping[str, Any]) -> dict[str, Any]:
-        return _shown(duo.write(draft_of(body, begin_with), _whole(body, "count", 1, AT_ONCE)))
+        return _shown(duo.write(draft(body), _whole(body, "count", 1, AT_ONCE)))
 
     def say(body: Mapping[str, Any]) -> dict[str, Any]:
         text = body.get("text")
         if not isinstance(text, str) or not text or not is_unicode(text):
             raise Refused("text: expected what you typed")
-        return _shown(duo.say(draft_of(body, begin_with), text))
+        return _shown(duo.say(draft(body), text))
 
     def grade(body: Mapping[str, Any]) -> dict[str, Any]:
-        draft = draft_of(body, begin_with)
-        verdict = problems.verdict(draft.prompt, duo.text(draft.tokens))
+        written = draft(body)
+        verdict = problems.verdict(written.prompt, duo.text(written.tokens))
         return {"verdict": None if verdict is None else verdict._asdict()}
 
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:
-        offered = {"strategies": strategies_of(begin_with), "problems": problems.prompts}
-        return {**about, **offered, "defaults": asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}}
+        offered = {"strategies": strategies_of(begin_with, apart=duo.apart), "problems": problems.prompts}
+        defaults = asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}
+        return {**about, **offered, "inserts": not duo.apart, "defaults": defaults}
 
     routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say, grade)]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
@@ -158,13 +162,21 @@ async def _body(request: Request) -> Mapping[str, Any]:
     return body
 
 
-def strategies_of(begin_with: SelectionConfig) -> tuple[str, ...]:
-    """The strategies that the page offers: those of one turn, and the one that it begins with."""
-    return tuple(dict.fromkeys((*STRATEGIES, begin_with.strategy)))
+def strategies_of(begin_with: SelectionConfig, *, apart: bool = False) -> tuple[str, ...]:
+    """The strategies that the page offers: those of one turn, and the one that it begins with.
+
+    Args:
+        apart: whether the models have two vocabularies, so that only some strategies work.
+    """
+    able = [name for name in STRATEGIES if not apart or KINDS[name].by_text is not None]
+    return tuple(dict.fromkeys((*able, begin_with.strategy)))
 
 
-def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT) -> Draft:
+def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, apart: bool = False) -> Draft:
     """The text that a question brings along.
+
+    Args:
+        apart: see ``strategies_of``.
 
     Raises:
         Refused, ConfigError: a field is of another type, or out of range; names it.
@@ -175,7 +187,7 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT) -> 
     tokens, authors = (_list(body, name) for name in ("tokens", "authors"))
     if len(tokens) != len(authors) or not set(authors) <= {0, 1}:
         raise Refused("authors: expected 0 or 1 for each of the tokens")
-    selection = _selection(body.get("selection", {}), begin_with)
+    selection = _selection(body.get("selection", {}), begin_with, apart=apart)
     temperature = body.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise Refused("temperature: expected a number")
@@ -183,12 +195,12 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT) -> 
     return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors))
 
 
-def _selection(given: Any, begin_with: SelectionConfig) -> SelectionConfig:
+def _selection(given: Any, begin_with: SelectionConfig, *, apart: bool) -> SelectionConfig:
     """Who writes. Ranges are those of the configuration."""
     if not isinstance(given, dict) or not set(given) <= set(SELECTABLE):
         raise Refused(f"selection: expected an object with any of {', '.join(SELECTABLE)}")
     for name, value in given.items():
-        allowed = strategies_of(begin_with) if name == "strategy" else SELECTABLE[name]
+        allowed = strategies_of(begin_with, apart=apart) if name == "strategy" else SELECTABLE[name]
         if isinstance(value, bool) or not (value in allowed if allowed else isinstance(value, (int, float))):
             raise Refused(f"selection.{name}: expected {'one of ' + ', '.join(allowed) if allowed else 'a number'}")
     given = {"strategy": begin_with.strategy, **given}

@@ -3,11 +3,17 @@
 Nothing is remembered between two calls: a `Draft` holds everything that the next tokens depend on. Its own tokens go to
 the engine as ``Request.history``, so that strategy and draws continue where they were. A text that is written in pieces
 of any length is therefore the one that a single request would have given.
+
+With two vocabularies, an engine cannot go on from tokens. There, a single request writes the text, and waits until more
+of it is asked for. Where another draft is asked for, it begins anew, and writes the same text again, by its seed.
 """
 
+import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +24,13 @@ from tandemrl.data.rows import chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.loading import context_of
 from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
 from tandemrl.rollout.schedule import schedule_of
-from tandemrl.selection import Strategy, resumed
+from tandemrl.selection import Strategy, replay, resumed
+from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.draws import request_key
+from tandemrl.selection.words import begin_words, vocabulary_of, whole_characters
 from tandemrl.training.tracking import authored_spans
 from tandemrl.types import Author
 
@@ -45,14 +54,22 @@ class Draft:
             raise ValueError(f"{len(self.tokens)} tokens with {len(self.authors)} authors")
 
 
+FURTHER = 64
+"""With two vocabularies: how many tokens more than were asked for a piece may have, so that it ends with a word."""
+
+
 class Token(NamedTuple):
     """A token as the page shows it. ``surprisal`` is -log junior(token) in nats, at temperature 1. A special token has
-    its name in ``special`` and no ``text``."""
+    its name in ``special`` and no ``text``.
+
+    A junior with a vocabulary of its own reads the text in tokens of its own, and ``surprisal`` is that of those which
+    end inside this one. It is None where it cannot read the text, and for special tokens, of which it has others.
+    """
 
     id: int
     text: str
     author: int
-    surprisal: float
+    surprisal: float | None
     special: str
 
 
@@ -67,13 +84,74 @@ class Piece(NamedTuple):
     next: Author
 
 
+class LazyCompletion:
+    """A completion that is written no further than it is asked for, by a thread that waits in between.
+
+    stop: why it ended; None as long as it has not. error: what the engine raised.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.stop: StopReason | None = None
+        self._engine, self._request = engine, request
+        self._tokens: list[int] = []
+        self._wanted, self._left = 0, False
+        self.error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="text", daemon=True)
+        self._thread.start()
+
+    def upto(self, count: int) -> tuple[int, ...]:
+        """The first ``count`` tokens, or all of them if it ends before.
+
+        Raises:
+            EngineError: the engine cannot write it.
+        """
+        with self._changed:
+            self._wanted = max(self._wanted, count)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._tokens) >= count or self.stop is not None or self.error)
+            if self.error is not None:
+                raise self.error
+            return tuple(self._tokens[:count])
+
+    def close(self) -> None:
+        """Give it up, so that the engine is free."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _write(self) -> None:
+        hearing: dict[str, Any] = {"on_tokens": self._hear}  # not every engine has it; one of two vocabularies does
+        try:
+            [[completion]] = self._engine.generate([self._request], **hearing)
+            reason, error = completion.stop_reason, None
+        except Exception as raised:
+            reason, error = None, raised
+        with self._changed:
+            self.stop, self.error = reason, error
+            self._changed.notify_all()
+
+    def _hear(self, number: int, tokens: list[int], logprobs: list[float]) -> None:
+        with self._changed:
+            self._tokens += tokens
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._left or self._wanted > len(self._tokens))
+        if self._left:
+            self._engine.abort()
+
+
 class Duo:
     """The two models behind a page.
 
+    apart: whether the junior has a vocabulary of its own. Then the texts are in the senior's tokens.
+
     Args:
         junior: the model that reads every token for its surprisal. The engine may use the same model.
+        tokenizer: that of both, or of the senior.
         longest: how many tokens the longest text may have, including the prompt.
         template_arguments: further variables of the chat template (``data.template_arguments``).
+        junior_tokenizer: that of a junior with a vocabulary of its own. Its chat template gets the default arguments.
     """
 
     def __init__(
@@ -84,14 +162,20 @@ class Duo:
         *,
         longest: int,
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+        junior_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.engine, self.junior, self.tokenizer, self.longest = engine, junior, tokenizer, longest
+        self.apart, self._junior_tokenizer = junior_tokenizer is not None, junior_tokenizer
+        self._pieces = token_bytes(tokenizer) if self.apart else {}
+        self._reader = None if junior_tokenizer is None else vocabulary_of(junior_tokenizer)
+        self._lazy: tuple[Draft, LazyCompletion] | None = None
+        """The text that is being written, with its draft before the first token."""
         self._template_arguments = template_arguments
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
         self._special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def write(self, draft: Draft, count: int) -> Piece:
-        """Write the next ``count`` tokens, or fewer if the text ends.
+        """Write the next ``count`` tokens, or fewer if the text ends. With two vocabularies, a piece ends with a word.
 
         Raises:
             ValueError: a setting is out of range, or the prompt leaves no room; the message names it.
@@ -102,13 +186,16 @@ class Duo:
             if not draft.tokens:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; at most {self.longest - 1} leave room to write")
             return Piece([], "length", Author.SENIOR)
-        [[written]] = self.engine.generate([self._request(draft, prompt, min(count, room))])
-        stop = written.stop_reason if written.stop_reason != "length" or room <= count else None
-        longer = replace(
-            draft,
-            tokens=(*draft.tokens, *written.tokens.tolist()),
-            authors=(*draft.authors, *written.author.tolist()),
-        )
+        if self.apart:
+            longer, stop = self._next_words(draft, prompt, count)
+        else:
+            [[written]] = self.engine.generate([self._request(draft, prompt, min(count, room))])
+            stop = written.stop_reason if written.stop_reason != "length" or room <= count else None
+            longer = replace(
+                draft,
+                tokens=(*draft.tokens, *written.tokens.tolist()),
+                authors=(*draft.authors, *written.author.tolist()),
+            )
         read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
         return Piece(read, stop, self.next_author(longer))
 
@@ -120,12 +207,22 @@ class Duo:
         """The texts of several drafts that are empty as yet, of at most ``count`` tokens, as scorers read them."""
         prompts = [self._prompt(draft.prompt) for draft in drafts]
         rooms = [min(count, self.longest - len(prompt)) for prompt in prompts]
+        self._free_engine()
         written = self.engine.generate([*map(self._request, drafts, prompts, rooms)])
         return [self.text(completion.tokens.tolist()) for [completion] in written]
 
     def say(self, draft: Draft, text: str) -> Piece:
-        """Append what a person typed as the junior's text. It is encoded here, once."""
+        """Append what a person typed as the junior's text. It is encoded here, once.
+
+        Raises:
+            ValueError: there is no room for it, or the junior has a vocabulary of its own.
+        """
         self._check(draft.tokens)
+        if self.apart:
+            raise ValueError(
+                "text: nothing can be inserted, since the junior has another vocabulary than the senior and the two "
+                "cannot go on from a text; use a junior of the senior's tokenizer family"
+            )
         typed = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         prompt = self._prompt(draft.prompt)
         if len(prompt) + len(draft.tokens) + len(typed) > self.longest:
@@ -154,11 +251,51 @@ class Duo:
         sampling = Sampling(max_tokens=count, temperature=draft.temperature)
         history = (draft.tokens,) if draft.tokens else ()
         key, strategy = request_key(draft.seed, 0, 0, 0), self._strategy(draft.selection)
-        return Request([*prompt, *draft.tokens], (key,), sampling, strategy, history=history)
+        read = self._junior_prompt(draft.prompt) if strategy.removed is not None else ()
+        return Request([*prompt, *draft.tokens], (key,), sampling, strategy, history=history, junior_prompt=read)
 
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
         # A text is one turn, though the engine gets what is there of it as one that was written before.
-        return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)._replace(turn=None)
+        schedule = schedule_of(selection, self.tokenizer, self.engine.vocabulary, by_text=self.apart)
+        return schedule.strategy(1)._replace(turn=None)
+
+    def _next_words(self, draft: Draft, prompt: Sequence[int], count: int) -> tuple[Draft, StopReason | None]:
+        """The draft with ``count`` further tokens and the rest of their last word, and why it ends there, if it does.
+
+        Raises:
+            ValueError: the draft is not what the two write with its settings.
+        """
+        text, end = self._lazy_completion(draft, prompt), len(draft.tokens) + count
+        tokens = text.upto(end + 1)
+        while len(tokens) > end < len(draft.tokens) + count + FURTHER and not self._begins_word(tokens):
+            end += 1
+            tokens = text.upto(end + 1)
+        stop = text.stop if len(tokens) <= end else None
+        tokens = tokens[:end]
+        if tokens[: len(draft.tokens)] != draft.tokens:
+            raise ValueError("tokens: not what the two write with these settings; generate the text anew")
+        keys, lengths = torch.tensor([request_key(draft.seed, 0, 0, 0)]), torch.tensor([len(tokens)])
+        ids = torch.tensor([tokens], dtype=torch.int64)
+        authors = replay(self._strategy(draft.selection), keys, ids, lengths).author[0].tolist()
+        return replace(draft, tokens=tokens, authors=tuple(authors)), stop
+
+    def _lazy_completion(self, draft: Draft, prompt: Sequence[int]) -> LazyCompletion:
+        begun = replace(draft, tokens=(), authors=())
+        if self._lazy is None or self._lazy[0] != begun or self._lazy[1].error is not None:
+            request = self._request(begun, prompt, self.longest - len(prompt))
+            self._free_engine()
+            self._lazy = begun, LazyCompletion(self.engine, request)
+        return self._lazy[1]
+
+    def _free_engine(self) -> None:
+        """Give up the text that is being written, if there is one: an engine writes for one call at a time."""
+        if self._lazy is not None:
+            self._lazy[1].close()
+            self._lazy = None
+
+    def _begins_word(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token begins a word."""
+        return begin_words([self._pieces.get(token, b"") for token in tokens])[-1]
 
     def _check(self, tokens: Sequence[int]) -> None:
         if not all(0 <= token < self.engine.vocabulary for token in tokens):
@@ -167,6 +304,14 @@ class Duo:
     def _prompt(self, text: str) -> list[int]:
         asked = [{"role": "user", "content": text}]
         return [*chat_tokens(self.tokenizer, asked, "the prompt", self._template_arguments)]
+
+    def _junior_prompt(self, text: str) -> list[int]:
+        """The prompt in the vocabulary that a junior has for itself."""
+        asked, limit = [{"role": "user", "content": text}], context_of(self.junior.config)
+        ids = [*chat_tokens(self._junior_tokenizer, asked, "the prompt", DEFAULT_ARGUMENTS)]
+        if len(ids) >= limit:
+            raise ValueError(f"the prompt has {len(ids)} tokens of the junior's, whose context is {limit}; shorten it")
+        return ids
 
     @torch.no_grad()
     def _read(self, draft: Draft, start: int, prompt: Sequence[int], *, over: bool = False) -> list[Token]:
@@ -177,10 +322,11 @@ class Duo:
         """
         if start == len(draft.tokens):
             return []
-        batch = pack_tokens([[*prompt, *draft.tokens]], self.junior.device)
-        first = len(prompt) + start
-        select = torch.arange(len(batch.tokens), device=batch.tokens.device) >= first
-        surprisals = (-token_logprobs(self.junior, batch, select=select)[0])[first:].tolist()
+        surprisals: Sequence[float | None] = (
+            self._surprisals_by_text(draft, start)
+            if self.apart
+            else self._surprisals([*prompt, *draft.tokens], len(prompt) + start)
+        )
         one_by_one = [i % 2 for i in range(len(draft.tokens))]  # so that each token is a span of its own
         texts = [text for _, text in authored_spans(draft.tokens, one_by_one, self._decode)]
         if not over:
@@ -188,6 +334,34 @@ class Duo:
         special = [self._special.get(token, "") for token in draft.tokens[start:]]
         shown = zip(draft.tokens[start:], texts[start:], draft.authors[start:], surprisals, special, strict=True)
         return [Token(*each) for each in shown]
+
+    def _surprisals(self, ids: Sequence[int], first: int) -> list[float]:
+        """-log junior(token) of the tokens from ``first`` on."""
+        batch = pack_tokens([ids], self.junior.device)
+        select = torch.arange(len(batch.tokens), device=batch.tokens.device) >= first
+        return (-token_logprobs(self.junior, batch, select=select)[0])[first:].tolist()
+
+    def _surprisals_by_text(self, draft: Draft, start: int) -> list[float | None]:
+        """The surprisals of the tokens from ``start`` on, by what a junior with a vocabulary of its own reads."""
+        assert self._reader is not None
+        pieces = [self._pieces.get(token, b"") for token in draft.tokens]
+        edges, text = [*accumulate(map(len, pieces))], whole_characters(b"".join(pieces))
+        told = len(whole_characters(text[: edges[start - 1]])) if start else 0
+        found: list[float | None] = [0.0 if piece else None for piece in pieces[start:]]
+        try:
+            ids = self._reader.encode(text.decode())
+        except UnicodeDecodeError:  # a poor model has written half a character
+            return [None] * len(found)
+        spelled, prompt = [self._reader.pieces.get(token, b"") for token in ids], self._junior_prompt(draft.prompt)
+        if b"".join(spelled) != text or len(prompt) + len(ids) > context_of(self.junior.config):
+            return [None] * len(found)
+        ends = [*accumulate(map(len, spelled))]
+        new = bisect_left(ends, told + 1)
+        if new < len(ids):
+            for end, value in zip(ends[new:], self._surprisals([*prompt, *ids], len(prompt) + new), strict=True):
+                place = max(bisect_left(edges, end) - start, 0)
+                found[place] = (found[place] or 0.0) + value
+        return found
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tandemrl.apps.serve.conversations import Refused
+from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.data.messages import Message, sound
 from tandemrl.data.rows import chat_tokens
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
+from tandemrl.rollout.endpoint_partner import body_of
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.envs.tools import Schema
 from tandemrl.rollout.vllm.rows import history_of
@@ -34,6 +37,19 @@ _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "priority", "request_id", "parallel_tool_calls"),
     *("safety_identifier", "prompt_cache_key", "cache_salt"),
 }
+
+
+class OtherReader(NamedTuple):
+    """What it takes to prompt a junior with a vocabulary of its own.
+
+    context: how many of its own tokens it can read. tools: whether its chat template takes tools. endpoint: where it is
+    served, if it is not in this process.
+    """
+
+    tokenizer: Any
+    context: int
+    tools: bool
+    endpoint: JuniorEndpointConfig | None = None
 
 
 class TextStyle(NamedTuple):
@@ -64,11 +80,12 @@ class Reader:
     """Reads requests for one pair of models.
 
     Args:
-        tokenizer: the tokenizer of both.
+        tokenizer: the tokenizer of both, or that of the senior.
         context: how many tokens prompt and completion may have together.
         defaults: values of ``SAMPLED`` for requests that do not state them.
         template_arguments: further variables of the chat template.
         calls: whether tool calls can be read in a text; else requests with tools are refused.
+        junior: the junior, if it has a vocabulary of its own. Its chat template gets the default arguments.
     """
 
     def __init__(
@@ -79,8 +96,9 @@ class Reader:
         defaults: Mapping[str, float],
         template_arguments: Mapping[str, Any],
         calls: bool,
+        junior: OtherReader | None = None,
     ) -> None:
-        self.tokenizer, self.context, self.calls = tokenizer, context, calls
+        self.tokenizer, self.context, self.calls, self.junior = tokenizer, context, calls, junior
         self.defaults, self.template_arguments = defaults, template_arguments
 
     def read(self, body: Mapping[str, Any], strategy_of: Callable[[str], Strategy], *, chat: bool) -> Asked:
@@ -91,7 +109,7 @@ class Reader:
             chat: whether it is a chat, or a plain completion.
 
         Raises:
-            Refused, DataError, ConfigError: a field cannot be done, or is no value of its kind; names it.
+            Refused, DataError, ConfigError, EngineError: a field cannot be done, or is no value of its kind; names it.
         """
         for name, value in body.items():
             if name not in _READ | _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
@@ -106,6 +124,11 @@ class Reader:
             raise Refused(f"n, prompt: at most {MAX_SAMPLES} are possible in a request")
         sampling = self._sampling(body, max(map(len, ids)), chat=chat)
         strategy = strategy_of(extra["tandem_strategy"])
+        by_junior: Sequence[Sequence[int]] = [()] * len(ids)
+        if strategy.removed is not None:
+            by_junior = self._read_by_junior(body, body["tools"] if tools else (), chat=chat)
+            if self.junior is not None and self.junior.endpoint is not None:
+                body_of(sampling, self.junior.endpoint.leave_out)  # refuses what cannot be asked of it
         keys = tuple(mix64(int(body["seed"]) + i) for i in range(samples))
         style = TextStyle(
             sampling.stop,
@@ -116,7 +139,10 @@ class Reader:
         stream = _flag(body, "stream", False)
         return Asked(
             chat,
-            tuple(Request(tuple(each), keys, sampling, strategy, history=history_of(extra)) for each in ids),
+            tuple(
+                Request(tuple(each), keys, sampling, strategy, history=history_of(extra), junior_prompt=tuple(read))
+                for each, read in zip(ids, by_junior, strict=True)
+            ),
             style,
             stream,
             stream and bool(_mapping(body, "stream_options").get("include_usage")),
@@ -150,19 +176,55 @@ class Reader:
             raise Refused(f"tools: {strict[0]} is strict, which needs structured outputs, and grammars are not applied")
         return {tool["function"]["name"]: _with_parameters(tool) for tool in given}
 
-    def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        """The token ids of each prompt of a completion.
+    def _read_by_junior(self, body: Mapping[str, Any], tools: Sequence[Any], *, chat: bool) -> list[list[int]]:
+        """The prompts of a request as a junior with a vocabulary of its own reads them.
 
         Raises:
-            Refused: a prompt is neither a text nor token ids, or is empty.
+            Refused, DataError: the request asks for something that needs one vocabulary, or the prompt does not suit
+                the junior.
         """
+        assert self.junior is not None  # else there are no strategies of two vocabularies
+        tokenizer, context, takes_tools, _ = self.junior
+        alone = 'leave it out, or let the senior write alone: "tandem": {"solo": "senior"}'
+        for name in ("stop", "stop_token_ids", "ignore_eos"):
+            if body.get(name):
+                why = "with a junior of another vocabulary, a text ends by EOS or max_tokens alone"
+                raise Refused(f"{name}: {why}; {alone}")
+        if _logprobs(body, chat=chat):
+            raise Refused(f"logprobs: the junior's words have none, being drawn in another vocabulary; {alone}")
+        if tools and not takes_tools:
+            raise Refused(f"tools: the chat template of the junior, which has another vocabulary, knows none; {alone}")
+        if chat:
+            said = messages_of(body.get("messages"))
+            ids = [[*chat_tokens(tokenizer, said, "messages", DEFAULT_ARGUMENTS, sound([*tools]))]]
+        else:
+            ids = self.prompts(body, by_junior=True)
+        if (longest := max(map(len, ids))) >= context:
+            raise Refused(
+                f"the prompt: {longest} tokens of the junior's leave no room in its context of {context}; shorten it"
+            )
+        return ids
+
+    def prompts(self, body: Mapping[str, Any], *, by_junior: bool = False) -> list[list[int]]:
+        """The token ids of each prompt of a completion.
+
+        Args:
+            by_junior: in the vocabulary of the junior, which has its own.
+
+        Raises:
+            Refused: a prompt is neither a text nor token ids, or is empty; or there are token ids for a junior with a
+                vocabulary of its own.
+        """
+        tokenizer = self.junior.tokenizer if by_junior and self.junior is not None else self.tokenizer
         prompt = body.get("prompt")
         several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
         special = _flag(body, "add_special_tokens", True)
         ids = []
         for each in several:
             if isinstance(each, str):
-                each = self.tokenizer(sound(each), add_special_tokens=special, verbose=False)["input_ids"]
+                each = tokenizer(sound(each), add_special_tokens=special, verbose=False)["input_ids"]
+            elif by_junior and isinstance(each, list):
+                raise Refused("prompt: token ids belong to one vocabulary, and the junior has another; send a text")
             if not isinstance(each, list) or not each or any(type(token) is not int for token in each):
                 raise Refused("prompt: expected a text or token ids, or a list of those, none of them empty")
             ids.append(each)

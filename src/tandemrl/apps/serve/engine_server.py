@@ -3,22 +3,32 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import uvicorn
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from tandemrl.apps.serve.address import API_KEY, announce, check_port
-from tandemrl.apps.serve.asked import SAMPLED, Reader
+from tandemrl.apps.serve.asked import SAMPLED, OtherReader, Reader
 from tandemrl.apps.serve.authorship import hosts_of
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.texts import Speaker
 from tandemrl.apps.serve.tool_calls import tool_call_parser_of
 from tandemrl.config import Config, ConfigError, SelectionConfig
+from tandemrl.config.rules import check_two_vocabularies
+from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
-from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, stored_eos_token_ids, vocabulary_check
+from tandemrl.models.loading import (
+    context_of,
+    junior_tokenizer_of,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    stored_eos_token_ids,
+)
 from tandemrl.rollout.envs.parsing import CallFormat
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.schedule import schedule_of
@@ -55,19 +65,22 @@ def serve(
         junior_device: the junior's device. None means the senior's.
 
     Raises:
-        ConfigError: the chat template does not read one of the template arguments, or nobody knows the parser.
+        ConfigError: the chat template does not read one of the template arguments, nobody knows the parser, or the
+            config does not suit models of two vocabularies.
         EngineError: the port is in use, or the engine does not start.
-        ModelError: a model cannot be loaded, or they do not share a vocabulary.
+        ModelError: a model cannot be loaded.
         ValueError: a value of the selection is out of range.
     """
     model, junior = config.model, config.model.junior or config.model.senior
     tokenizer = load_tokenizer(model.senior)
-    vocabulary_check(tokenizer, load_tokenizer(junior))
+    endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
+    other = junior_tokenizer_of(model.senior, junior, endpoint=endpoint is not None)
     variables = template_variables(tokenizer, template_arguments)
     chosen = tool_call_parser_of(tool_call_parser, template_of(tokenizer), ())
     if chosen not in (None, *PARSERS):
         raise ConfigError(f"--tool-call-parser: {chosen!r} is none of {', '.join(PARSERS)}")
-    schedule_of(config.selection, tokenizer, len(tokenizer))  # refuses what is out of range before models are loaded
+    # What is out of range, or does not suit two vocabularies, is refused before models are loaded.
+    _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
     check_port(host, port)
     device = str(resolve_device(model.device))
     load = partial(load_model, dtype=model.dtype, device=device)
@@ -75,24 +88,25 @@ def serve(
     engine = make_engine(
         config.rollout,
         ModelSource(model.senior, lambda: load(model.senior)),
-        ModelSource(junior, lambda: partner(junior)),
+        ModelSource(junior, lambda: partner(junior), None, None, other, endpoint),
         tokenizer,
         dtype=model.dtype,
         device=device,
     )
 
     def strategy_of(selection: SelectionConfig) -> Strategy:
-        return schedule_of(selection, tokenizer, engine.vocabulary).strategy(1)
+        return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
 
     key = api_key or os.environ.get(API_KEY)
     app = application(
-        EngineThread(engine),
+        EngineThread(engine, apart=other is not None),
         Reader(
             tokenizer,
             engine.context,
             defaults=sampling_defaults(model.senior),
             template_arguments=variables,
             calls=chosen is not None,
+            junior=None if other is None else other_reader(other, junior, endpoint),
         ),
         Speaker(tokenizer, PARSERS[chosen or "hermes"]),
         model=model.senior,
@@ -103,11 +117,42 @@ def serve(
         api_key=key,
     )
     server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))
-    models = f"{model.senior} ({model.dtype}) and its junior {junior} ({junior_dtype or model.dtype})"
+    where = junior_dtype or model.dtype if endpoint is None else f"at {endpoint.url}"
+    models = f"{model.senior} ({model.dtype}) and its junior {junior} ({where})"
     announce(models, host, port, locked=key is not None)
     with suppress(KeyboardInterrupt):
         server.run()
     engine.close()
+
+
+def _strategy(
+    config: Config, selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, apart: bool
+) -> Strategy:
+    """The strategy of a selection.
+
+    Args:
+        apart: whether the junior has a vocabulary of its own.
+
+    Raises:
+        ConfigError: it does not suit two vocabularies, or cannot be made. ValueError: a value is out of range.
+    """
+    if apart:
+        check_two_vocabularies(replace(config, selection=selection), asked=True)
+    return schedule_of(selection, tokenizer, vocabulary, by_text=apart).strategy(1)
+
+
+def other_reader(tokenizer: PreTrainedTokenizerBase, path: str, endpoint: JuniorEndpointConfig | None) -> OtherReader:
+    """How to prompt a junior with a vocabulary of its own.
+
+    Args:
+        path: the folder or hub id of the junior.
+        endpoint: where it is served, if it is not in this process.
+    """
+    context = int(tokenizer.model_max_length)  # what an endpoint can read, the engine asks it
+    if endpoint is None:
+        context = context_of(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    takes_tools = tool_call_parser_of(None, template_of(tokenizer, [{}]), ()) is not None
+    return OtherReader(tokenizer, context, takes_tools, endpoint)
 
 
 def sampling_defaults(path: str) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tandemrl.rollout.engine import Completion, Engine, OnTokens, Request, check_request
+from tandemrl.rollout.partner import check_partnered
 
 
 @dataclass(slots=True, eq=False)
@@ -24,10 +25,11 @@ class EngineThread:
 
     Args:
         engine: the engine, which nothing else may use.
+        apart: whether its junior has a vocabulary of its own.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, *, apart: bool = False) -> None:
+        self.engine, self.apart = engine, apart
         self._waiting: SimpleQueue[Job | None] = SimpleQueue()
         self._running: list[Job] = []
         self._lock = threading.Lock()
@@ -52,6 +54,7 @@ class EngineThread:
             has_junior=engine.has_junior,
             drops=engine.info.drops,
         )
+        check_partnered(0, request, apart=self.apart)
         job = Job(request, on_tokens)
         self._waiting.put(job)
         return job

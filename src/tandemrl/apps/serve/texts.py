@@ -7,10 +7,11 @@ from typing import Any
 
 from tandemrl.apps.serve.asked import Asked, TextStyle
 from tandemrl.data.messages import sound
-from tandemrl.rollout.engine import Completion
+from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "turns": "stop", "abort": "abort"}
+_REASONS |= dict.fromkeys(LOST, "error")
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int], style: TextStyle) -> tuple[str, str | int | None]:
@@ -25,6 +26,11 @@ def text_of(tokenizer: Any, tokens: Sequence[int], style: TextStyle) -> tuple[st
         return text, ended
     start, stop = min(found)
     return text[: start + len(stop) * style.keep_stop], stop
+
+
+def _stop_reason(completion: Completion, stop: str | int | None) -> str | int | None:
+    """The stop at the end of a text, or why the text was given up."""
+    return completion.stop_reason if completion.stop_reason in LOST else stop
 
 
 class TextStream:
@@ -85,7 +91,7 @@ class Speaker:
             "index": index,
             "logprobs": self.logprobs(tokens, logprobs, chat=asked.chat),
             "finish_reason": _REASONS[completion.stop_reason],
-            "stop_reason": stop,
+            "stop_reason": _stop_reason(completion, stop),
             "token_ids": tokens,
         }
         if not asked.chat:
@@ -152,4 +158,5 @@ class Speaker:
             if calls:
                 said["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
                 reason = "tool_calls"
+        stop = _stop_reason(completion, stop)
         return {**said, "logprobs": None, "finish_reason": reason, "stop_reason": stop, "token_ids": []}

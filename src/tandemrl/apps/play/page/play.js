@@ -4,6 +4,10 @@
 
 const AT_ONCE = 4;
 const NOTHING = "Nothing is generated yet.";
+const ENDS = {
+  length: "no room is left",
+  untranslatable: "one model cannot read what the other has written",
+};
 const FIELDS = ["prompt", "strategy", "first", "max_tokens", "prob_senior", "temperature", "seed", "typed"];
 const at = (id) => document.getElementById(id);
 let place = ""; // in the tab's storage: other models have other texts
@@ -11,7 +15,7 @@ let names = {};
 let problems = []; // prompts whose answers are known
 let draft = null; // prompt, seed, selection, temperature, tokens, authors: what the next tokens depend on
 let shown = []; // a span each: text, special, kind (senior, junior, person), surprisal
-let held = 0; // the surprisal of tokens at the end that are no whole character yet
+let held = 0; // the surprisal of tokens at the end that are no whole character yet; null: unknown
 let verdict = null; // correct, answer, expected
 let running = false;
 let over = false;
@@ -87,7 +91,7 @@ function show(span) {
 function add(token, kind) {
   draft.tokens.push(token.id);
   draft.authors.push(token.author);
-  held += token.surprisal;
+  held = held === null || token.surprisal === null ? null : held + token.surprisal;
   if (token.text === "" && token.special === "") return;
   show({ text: token.text, special: token.special, kind, surprisal: held });
   held = 0;
@@ -116,13 +120,13 @@ async function write() {
       for (const token of piece.tokens) add(token, token.author === 1 ? "senior" : "junior");
       left -= piece.tokens.length;
       over = piece.stop !== null;
-      const ends = piece.stop === "length" ? "no room is left" : "the text has ended";
+      const ends = ENDS[piece.stop] ?? "the text has ended";
       const stopped = left > 0 ? "" : "stopped at max new tokens; ";
       const next = `${stopped}next: the ${piece.next === 1 ? "senior" : "junior"}`;
       say(`${draft.tokens.length} tokens; ${over ? ends : next}.`);
       update();
     }
-    if ((over || left === 0) && problems.includes(draft.prompt)) verdict = (await ask("grade", draft)).verdict;
+    if ((over || left <= 0) && problems.includes(draft.prompt)) verdict = (await ask("grade", draft)).verdict;
   } catch (error) {
     if (draft.tokens.length === 0) clear(); // refused
     at("error").textContent = error.message;
@@ -138,7 +142,7 @@ function point(index) {
   const span = shown[pointed];
   if (span === undefined) return;
   at("text").children[pointed].classList.add("pointed");
-  at("surprisal").textContent = `${named(span)}, by the ${span.kind}: ${span.surprisal.toFixed(2)} nats.`;
+  at("surprisal").textContent = `${named(span)}, by the ${span.kind}: ${nats(span)}.`;
 }
 
 at("settings").addEventListener("submit", (event) => {
@@ -219,6 +223,7 @@ ask("begin", {}).then((about) => {
   at("prompt").value = problems[0];
   at("seed").value = new URLSearchParams(location.search).get("seed") ?? 0;
   at("another").hidden = problems.length < 2;
+  at("takeover").hidden = at("inserting").hidden = !about.inserts;
   restore();
   update();
 }).catch((error) => {

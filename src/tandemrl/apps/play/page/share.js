@@ -12,11 +12,15 @@ function named({ text, special }) {
   return special ? `${text ? `${JSON.stringify(text)} and ` : ""}the special token ${special}` : JSON.stringify(text);
 }
 
+function nats({ surprisal }) {
+  return surprisal === null ? "no surprisal" : `${surprisal.toFixed(2)} nats`;
+}
+
 function sharedPage(draft, shown, names, style) {
   const words = shown.map(
     (span) =>
       `<span class="${span.kind}" title="${escaped(named(span))}, by the ${span.kind}: ` +
-      `${span.surprisal.toFixed(2)} nats">${escaped(span.text + (span.special ? SPECIAL : ""))}</span>`,
+      `${nats(span)}">${escaped(span.text + (span.special ? SPECIAL : ""))}</span>`,
   );
   const rows = [
     ["senior", names.senior],

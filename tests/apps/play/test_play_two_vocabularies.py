@@ -1,0 +1,183 @@
+"""A text by a pair of two vocabularies, in pieces, on the page of `tandemrl play`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("starlette", reason="needs the play extra")
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM
+
+from tandemrl.apps.play.app import application
+from tandemrl.apps.play.duo import Draft, Duo, Piece
+from tandemrl.apps.play.problems import Problems, known_problems
+from tandemrl.cli.main import app as command
+from tandemrl.config import SelectionConfig
+from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, solo
+from tandemrl.selection.draws import request_key
+from tandemrl.selection.whole_words import before_text_word, text_tables
+
+WORDS = SelectionConfig(strategy="before_word", prob_senior=0.6)
+ALONE = SelectionConfig(strategy="solo")
+ASKED = "Mia has 3 figs and buys 4."
+TOLD = f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def duo(tiny_pair: Path, other_junior: Path) -> Duo:
+    senior, junior = load_model(str(tiny_pair / "senior")), load_model(str(other_junior))
+    known, own = load_tokenizer(tiny_pair / "senior"), load_tokenizer(other_junior)
+    engine = TorchEngine(senior, junior, known, junior_tokenizer=own)
+    return Duo(engine, junior, known, longest=128, junior_tokenizer=own)
+
+
+def own(duo: Duo) -> Any:
+    return duo._junior_tokenizer
+
+
+def whole(duo: Duo, strategy: Strategy, seed: int) -> Completion:
+    """The text of a single request, as far as there is room."""
+    prompt, read = (tuple(known(TOLD)["input_ids"]) for known in (duo.tokenizer, own(duo)))
+    sampling = Sampling(max_tokens=duo.longest - len(prompt))
+    duo._free_engine()
+    [[found]] = duo.engine.generate(
+        [Request(prompt, (request_key(seed, 0, 0, 0),), sampling, strategy, junior_prompt=read)]
+    )
+    return found
+
+
+def longer(draft: Draft, piece: Piece) -> Draft:
+    tokens, authors = zip(*((token.id, token.author) for token in piece.tokens), strict=True)
+    return replace(draft, tokens=(*draft.tokens, *tokens), authors=(*draft.authors, *authors))
+
+
+def in_pieces(duo: Duo, draft: Draft, counts: Sequence[int]) -> list[Piece]:
+    pieces = [duo.write(draft, counts[0])]
+    while pieces[-1].stop is None:
+        draft = longer(draft, pieces[-1])
+        pieces.append(duo.write(draft, counts[len(pieces) % len(counts)]))
+    return pieces
+
+
+@pytest.mark.parametrize("selection", [WORDS, ALONE], ids=["before_word", "solo"])
+def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, selection: SelectionConfig) -> None:
+    strategy = solo() if selection == ALONE else before_text_word(0.6, text_tables(duo.tokenizer))
+    expected = whole(duo, strategy, 7)
+    for counts in ([4], [1, 16, 3]):
+        pieces = in_pieces(duo, Draft(ASKED, 7, selection), counts)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        assert [token.id for token in tokens] == expected.tokens.tolist()
+        assert [token.author for token in tokens] == expected.author.tolist()
+        assert pieces[-1].stop == expected.stop_reason
+        for piece, after in pairwise(pieces):
+            assert after.tokens[0].text.startswith((" ", "\n")) or after.tokens[0].special
+            assert piece.tokens
+    assert set(expected.author.tolist()) == ({1} if selection == ALONE else {0, 1})
+
+
+def test_another_text_in_between_changes_nothing(duo: Duo) -> None:
+    first, other = Draft(ASKED, 7, WORDS), Draft(ASKED, 8, WORDS)
+    begun = longer(first, duo.write(first, 4))
+    after = duo.write(begun, 4)
+    assert duo._lazy is not None
+    written = len(duo._lazy[1]._tokens)
+    duo.write(other, 4)
+    [text] = duo.texts([first], 12)
+    strategy = before_text_word(0.6, text_tables(duo.tokenizer))
+    full = whole(duo, strategy, 7).tokens.tolist()
+    assert text.startswith(duo.text(full[:6]))
+    assert written < len(full)  # the engine has waited
+    assert duo.write(begun, 4) == after
+    with pytest.raises(ValueError, match=r"tokens: not what the two write with these settings; generate the text anew"):
+        duo.write(replace(begun, seed=8), 4)
+
+
+def test_an_engine_that_breaks_is_said_and_asked_again(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, generate = Draft(ASKED, 9, WORDS), duo.engine.generate
+
+    def broken(*requests: Any, **options: Any) -> Any:
+        raise EngineError("out of memory")
+
+    duo._free_engine()
+    monkeypatch.setattr(duo.engine, "generate", broken)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="out of memory"):
+            duo.write(draft, 4)
+    monkeypatch.setattr(duo.engine, "generate", generate)
+    assert duo.write(draft, 4).tokens
+
+
+def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior: Path) -> None:
+    tokens = [token for piece in in_pieces(duo, Draft(ASKED, 7, WORDS), [4]) for token in piece.tokens]
+    shown = [token for token in tokens if not token.special]
+    text = "".join(token.text for token in shown)
+    prompt, ids = own(duo)(TOLD)["input_ids"], own(duo)(text)["input_ids"]
+    with torch.no_grad():  # the model by itself
+        logits = AutoModelForCausalLM.from_pretrained(other_junior)(torch.tensor([[*prompt, *ids]])).logits[0]
+    logprobs = logits.float().log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(ids)), torch.tensor(ids)]
+    lengths = [len(own(duo).decode([each])) for each in ids]
+    expected, found = np.zeros(len(text) + 1), np.zeros(len(text) + 1)
+    expected[list(accumulate(lengths))] = -logprobs.numpy()
+    found[list(accumulate(len(token.text) for token in shown))] = [token.surprisal for token in shown]
+    starts = [i for i, c in enumerate(text) if c == " "] + [len(text)]
+    np.testing.assert_allclose(found.cumsum()[starts], expected.cumsum()[starts], atol=1e-3)
+    assert [token.surprisal for token in tokens if token.special] == [None] * (len(tokens) - len(shown))
+
+
+def test_what_the_junior_cannot_read_has_no_surprisal(duo: Duo) -> None:
+    half = duo.tokenizer.encode("é", add_special_tokens=False)[:1]
+    assert len(duo.tokenizer.encode("é", add_special_tokens=False)) == 2
+    ids = duo.tokenizer.encode("a b", add_special_tokens=False)
+    draft = Draft(ASKED, 7, WORDS, tokens=(*half, *ids), authors=(1,) * (1 + len(ids)))
+    assert [token.surprisal for token in duo._read(draft, 0, duo._prompt(ASKED))] == [None] * (1 + len(ids))
+    long = Draft(ASKED, 7, WORDS, tokens=tuple(ids * 1024), authors=(1,) * (1024 * len(ids)))
+    assert duo._surprisals_by_text(long, len(ids) * 1023) == [None] * len(ids)
+
+
+def test_the_page_offers_what_works(duo: Duo, tiny_pair: Path) -> None:
+    problems = Problems(*known_problems(str(tiny_pair / "senior")))
+    problems.begin_with_a_solved_one(duo, WORDS)
+    asking = TestClient(
+        application(duo, problems, about={"senior": "S", "junior": "J"}, begin_with=WORDS),
+        base_url="http://127.0.0.1:8765",
+    )
+    begun = asking.post("/begin", json={}).json()
+    assert (begun["strategies"], begun["inserts"]) == (["before_word", "solo"], False)
+    draft: dict[str, Any] = {"prompt": ASKED, "seed": 7, "tokens": [], "authors": [], "selection": {"prob_senior": 0.6}}
+    piece = asking.post("/write", json=draft | {"count": 4}).json()
+    assert [token["id"] for token in piece["tokens"]] == [t.id for t in duo.write(Draft(ASKED, 7, WORDS), 4).tokens]
+    refused = asking.post("/write", json=draft | {"count": 4, "selection": {"strategy": "word"}})
+    assert (refused.status_code, refused.json()["error"]) == (
+        400,
+        "selection.strategy: expected one of before_word, solo",
+    )
+    said = asking.post("/say", json=draft | {"text": "c"})
+    assert said.status_code == 400
+    assert said.json()["error"].startswith("text: nothing can be inserted, since the junior has another vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ([], "selection.strategy=word: must be before_word, since senior and junior have two vocabularies"),
+        (["--vllm", "--strategy", "solo"], "rollout.engine=vllm: must be torch, since senior and junior have two"),
+    ],
+)
+def test_the_command_refuses_it_before_models_are_loaded(
+    tiny_pair: Path, other_junior: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], refusal: str
+) -> None:
+    monkeypatch.setattr("tandemrl.models.loading.load_model", lambda *path, **options: pytest.fail("loaded"))
+    both = ["--senior", str(tiny_pair / "senior"), "--junior", str(other_junior), "--port", "0"]
+    result = CliRunner().invoke(command, ["play", *both, *options])
+    assert result.exit_code == 2, result.output
+    assert refusal in " ".join(result.stderr.split())
