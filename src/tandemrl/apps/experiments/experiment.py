@@ -122,6 +122,9 @@ RECIPE = ("train.mini_batch_prompts=8",)
 LONGER = (*RECIPE, "train.steps=80", "train.eval_every=20")
 """For claims about solo skill, in which tandem is still a little behind after 50 steps, and for what is learnt late."""
 
+MISREAD = ("selection.max_untranslatable=0.1",)
+"""A junior that has never seen jargon writes anything after it, half characters included."""
+
 TURNS = Arm("turns", "tandem by turns", ("selection.strategy=turn",))
 WORDS = Arm("words", "tandem by words", ("selection.strategy=word",))
 
@@ -188,8 +191,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         (GRPO, TANDEM._replace(overrides=("selection.strategy=before_word",))),
         pairs=("jargon_two_tokenizers",),
         contrasts=(("tandem", "grpo"),),
-        overrides=LONGER,
-        evaluation_overrides=("selection.max_untranslatable=0.1",),  # a junior that cannot read jargon writes anything
+        overrides=(*LONGER, *MISREAD),
+        evaluation_overrides=MISREAD,
     ),
     "repair": Experiment(
         "repair",
