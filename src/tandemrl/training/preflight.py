@@ -27,12 +27,7 @@ from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
-from tandemrl.models.loading import (
-    attention_window,
-    check_positions,
-    resolve_device,
-    stored_eos_token_ids,
-)
+from tandemrl.models.loading import attention_window, check_positions, resolve_device, stored_eos_token_ids
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
 from tandemrl.rewards import routing
@@ -42,7 +37,7 @@ from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
 from tandemrl.rollout.schedule import schedule_of
@@ -197,6 +192,7 @@ class Preflight:
             caller=caller,
             eos_token_ids=ends,
             template_arguments=config.data.template_arguments,
+            junior=reader_of(config.model.junior, self._reader, download=self.downloads),
         )
 
     @cached_property
@@ -442,8 +438,11 @@ class Preflight:
         return Evaluated([*chain.from_iterable(read)], prompts)
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        reader = None if self.config.selection.kind.solo else self.junior_tokenizer
-        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, reader)
+        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, self._reader)
+
+    @property
+    def _reader(self) -> PreTrainedTokenizerBase | None:
+        return None if self.config.selection.kind.solo else self.junior_tokenizer
 
     @property
     def _read_by_the_engine(self) -> dict[str, str]:
