@@ -68,8 +68,9 @@ def untouched() -> tuple[PreTrainedModel, PreTrainedModel]:
     return both
 
 
-def engine(max_rows: int = 64) -> TorchEngine:
+def engine(max_rows: int = 64, context: int = 256) -> TorchEngine:
     junior, senior = (prepared(copy.deepcopy(model)) for model in untouched())
+    junior.config.max_position_embeddings = context
     return TorchEngine(senior, junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], max_rows=max_rows)
 
 
@@ -130,10 +131,15 @@ def played(running: TorchEngine, strategy: Strategy, count: int = 40) -> list[Ep
     running._make_partner = made
     assert not partners[0]._half.writes  # nobody decodes an episode that has ended
     partners[0].keep(range(count))
-    kept = partners[0].kept
+    kept, none = partners[0].kept, ([], np.empty(0), np.empty(0))
     transcripts = [completion.transcript for completion in found]
     return [
-        Episode(one, (prompt.junior, prompt.tokens), [*row.messages, *(told.messages if told else ())], kept[number])
+        Episode(
+            one,
+            (prompt.junior, prompt.tokens),
+            [*row.messages, *(told.messages if told else ())],
+            kept.get(number, none),
+        )
         for number, (one, told) in enumerate(zip(found, transcripts, strict=True))
     ]
 
@@ -267,6 +273,39 @@ def test_no_token_of_an_episode_is_drawn_from_the_numbers_of_another(monkeypatch
         assert len(keys) > 100
         assert len(set(keys)) == len(keys)
     assert not {*drawn[len(ONE)]} & {*drawn[len(OTHER)]}
+
+
+def test_an_episode_ends_where_the_junior_can_read_no_more() -> None:
+    found = [episode.completion for episode in played(engine(max_rows=7, context=24), strategies()["before_word"])]
+    check_authors(found, strategies()["before_word"])
+    short = 0
+    for one, other in zip(found, episodes(), strict=True):
+        mine, whole = ([*c.turns[0].tolist()] if c.turns else [] for c in (one, other.completion))
+        assert mine == whole[: len(mine)]
+        short += one.stop_reason == "length" and len(one.turns) < len(other.completion.turns)
+    assert short > 5
+
+
+def test_aborted_episodes_end_and_the_others_go_on() -> None:
+    running, told = engine(max_rows=7), list[int]()
+    going_on = running.generate
+
+    def aborting(*given: Any, **options: Any) -> list[list[Completion]]:
+        def progress(new: int) -> None:
+            told.append(new)
+            if len(told) == 12:
+                running.abort(range(0, 40, 2))
+
+        return going_on(*given, progress=progress, **options)
+
+    running.generate = aborting  # type: ignore[method-assign]
+    found = [episode.completion for episode in played(running, strategies()["before_word"])]
+    aborted = [one.key for one in found if one.stop_reason == "abort"]
+    assert aborted
+    assert not any(key % 2 for key in aborted)
+    for one, other in zip(found, episodes(), strict=True):
+        if one.key not in aborted:
+            assert one.tokens.tolist() == other.completion.tokens.tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

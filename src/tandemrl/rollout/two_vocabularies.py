@@ -389,7 +389,7 @@ class TwoVocabularies(Half):
         return count.tolist()
 
     def _taken(self, i: int, span: Span) -> Received | None:
-        """A span in the senior's vocabulary; None if it cannot be read, and the row has ended."""
+        """A span in the senior's vocabulary; None if it cannot be read or there is none, and the row has ended."""
         text = whole_characters(span.text) if span.end == "length" else span.text
         tokens = None if span.end in LOST else self.reading(i, text)
         if tokens is None:
@@ -402,6 +402,10 @@ class TwoVocabularies(Half):
             tokens = (*tokens, self.end_of_text if end is None else end)
         if len(tokens) > room or (len(tokens) == room and reason is None):
             tokens, reason = tokens[:room], "length"
+        if not tokens:  # it can read no more, so that there is no further turn either
+            self.stop(i, "length")
+            self._forget([self.rows[i]])
+            return None
         return Received(i, text, tokens, reason)
 
 
