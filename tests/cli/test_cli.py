@@ -689,7 +689,7 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     assert lines["selection.strategy"][0] == "before_word, solo"
     assert lines["selection.strategy"][1].startswith("not word, word_aligned, bernoulli")
     able = (
-        "training with rollout.engine=torch; of eval pass-at-k, tandem and legibility; play and serve, by the "
+        "training with rollout.engine=torch; of eval pass-at-k, tandem, handoff and legibility; play and serve, by the "
         "torch engine; a judge of any family"
     )
     assert lines["features"][0] == able

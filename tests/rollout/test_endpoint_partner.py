@@ -12,21 +12,24 @@ import numpy as np
 import pytest
 
 from fake_judge import FakeJudge, Reply
-from helpers import flat, prepared, qwen3, tokenizer
+from helpers import IDS, flat, prepared, qwen3, tokenizer
 from runs import config, metrics, samples
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.schema import JuniorEndpointConfig, ModelConfig
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.endpoint_partner import EndpointJunior
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, Turn, check_authors
+from tandemrl.rollout.engine import Reply as Answer
 from tandemrl.rollout.partner import Ask
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.whole_words import before_text_word, text_tables
 from tandemrl.training.checkpoint.identity import check_same_config
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
+from tandemrl.types import Transcript
 
+EOS = IDS["<eos>"]
 RULE = before_text_word(0.5, text_tables(tokenizer()))
 KEYS = tuple(range(40))
 SAMPLING = Sampling(24)
@@ -90,6 +93,47 @@ def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> Non
         assert set(text.split()[:-1]) <= {"caf\u00e9", "go", "on", "and"}  # the last one may be cut at max_tokens
     assert {c.stop_reason for c in found} <= {"eos", "length", "untranslatable"}
     assert len({each["seed"] for each in server.bodies}) > 0.9 * len(server.bodies)
+
+
+class World:
+    """Answers each of the first two turns with one letter; to the junior it says another one, after an end."""
+
+    def __init__(self) -> None:
+        self.ready: list[Answer] = []
+
+    def submit(self, turn: Turn) -> None:
+        said = {"context": (30,), "junior_context": (EOS, 40)} if turn.index < 2 else {"stop_reason": "turns"}
+        self.ready.append(Answer(turn.number, **said))
+
+    def replies(self, *, wait: bool) -> list[Answer]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def transcript(self, number: int) -> Transcript:
+        return Transcript(())
+
+
+def test_in_a_later_turn_the_junior_reads_the_longer_conversation() -> None:
+    def answer(prompt: list[int], number: int) -> Reply:
+        return reply(" go", "stop") if prompt[3:] and prompt[-1] != 40 else reply("go", "stop")
+
+    asked = Request((3, 4), KEYS, SAMPLING, RULE, 8, 9, junior_prompt=(5, 6, 7))
+    with endpoint(answer) as server:
+        found = flat(engine_of(junior(server.url)).generate([asked], responder=World()))
+    check_authors(found, RULE)
+    wanted = {(5, 6, 7)}
+    for completion in found:
+        so_far: tuple[int, ...] = (5, 6, 7)
+        for turn in completion.turns:
+            so_far += (*tokenizer().encode(tokenizer().decode(turn, skip_special_tokens=True)), EOS, 40)
+            wanted.add(so_far)
+    turns = [body["prompt"].count(40) for body in server.bodies]
+    for body, count in zip(server.bodies, turns, strict=True):
+        end = max((i for i, token in enumerate(body["prompt"]) if token == 40), default=2) if count else 2
+        assert tuple(body["prompt"][: end + 1]) in wanted
+    assert min(map(turns.count, (0, 1, 2))) > 5
+    assert len({body["seed"] for body in server.bodies}) > 0.9 * len(server.bodies)
+    assert {len(completion.turns) for completion in found if completion.stop_reason == "turns"} == {3}
 
 
 def test_no_default_of_a_server_changes_how_the_junior_samples() -> None:

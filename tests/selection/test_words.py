@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
 import selection_oracle as oracle
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection_tokenizers import WRITING, byte_level, sentencepiece
 
@@ -109,6 +110,34 @@ def test_steps_change_hands_at_the_first_word_after_a_blank_line(text: str, firs
     found = replay(strategy, torch.zeros(1).long(), tokens, torch.tensor([tokens.shape[1]]))
     if not strategy.removed[tokens].any():
         assert found.author[0].repeat_interleave(widths).tolist() == wanted
+
+
+TURNS = st.lists(st.text(st.sampled_from("  \n\n\raé"), min_size=1), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(TURNS, st.integers(0, 2**40), st.sampled_from(["senior", "junior"]))
+def test_each_turn_begins_a_word_and_no_whitespace_before_it_counts(
+    turns: list[str], key: int, first: Literal["senior", "junior"]
+) -> None:
+    begun = [[len(turn[:i].encode()) for i in starts_in(turn)] for turn in turns]
+    whole = "".join(turns).encode()
+    edges = np.cumsum([len(turn.encode()) for turn in turns])
+    tokens, lengths = torch.tensor([[*whole]]), torch.tensor([len(whole)])
+    starts = torch.isin(torch.arange(len(whole)), torch.from_numpy(edges))[None]
+    places = [[i in begins for i in range(len(turn.encode()))] for turn, begins in zip(turns, begun, strict=True)]
+    told = oracle.before_word(key, places, 0.5, [False, True])
+    found = replay(BYTES, torch.tensor([key]), tokens, lengths, starts)
+    assert found.author.tolist() == [told.authors]
+    assert int(found.draws) == told.draws
+    senior, last, steps = first == "senior", "", list[int]()
+    for turn in turns:
+        for start, end in pairwise([*starts_in(turn), len(turn)]):
+            senior ^= "\n\n" in last
+            last = turn[start:end]
+            steps += [int(senior)] * len(last.encode())
+    found = replay(text_sentence(first, TABLES), torch.zeros(1).long(), tokens, lengths, starts)
+    assert found.author.tolist() == [steps]
 
 
 def test_a_vocabulary_is_used_in_threads_and_keeps_no_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,6 @@ def test_what_needs_one_vocabulary_is_refused(tiny_pair: Path, other_junior: Pat
         "selection.strategy=word": r"selection\.strategy=word: must be before_word, since .* two vocabularies",
         "loss.junior_kl_coef=0.1": r"loss\.junior_kl_coef=0\.1: must be 0, since",
         "loss.junior_weight=0.5": r"loss\.junior_weight=0\.5: must be 0, since",
-        "rollout.environment=multihop": r"rollout\.environment=multihop: must be single, since",
         "rollout.draft_tokens=2": r"rollout\.draft_tokens=2: must be 0",
         "rollout.compile=true": r"rollout\.compile=True: must be false, since",
         "rollout.engine=vllm": r"rollout\.engine=vllm.* use rollout\.engine=torch",

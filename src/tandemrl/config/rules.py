@@ -228,8 +228,6 @@ def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
         yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
     if not solo and c.rollout.compile:
         yield Fault("rollout.compile", f"false, {two}: runs of words are read at once, of any length; {same}")
-    if not solo and c.has_episodes:
-        yield Fault("rollout.environment", f"single, {two}: an observation is not yet told to both; {same}")
     if c.loss.junior_kl_coef > 0:
         yield Fault("loss.junior_kl_coef", f"0, {two}: the junior has no log-probs of the senior's tokens; {same}")
     if c.loss.junior_weight > 0:

@@ -23,7 +23,7 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.judge import make_judge
@@ -32,8 +32,9 @@ from tandemrl.rollout.signatures import searched_by, signature
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
 BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
-"""Those of them in which the two may have vocabularies of their own. From a junior behind an endpoint there are no
-probabilities, and it is told beforehand how many words to write, so it can take part in ``tandem`` alone."""
+"""Those of them in which the two may have vocabularies of their own; ``legibility`` without turns. From a junior behind
+an endpoint there are no probabilities, and it is told beforehand how many words to write, so it can take part in
+``tandem`` alone."""
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -185,10 +186,12 @@ class Session:
             NEED_JUNIOR,
             f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {family}",
         )
-        if self.has_episodes or rollout.draft_tokens != 0 or not rollout.kind.apart:
-            settings = "rollout.engine=torch, rollout.draft_tokens=0 and rollout.environment=single"
+        if rollout.draft_tokens != 0 or not rollout.kind.apart:
+            settings = "rollout.engine=torch and rollout.draft_tokens=0"
             return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
-        able = BY_TEXT if self.endpoint is None else ("tandem",)
+        able: tuple[Phase, ...] = ("tandem",)
+        if self.endpoint is None:
+            able = WRITTEN_TOGETHER if self.has_episodes else BY_TEXT
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 
     @cached_property
@@ -213,7 +216,13 @@ class Session:
         if not self.has_episodes:
             return None
         ends = stored_eos_token_ids(self.model, self.tokenizer)
-        return make_episode_runner(self.config, self.tokenizer, environment=self._environment, eos_token_ids=ends)
+        return make_episode_runner(
+            self.config,
+            self.tokenizer,
+            environment=self._environment,
+            eos_token_ids=ends,
+            junior=reader_of(self.junior, self.junior_tokenizer) if self.together else None,
+        )
 
     @cached_property
     def judges(self) -> JudgePool:

@@ -92,9 +92,8 @@ class DecodingBatch:
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
         assert row.stop_reason is not None
-        tokens, authors, logprobs = (
-            x[row.number, : row.written].numpy().copy() for x in (self.tokens, self.authors, self.logprobs)
-        )
+        channels = self.tokens, self.authors, self.logprobs
+        tokens, authors, logprobs = (x[row.number, : row.written].numpy().copy() for x in channels)
         told = self.handovers[row.number, : row.written].numpy().copy() if self.starts.row(row.request) else None
         return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript, told)
 
@@ -124,23 +123,31 @@ class DecodingBatch:
     def resume(self, back: list[tuple[Row, Sequence[int]]]) -> None:
         """Begin the next turn of some rows, after the answer of the environment.
 
-        Each row takes the place of an ended row. Its keys and values are put back into the KV caches, and the answer's
-        tokens are computed on top of them in one forward pass.
+        Each row takes the place of an ended row, and its keys and values are put back into the KV caches.
 
         Args:
             back: pairs of a row and the tokens of the answer to its last turn.
         """
-        rows = [row for row, _ in back]
-        self._make_places(len(rows))
-        places = (~self.live).nonzero().squeeze(1)[: len(rows)]
-        self.rows += rows[: len(self.live) - len(self.rows)]  # of new places; all are filled below
+        self._make_places(len(back))
+        places = (~self.live).nonzero().squeeze(1)[: len(back)]
+        self.rows += [row for row, _ in back][: len(self.live) - len(self.rows)]  # of new places; all are filled below
+        for who, cache in self.caches.items():
+            for place, (row, _) in zip(places.tolist(), back, strict=True):
+                cache.put(place, row.kept[who])
+        self.begin(places, back)
+
+    def _read(self, places: Tensor, back: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """Compute the answers' tokens on top of the rows' keys and values, in one forward pass."""
         # The last own token is not computed yet, and that of the observation is fed by the next step.
-        starts = [len(row.request.prompt) + row.written - 1 for row in rows]
+        starts = [len(row.request.prompt) + row.written - 1 for row, _ in back]
         chunks = [[int(self.tokens[row.number, row.written - 1]), *context[:-1]] for row, context in back]
         for who, cache in self.caches.items():
-            for place, row in zip(places.tolist(), rows, strict=True):
-                cache.put(place, row.kept[who])
             extend(self.decoder.models[who], cache, places.tolist(), starts, chunks)
+
+    def begin(self, places: Int64[Tensor, " k"], back: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """Begin the next turn of rows that are in their places; see ``resume``."""
+        self._read(places, back)
+        rows = [row for row, _ in back]
         for place, (row, context) in zip(places.tolist(), back, strict=True):
             observed = slice(row.written, row.written + len(context))
             self.tokens[row.number, observed] = torch.tensor(context, dtype=torch.int64)
@@ -192,9 +199,7 @@ class DecodingBatch:
 
     def _make_places(self, count: int) -> None:
         """Grow the batch until at least ``count`` of its places hold no live row."""
-        missing = count - int((~self.live).sum())
-        if missing <= 0:
-            return
+        missing = max(0, count - int((~self.live).sum()))
         for name in self._names():
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
@@ -286,8 +291,7 @@ class DecodingBatch:
                 handovers[rows, 0] = torch.where(self.parameters[at, 0] > 0, mass, 0.0).cpu()
             drawn = head(hidden[who][rows.to(head.weight.device)])[:, : self.decoder.vocabulary].float().to(self.device)
             keys = stream(torch.tensor([self.rows[i].key for i in rows.tolist()], dtype=torch.int64), HANDOVER)
-            keys = fold_in(keys, (self.written + self.shift)[rows])
-            race = race_times(keys.to(self.device), self.decoder.vocabulary)
+            race = race_times(fold_in(keys, (self.written + self.shift)[rows]).to(self.device), self.decoder.vocabulary)
             drawn, each = self._sample(drawn.masked_fill(other, -torch.inf), race, at)
             tokens[rows, 0], logprobs[rows, 0] = drawn.cpu(), each.cpu()
         return block._replace(tokens=tokens, authors=authors[:, None], logprobs=logprobs, handovers=handovers)
@@ -319,12 +323,8 @@ class DecodingBatch:
             if j + 1 < ahead:
                 authors.append(self.selection.step(self.number, guesses[j]))
                 read.append(guesses[j])
-
-        def by_row(each: Sequence[Tensor]) -> Tensor:
-            return torch.stack([*each], 1)
-
-        draft = Draft(columns, by_row(read), by_row(authors), by_row(guesses), by_row(logprobs), races, marks)
-        return self._verified(draft)
+        whole = [torch.stack(each, 1) for each in (read, authors, guesses, logprobs)]
+        return self._verified(Draft(columns, whole[0], whole[1], whole[2], whole[3], races, marks))
 
     def _verified(self, draft: Draft) -> Block:
         """A draft up to the first token that the senior, where it is the author, draws otherwise.

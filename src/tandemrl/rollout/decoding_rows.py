@@ -51,6 +51,8 @@ class Row:
     """Between two turns: the keys and values of all tokens but the last, by author."""
     senior_next: bool = False
     """Between two turns: whether the strategy lets the senior write after the last token."""
+    junior_context: Sequence[int] = ()
+    """Between two turns: ``Reply.junior_context``."""
 
     @property
     def observed(self) -> int:

@@ -20,9 +20,9 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
-from tandemrl.rollout.partner import Ask, Span
+from tandemrl.rollout.partner import Ask, Ended, Span
 from tandemrl.selection.draws import mix64
-from tandemrl.selection.words import spell, vocabulary_of, word_starts
+from tandemrl.selection.words import Vocabulary, spell, vocabulary_of, word_starts
 
 SECTION = "model.junior_endpoint"
 TOKENS_PER_WORD, TOKENS_MORE = 4, 8
@@ -135,11 +135,13 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes one span, in a thread."""
+    """Writes one span, in a thread. prompt: what the junior reads before its turn. turn: the number of the turn."""
 
     junior: EndpointJunior
-    request: Request
+    sampling: Sampling
+    prompt: Sequence[int]
     key: int
+    turn: int
     ask: Ask
 
     def __call__(self) -> Written:
@@ -148,23 +150,19 @@ class Writer:
         Raises:
             EngineError: the endpoint fails.
         """
-        ask, vocabulary = self.ask, self.junior.vocabulary
-        try:
-            read = vocabulary.encode(ask.text.decode())
-        except UnicodeDecodeError:
-            return Written(Span(ask.number, b"", "untranslatable"))
-        if spell(read, vocabulary) != ask.text:
+        ask = self.ask
+        if (read := _encoded(ask.text, self.junior.vocabulary)) is None:
             return Written(Span(ask.number, b"", "untranslatable"))
         attempts = self.junior.endpoint.attempts
         for attempt in range(attempts):
-            if (span := self._attempt([*self.request.junior_prompt, *read], attempt)) is not None:
+            if (span := self._attempt([*self.prompt, *read], attempt)) is not None:
                 return Written(span, attempt + 1)
         return Written(Span(ask.number, b"", "failed"), attempts)
 
     def _attempt(self, prompt: Sequence[int], attempt: int) -> Span | None:
         """The span, or None if what comes is not usable."""
         (number, before, room, words), junior = self.ask, self.junior
-        seed = mix64(self.key, len(before), attempt) & 0x7FFFFFFF
+        seed = mix64(self.key, self.turn, len(before), attempt) & 0x7FFFFFFF
         text, spent, asked = "", 0, TOKENS_PER_WORD * words + TOKENS_MORE
         while spent < room:
             more = [*prompt, *junior.vocabulary.encode(text)]
@@ -172,7 +170,7 @@ class Writer:
             if asked <= 0:
                 break
             body = {"model": junior.model, "prompt": more, "max_tokens": asked, "seed": seed + spent}
-            body |= body_of(self.request.sampling, junior.endpoint.leave_out)
+            body |= body_of(self.sampling, junior.endpoint.leave_out)
             answer = junior.client.post("/completions", body, _answer)
             spent, asked, known = spent + asked, 2 * asked, text
             text += self._without_end(answer.text) if answer.ended else answer.text.rstrip(_CUT)
@@ -210,17 +208,26 @@ class EndpointPartner:
     def __init__(self, junior: EndpointJunior, total: int) -> None:
         self._junior, self._total, self._failed = junior, total, 0
         self._rows: dict[int, Row] = {}
+        self._prompts: dict[int, Sequence[int]] = {}
         self._waiting: dict[Future[Written], int] = {}
         self.passes = Passes()  # how many the server takes is not known
 
     def admit(self, rows: Sequence[Row]) -> None:
         self._rows |= {row.number: row for row in rows}
+        self._prompts |= {row.number: row.request.junior_prompt for row in rows}
 
     def ask(self, asks: Sequence[Ask]) -> None:
         junior = self._junior
         for ask in asks:
-            row = self._rows[ask.number]
-            self._waiting[junior.pool.submit(Writer(junior, row.request, row.key, ask))] = ask.number
+            row, prompt = self._rows[ask.number], self._prompts[ask.number]
+            writer = Writer(junior, row.request.sampling, prompt, row.key, row.index, ask)
+            self._waiting[junior.pool.submit(writer)] = ask.number
+
+    def resume(self, turns: Sequence[Ended]) -> list[int]:
+        read = {turn.number: _encoded(turn.text, self._junior.vocabulary) for turn in turns}
+        for number, _, _, context in turns:
+            self._prompts[number] = [*self._prompts[number], *(read[number] or ()), *context]
+        return [number for number, tokens in read.items() if tokens is None]
 
     def spans(self, *, wait: bool) -> list[Span]:
         while True:
@@ -258,6 +265,15 @@ class EndpointPartner:
                     f"{SECTION}.max_failure_rate={rate:g}; the last one: {why}"
                 )
         return span
+
+
+def _encoded(text: bytes, vocabulary: Vocabulary) -> Sequence[int] | None:
+    """A text as tokens of the junior; None if it cannot be expressed in them."""
+    try:
+        tokens = vocabulary.encode(text.decode())
+    except UnicodeDecodeError:
+        return None
+    return tokens if spell(tokens, vocabulary) == text else None
 
 
 def _wait(futures: Mapping["Future[Written]", int]) -> None:

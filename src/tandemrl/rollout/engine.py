@@ -6,7 +6,7 @@ Engines have rows in ``config.components.ENGINES``; ``factory.make_engine`` make
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -83,13 +83,12 @@ class Request:
     ids are used as they are, never re-tokenised.
 
     A completion may have several turns (``generate`` with a ``Responder``). Then ``sampling.max_tokens`` bounds the own
-    tokens of all turns together, ``turn_tokens`` (if set) those of each turn, and ``observation_tokens``
-    those of the observations between them.
+    tokens of all turns, ``turn_tokens`` (if set) those of each, ``observation_tokens`` those of the observations.
 
     ``history`` holds the own tokens of each turn that was written before under the same key; ``prompt`` contains them.
-    Strategy and sampling counters continue after them, so that several requests write what one request with a
-    ``Responder`` would have written. ``task`` is passed to the ``Responder``. ``junior_prompt`` is the prompt in the
-    vocabulary of a junior that has its own.
+    Strategy and sampling counters continue after them, so that several requests write what one with a ``Responder``
+    would have written. ``task`` is passed to the ``Responder``. ``junior_prompt`` is the prompt in the vocabulary of a
+    junior that has its own; ``end_of_turn`` is the senior's token for the end of a turn by it (None: EOS).
     """
 
     prompt: Sequence[int]
@@ -101,6 +100,7 @@ class Request:
     history: tuple[tuple[int, ...], ...] = ()
     task: Any = None
     junior_prompt: Sequence[int] = ()
+    end_of_turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,13 +154,15 @@ class Turn(NamedTuple):
 class Reply(NamedTuple):
     """The answer of the environment to a turn.
 
-    ``context`` holds its tokens, after which the next turn begins. If it is empty, the completion is over.
+    ``context`` holds its tokens, after which the next turn begins. If it is empty, the completion is over, by
+    ``stop_reason`` or else that of its last turn. ``junior_context``: what a junior with a vocabulary of its own reads
+    instead. It begins with the junior's token for the end of a turn, whoever ended this one.
     """
 
     number: int
     context: tuple[int, ...] = ()
     stop_reason: StopReason | None = None
-    """Why the completion is over. None stands for the stop reason of the last turn."""
+    junior_context: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -471,8 +473,7 @@ def replay_turns(strategy: Strategy, keys: Sequence[int], turns: Sequence[Sequen
     for row, each in enumerate(turns):
         if lengths[row]:
             tokens[row, : lengths[row]] = torch.as_tensor(np.concatenate(each).astype(np.int64))
-        for start in [*accumulate(map(len, each))][:-1]:
-            starts[row, start] = True
+        starts[row, [*accumulate(map(len, each))][:-1]] = True
     several = any(len(each) > 1 for each in turns)
     return replay(strategy, torch.tensor(keys, dtype=torch.int64), tokens, lengths, starts if several else None)
 
@@ -496,5 +497,4 @@ def generate_verified(
     completions = engine.generate(requests, progress=progress, **turns)
     check_answers(requests, completions, version)
     histories = [request.history for request in requests for _ in request.keys]
-    flat = [completion for group in completions for completion in group]
-    return completions, check_authors(flat, strategy, histories)
+    return completions, check_authors([*chain.from_iterable(completions)], strategy, histories)

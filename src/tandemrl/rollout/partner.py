@@ -15,8 +15,8 @@ what the senior has written before cannot be read, or what the junior wrote is n
 class Ask(NamedTuple):
     """The junior is to go on with a text, as many words as the draws give it.
 
-    number: the completion. text: all that follows the prompt so far. room: how many tokens the completion may still
-    have, in the senior's vocabulary. words: how many words the draws give the junior, for a partner that ``counts``.
+    number: the completion. text: its turn so far. room: how many tokens the turn may still have, in the senior's
+    vocabulary. words: how many words the draws give the junior, for a partner that ``counts``.
     """
 
     number: int
@@ -25,8 +25,21 @@ class Ask(NamedTuple):
     words: int = 0
 
 
+class Ended(NamedTuple):
+    """A turn that has ended, and how the next one begins for the junior.
+
+    number: the completion. text: the whole turn. by_token: whether a token ended it, not a limit. context: see
+    ``Reply.junior_context``.
+    """
+
+    number: int
+    text: bytes
+    by_token: bool
+    context: Sequence[int]
+
+
 class Span(NamedTuple):
-    """What the junior wrote. The end of the text itself is no part of ``text``."""
+    """What the junior wrote. The end of the turn itself is no part of ``text``."""
 
     number: int
     text: bytes
@@ -50,6 +63,14 @@ class Partner(Protocol):
 
     def ask(self, asks: Sequence[Ask]) -> None:
         """Begin to write spans, and return without waiting for them."""
+        ...
+
+    def resume(self, turns: Sequence[Ended]) -> list[int]:
+        """Begin the next turn of some completions. Those that the junior begins are asked for next.
+
+        Returns:
+            the completions whose last turn the junior cannot read.
+        """
         ...
 
     def spans(self, *, wait: bool) -> list[Span]:
@@ -112,8 +133,8 @@ def check_partnered(index: int, request: Request, *, apart: bool) -> None:
         )
     if not request.junior_prompt:
         raise EngineError(f"request {index}: no prompt for the junior, which has another vocabulary; set junior_prompt")
-    if s.stop or s.stop_token_ids or s.ignore_eos or request.history or request.observation_tokens:
+    if s.stop or s.stop_token_ids or s.ignore_eos or request.history:
         raise EngineError(
-            f"request {index}: with a junior of another vocabulary a text is one turn that ends by EOS or max_tokens; "
-            "leave out stop strings, stop ids, ignore_eos, history and environments"
+            f"request {index}: with a junior of another vocabulary a turn ends by EOS or a limit on tokens, and the "
+            "first one begins a completion; leave out stop strings, stop ids, ignore_eos and history"
         )

@@ -32,9 +32,10 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.kv_cache import compiled_step, eager_step
+from tandemrl.rollout.local_partner import LocalPartner
 from tandemrl.rollout.partner import MakePartner, check_partnered
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.two_vocabularies import LocalPartner, TwoVocabularies
+from tandemrl.rollout.two_vocabularies import TwoVocabularies
 from tandemrl.selection import Who
 from tandemrl.selection.whole_words import text_tables
 from tandemrl.selection.words import vocabulary_of
@@ -174,13 +175,18 @@ class TorchEngine:
         batch: DecodingBatch
         if self._make_partner is not None and any(request.strategy.removed is not None for request in requests):
             batch = TwoVocabularies(
-                self._decoder, requests, len(rows), vocabulary=self._spelling, make_partner=self._make_partner
+                self._decoder,
+                requests,
+                len(rows),
+                turns=responder is not None,
+                vocabulary=self._spelling,
+                make_partner=self._make_partner,
             )
         else:
             batch = DecodingBatch(
                 self._decoder, requests, len(rows), turns=responder is not None, drafts=length is not None
             )
-        between = _BetweenTurns(responder, self.vocabulary)
+        between = _BetweenTurns(responder, self.vocabulary, apart=isinstance(batch, TwoVocabularies))
         while waiting or batch.rows or between:
             room = 2 * self.max_rows - len(batch.rows) - len(between)
             if between and (steps % POLL_EVERY == 0 or not batch.rows):
@@ -232,8 +238,8 @@ class TorchEngine:
 class _BetweenTurns:
     """The rows of one call whose turn has ended: those that wait for an answer, and those that are ready with it."""
 
-    def __init__(self, responder: Responder | None, vocabulary: int) -> None:
-        self.responder, self.vocabulary = responder, vocabulary
+    def __init__(self, responder: Responder | None, vocabulary: int, *, apart: bool) -> None:
+        self.responder, self.vocabulary, self.apart = responder, vocabulary, apart
         self.ready: list[tuple[Row, Sequence[int]]] = []
         """Rows that can go on, each with the tokens of its answer."""
         self._awaited: dict[int, Row] = {}
@@ -254,7 +260,8 @@ class _BetweenTurns:
         """Receive the answers that are ready, and end the rows that have no further turn.
 
         Raises:
-            EngineError: an answer is to a turn that was not submitted, or has a token outside the vocabulary.
+            EngineError: an answer is to a turn that was not submitted, has a token outside the vocabulary, or none for
+                a junior that has its own.
         """
         assert self.responder is not None
         replies = self.responder.replies(wait=wait)
@@ -276,7 +283,13 @@ class _BetweenTurns:
             raise EngineError(
                 f"completion {row.number}: a reply has a token outside the vocabulary of {self.vocabulary}"
             )
+        elif self.apart and not reply.junior_context:
+            raise EngineError(
+                f"completion {row.number}: a reply has no context for the junior, which has another vocabulary; set "
+                "junior_context"
+            )
         else:
+            row.junior_context = reply.junior_context
             self.ready.append((row, context))
 
     def take(self, count: int) -> list[tuple[Row, Sequence[int]]]:

@@ -5,10 +5,12 @@ says the same to both. The one whose word it is writes until it proposes a token
 token is dropped. What was written since the last handover is spelled, the other tokenizer reads it
 (``selection.words``), its model computes these tokens in one pass, and draws the first token of the next word from
 those that begin one. What a model wrote itself is never tokenised again.
+
+Each turn of an episode is a text of its own. Its end and the observation come to each model in its own tokens.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,11 +23,11 @@ from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import LOST, Aborts, EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import extend
-from tandemrl.rollout.partner import Ask, MakePartner, Span, SpanEnd
+from tandemrl.rollout.partner import Ask, Ended, MakePartner, Span
 from tandemrl.selection import draws
 from tandemrl.selection.draws import fold_in, stream
-from tandemrl.selection.whole_words import TextTables
-from tandemrl.selection.words import Vocabulary, last_word, read, spell, whole_characters, word_starts
+from tandemrl.selection.words import Vocabulary, begin_words, last_word, read, spell, whole_characters, word_starts
+from tandemrl.types import own_turns
 
 
 class Received(NamedTuple):
@@ -48,14 +50,21 @@ class Half(DecodingBatch):
     """
 
     def __init__(
-        self, decoder: Decoder, requests: Sequence[Request], total: int, *, senior: bool, vocabulary: Vocabulary
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        total: int,
+        *,
+        senior: bool,
+        vocabulary: Vocabulary,
+        turns: bool = False,
     ) -> None:
-        super().__init__(decoder, requests, total, turns=False)
+        super().__init__(decoder, requests, total, turns=turns)
         self.senior, self.spelling = senior, vocabulary
         self.sampling_stream = draws.SAMPLING if senior else draws.JUNIOR_SAMPLING
         self.handover_stream = draws.HANDOVER if senior else draws.JUNIOR_HANDOVER
         self.texts: dict[int, bytes] = {}
-        """By number: the text up to the last handover."""
+        """By number: the text of the turn up to the last handover."""
         self.unread: dict[int, list[int]] = {}
         """By number: the last tokens, which the model has not read yet."""
         self.handed: list[int] = []
@@ -77,12 +86,23 @@ class Half(DecodingBatch):
         entries = super()._entries(rows, torch.ones_like(author))  # whoever writes here is model 1
         own = author == self.senior
         self.texts |= dict.fromkeys((row.number for row in rows), b"")
-        self.unread |= {row.number: [row.request.prompt[-1]] for row in rows}
-        opening, since = torch.zeros_like(author), torch.zeros(len(rows), dtype=torch.int64)
+        for row in rows:
+            self.unread.setdefault(row.number, [row.request.prompt[-1]])
+        opening, since = torch.zeros_like(author), entries["written"].clone()
         return entries | {"paused": ~own, "opening": opening, "since": since, "mass": torch.zeros(len(rows))}
 
     def _names(self) -> list[str]:
         return [*super()._names(), "paused", "opening", "since", "mass"]
+
+    def _read(self, places: Tensor, back: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """An answer of the environment is read where the model goes on."""
+        for row, context in back:
+            self.unread[row.number] += context
+
+    def _leave(self, i: int) -> None:
+        number = self.rows[i].number
+        self.unread[number] = self.unread[number] or [int(self.last[i])]  # whose keys and values are not kept
+        super()._leave(i)
 
     @property
     def writes(self) -> bool:
@@ -196,14 +216,54 @@ class Half(DecodingBatch):
         self.position[rows] += counts
         self.written[rows] += counts
         self.since[rows] = self.written[rows]
-        self.opening[rows], self.paused[rows] = self.written[rows] > 0, False
+        self.opening[rows] = self.written[rows] > torch.tensor([self.rows[span.row].start for span in spans])
+        self.paused[rows] = False
         for span in spans:
             if span.reason is not None:
                 self.stop(span.row, span.reason)
+                self._leave(span.row)
 
     def stop(self, i: int, reason: StopReason) -> None:
         """End a row."""
         self.rows[i].stop_reason, self.rows[i].written, self.live[i] = reason, int(self.written[i]), False
+
+    def cut(self, i: int, text: bytes) -> bool:
+        """Take back what this model wrote beyond ``text``, to which the other one's limit has cut the turn.
+
+        The cut may be amid of a token. What is left of it is read, as new tokens.
+
+        Returns:
+            whether it could be read.
+        """
+        row, pieces = self.rows[i], self.spelling.pieces
+        number, start, seen = row.number, row.start, int(self.position[i]) + 1 - len(self.unread[row.number])
+        tokens = self.tokens[number, start : int(self.written[i])].tolist()
+        if row.stop_reason == "eos":
+            tokens.pop()
+        ends = [*accumulate((len(pieces[token]) for token in tokens), initial=0)]
+        kept = max(k for k, end in enumerate(ends) if text[:end] == whole_characters(text[:end]) and end <= len(text))
+        before, left = text[: ends[kept]], text[ends[kept] :]
+        more = self.spelling.encode(left.decode())
+        begun = begin_words([pieces.get(token, b"") for token in more], before)
+        if spell(more, self.spelling) != left or sum(begun) != len(word_starts(left, before)):
+            return False
+        tokens = [*tokens[:kept], *more]
+        written = start + len(tokens)
+        self.widen(written)
+        self.tokens[number, start:written] = torch.tensor(tokens, dtype=torch.int64)
+        self.authors[number, start + kept : written] = int(not self.senior)
+        self.position[i] += written - self.written[i]
+        self.written[i] = written
+        whole = [*row.request.prompt, *self.tokens[number, :written].tolist()]
+        self.last[i], self.unread[number] = whole[-1], whole[min(seen, len(row.request.prompt) + start + kept) :]
+        self.texts[number] = text
+        slot, earlier = torch.tensor([number]), slice(0, start)
+        turns = own_turns(self.tokens[number, earlier].numpy(), self.authors[number, earlier].numpy())
+        history = [turn.tolist() for turn in turns]
+        self.selection.admit(slot, [row.request.strategy], torch.tensor([row.key]), [history])
+        for token in tokens:
+            self.selection.step(slot, torch.tensor([token]))
+        return True
 
     def widen(self, columns: int) -> None:
         """Make room in the output arrays: a text may have more tokens here than in the other vocabulary."""
@@ -215,8 +275,8 @@ class Half(DecodingBatch):
             setattr(self, name, F.pad(getattr(self, name), (0, more)))
 
     def places(self) -> dict[int, int]:
-        """The row of each number."""
-        return {row.number: i for i, row in enumerate(self.rows)}
+        """The live row of each number."""
+        return {self.rows[i].number: i for i in self.live.nonzero().squeeze(1).tolist()}
 
 
 class TwoVocabularies(Half):
@@ -232,11 +292,14 @@ class TwoVocabularies(Half):
         requests: Sequence[Request],
         total: int,
         *,
+        turns: bool,
         vocabulary: Vocabulary,
         make_partner: MakePartner,
     ) -> None:
-        super().__init__(decoder, requests, total, senior=True, vocabulary=vocabulary)
+        super().__init__(decoder, requests, total, senior=True, vocabulary=vocabulary, turns=turns)
         self.partner = make_partner(requests, total)
+        self.away: dict[int, Row] = {}
+        """By number: the rows that may have a further turn."""
         ends, own = decoder.eos, decoder.tokenizer.eos_token_id
         self.end_of_text = own if own in ends else ends[0]
 
@@ -246,15 +309,39 @@ class TwoVocabularies(Half):
         self.partner.admit(new)
         self._ask([i for i in range(first, len(self.rows)) if self.paused[i]])
 
+    def resume(self, back: list[tuple[Row, Sequence[int]]]) -> None:
+        turns, lost = [], set[int]()
+        for row, _ in back:
+            by_token = row.stop_reason == "eos"
+            text = spell(self.tokens[row.number, row.start : row.written - by_token].tolist(), self.spelling)
+            if text is not None and not by_token:
+                text = whole_characters(text) or None
+            if text is None:
+                lost.add(row.number)
+            else:
+                turns.append(Ended(row.number, text, by_token, row.junior_context))
+        lost.update(self.partner.resume(turns))
+        for row, _ in back:
+            if row.number in lost:
+                row.end("untranslatable")
+            else:
+                del self.away[row.number]
+        if going_on := [each for each in back if each[0].number not in lost]:
+            super().resume(going_on)
+            places = self.places()
+            self._ask([i for row, _ in going_on if self.paused[i := places[row.number]]])
+
     def step(self, ahead: int = 0) -> tuple[int, list[Row]]:
+        """As that of a batch. A turn that the junior ends has ended, too, but not one that is lost."""
         written, ended = super().step() if self.writes else (0, [])
-        self._forget(ended)
         self._ask(self.handed)
         self.handed = []
         spans, places = self.partner.spans(wait=not self.writes), self.places()
         taken = [each for span in spans if (each := self._taken(places[span.number], span)) is not None]
         self.receive(taken)
-        self._forget(self.rows[each.row] for each in taken if each.reason is not None)
+        ended += [self.rows[each.row] for each in taken if each.reason is not None]
+        self.away |= {row.number: row for row in ended}
+        self._forget_over()
         new, its = sum(len(each.tokens) for each in taken), self.partner.passes
         self.passes = self.passes._replace(
             tokens=self.passes.tokens + new, junior=its.junior, spans=its.spans, asks=its.asks
@@ -263,7 +350,14 @@ class TwoVocabularies(Half):
 
     def abort(self, aborts: Aborts) -> None:
         super().abort(aborts)
-        self._forget(row for row in self.rows if row.stop_reason is not None)
+        self._forget(row for row in self.rows if row.stop_reason == "abort")
+
+    def _forget_over(self) -> None:
+        """Tell the partner of the rows that have no further turn."""
+        over = [row for row in self.away.values() if not row.kept]
+        self._forget(over)
+        for row in over:
+            del self.away[row.number]
 
     def _forget(self, rows: Iterable[Row]) -> None:
         self.partner.forget([row.number for row in rows])
@@ -295,7 +389,7 @@ class TwoVocabularies(Half):
         return count.tolist()
 
     def _taken(self, i: int, span: Span) -> Received | None:
-        """A span in the senior's vocabulary; None if it cannot be read, and the row has ended."""
+        """A span in the senior's vocabulary; None if it cannot be read or there is none, and the row has ended."""
         text = whole_characters(span.text) if span.end == "length" else span.text
         tokens = None if span.end in LOST else self.reading(i, text)
         if tokens is None:
@@ -304,102 +398,18 @@ class TwoVocabularies(Half):
             return None
         room, reason = int(self.limit[i] - self.written[i]), _REASONS.get(span.end)
         if span.end == "eos":
-            tokens = (*tokens, self.end_of_text)
+            end = self.rows[i].request.end_of_turn
+            tokens = (*tokens, self.end_of_text if end is None else end)
         if len(tokens) > room or (len(tokens) == room and reason is None):
             tokens, reason = tokens[:room], "length"
+        if not tokens:  # it can read no more, so that there is no further turn either
+            self.stop(i, "length")
+            self._forget([self.rows[i]])
+            return None
         return Received(i, text, tokens, reason)
 
 
 _REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}
-
-
-class LocalPartner:
-    """A `Partner` that this process decodes with, in a half of its own.
-
-    Args:
-        decoder: with the junior as model 1.
-        vocabulary, tables: of the junior.
-        context: how many tokens it can read.
-        requests: those of the senior.
-    """
-
-    counts = False
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        vocabulary: Vocabulary,
-        tables: TextTables,
-        context: int,
-        requests: Sequence[Request],
-        total: int,
-    ) -> None:
-        over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
-        self._requests = {
-            id(r): replace(r, prompt=r.junior_prompt, strategy=over[id(r.strategy)])
-            for r in requests
-            if id(r.strategy) in over
-        }
-        self._half = Half(decoder, list(self._requests.values()), total, senior=False, vocabulary=vocabulary)
-        self._context = context
-        self._ready: list[Span] = []
-
-    @property
-    def passes(self) -> Passes:
-        return Passes(junior=self._half.passes.senior)
-
-    def admit(self, rows: Sequence[Row]) -> None:
-        requests, first = ((row, self._requests.get(id(row.request))) for row in rows), len(self._half.rows)
-        self._half.admit([Row(request, row.key, row.number) for row, request in requests if request is not None])
-        self._half.paused[first:] = True  # until they are asked for
-
-    def ask(self, asks: Sequence[Ask]) -> None:
-        half, places = self._half, self._half.places()
-        received = []
-        for number, text, room, _ in asks:
-            i = places[number]
-            new = text[len(half.texts[number]) :]
-            tokens = half.reading(i, new)
-            if tokens is None:
-                self._close(i, Span(number, b"", "untranslatable"))
-                continue
-            written = int(half.written[i]) + len(tokens)
-            half.limit[i] = min(written + room, self._context - len(half.rows[i].request.prompt))
-            if half.limit[i] <= written:
-                self._close(i, Span(number, b"", "length"))
-                continue
-            half.widen(int(half.limit[i]))
-            received.append(Received(i, new, tokens))
-        half.receive(received)
-
-    def spans(self, *, wait: bool) -> list[Span]:
-        half = self._half
-        if half.writes:
-            _, ended = half.step()
-            places = half.places()
-            for i in half.handed:
-                self._hand(i, "word")
-            for row in ended:
-                self._hand(places[row.number], "eos" if row.stop_reason == "eos" else "length")
-        half.retire()
-        ready, self._ready = self._ready, []
-        return ready
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        ended = set(numbers)
-        for i, row in enumerate(self._half.rows):
-            if row.number in ended:
-                self._half.live[i] = False
-        self._ready = [span for span in self._ready if span.number not in ended]
-
-    def _hand(self, i: int, end: SpanEnd) -> None:
-        text = self._half.handed_text(i, ended=end == "eos")
-        span = Span(self._half.rows[i].number, text or b"", "untranslatable" if text is None else end)
-        self._ready.append(span)
-
-    def _close(self, i: int, span: Span) -> None:
-        self._half.live[i] = False
-        self._ready.append(span)
 
 
 def _disagreement() -> EngineError:

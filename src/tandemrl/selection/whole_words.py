@@ -160,7 +160,8 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     """``before_word`` where a word is a property of the text, for models of two vocabularies.
 
     A token of ``texts.starts`` begins a word only after anything but whitespace: what follows whitespace belongs to the
-    word before, also the end of the text. So in both vocabularies, a text has the same words and the same draws.
+    word before, also the end of the text. So in both vocabularies, a text has the same words and the same draws. Each
+    turn is a text of its own, whose first token begins a word.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
@@ -169,6 +170,7 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     return Strategy(
         partial(_text_word_init, prob_senior),
         partial(_text_word_step, prob_senior, _Texts(texts)),
+        turn=partial(_text_word_turn, prob_senior),
         starts=texts.starts,
         removed=texts.removed,
         over=partial(before_text_word, prob_senior),
@@ -179,7 +181,8 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
     r"""``sentence`` for models of two vocabularies: hand over at the first word after a blank line ("\n\n").
 
     Words are those of ``before_text_word``, in which whitespace and what follows it belong to the word before. So the
-    author of a step also writes the first characters of the next one, up to a space; with ``sentence`` it does not.
+    author of a step also writes the first characters of the next one, up to a space; with ``sentence`` it does not. The
+    first token of a turn begins a word, so a turn changes hands if the last word before it has a blank line.
 
     Args:
         first: who writes the first step.
@@ -190,6 +193,7 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
     return Strategy(
         partial(_text_sentence_init, is_senior("first", first)),
         partial(_text_sentence_step, _Texts(texts)),
+        turn=_text_sentence_turn,
         starts=texts.starts,
         removed=texts.removed,
         over=partial(text_sentence, first),
@@ -231,6 +235,11 @@ def _text_sentence_init(
     return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(request_keys))
 
 
+def _text_sentence_turn(state: TextSentenceState) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
+    senior = state.senior ^ state.blank_line
+    return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(state.tail))
+
+
 def _text_sentence_step(
     texts: _Texts, state: TextSentenceState, last_token: Int64[Tensor, " b"]
 ) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
@@ -244,6 +253,11 @@ def _text_sentence_step(
 def _text_word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TextWordState]:
     senior, state = _before_word_init(prob_senior, request_keys)
     return senior, TextWordState(state, torch.zeros_like(request_keys))
+
+
+def _text_word_turn(prob_senior: float, state: TextWordState) -> tuple[Bool[Tensor, " b"], TextWordState]:
+    senior, word = _before_word_turn(prob_senior, state.word)
+    return senior, TextWordState(word, torch.zeros_like(state.tail))
 
 
 def _text_word_step(

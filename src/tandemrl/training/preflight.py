@@ -27,13 +27,7 @@ from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
-from tandemrl.models.loading import (
-    attention_window,
-    check_positions,
-    resolve_device,
-    stored_eos_token_ids,
-    visible_tokens,
-)
+from tandemrl.models.loading import check_positions, resolve_device, stored_eos_token_ids, visible_tokens
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
 from tandemrl.rewards import routing
@@ -43,7 +37,7 @@ from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
 from tandemrl.rollout.schedule import schedule_of
@@ -198,6 +192,7 @@ class Preflight:
             caller=caller,
             eos_token_ids=ends,
             template_arguments=config.data.template_arguments,
+            junior=reader_of(config.model.junior, self._reader, download=self.downloads),
         )
 
     @cached_property
@@ -299,7 +294,8 @@ class Preflight:
         shape = self.files.skeleton(path)
         config = shape.config
         check_positions(config, name=f"{key}={path}")
-        window = attention_window(config)
+        limits = visible_tokens(config)
+        window = limits.get("attention window")
         if window and not self.config.rollout.kind.windows and key in self._read_by_the_engine:
             raise ConfigError(
                 f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine="
@@ -309,8 +305,8 @@ class Preflight:
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
         check_weights(path, shape, without=head if key == "model.critic" else None)
-        limits = "".join(f", {what} {limit}" for what, limit in visible_tokens(config).items())
-        return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{limits}"
+        seen = "".join(f", {what} {limit}" for what, limit in limits.items())
+        return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{seen}"
 
     def ranker(self) -> str:
         """Check that the model that ranks documents exists, and say how it reads them. The processes of tools load it
@@ -442,8 +438,11 @@ class Preflight:
         return Evaluated([*chain.from_iterable(read)], prompts)
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        reader = None if self.config.selection.kind.solo else self.junior_tokenizer
-        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, reader)
+        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, self._reader)
+
+    @property
+    def _reader(self) -> PreTrainedTokenizerBase | None:
+        return None if self.config.selection.kind.solo else self.junior_tokenizer
 
     @property
     def _read_by_the_engine(self) -> dict[str, str]:

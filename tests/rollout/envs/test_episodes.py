@@ -147,7 +147,8 @@ def test_an_environment_without_tools() -> None:
 
 def test_requests_and_openings(world: EpisodeRunner) -> None:
     request = Request((1,), (2,), Sampling(), solo("senior"))
-    expected = dataclasses.replace(request, task=row(), turn_tokens=None, observation_tokens=2048)
+    limits: dict[str, Any] = {"turn_tokens": None, "observation_tokens": 2048}
+    expected = dataclasses.replace(request, task=row(), end_of_turn=tokenizer().eos_token_id, **limits)
     assert world.episode(request, row()) == expected
     with pytest.raises(EngineError, match="row r: an episode begins without a history"):
         world.episode(dataclasses.replace(request, history=((1,),)), row())

@@ -11,13 +11,14 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandemrl.config import Config, ConfigError, DataConfig, RolloutConfig
 from tandemrl.data.messages import Message, Transcript, sound
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
+from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
@@ -35,6 +36,27 @@ RESERVED_METRICS = {*COUNTS, "observation_tokens"} - {"tool_errors"}
 """Names that an environment must not use for its counts, since the library's own metrics have them."""
 
 
+class Reader(NamedTuple):
+    """A junior with a vocabulary of its own: its tokenizer, and the ids that end a turn for it."""
+
+    tokenizer: Any
+    eos_token_ids: Collection[int]
+
+
+def reader_of(path: str | None, tokenizer: Any, *, download: bool = True) -> Reader | None:
+    """The junior in a folder or on the hub, whose ``tokenizer`` is None if it has no vocabulary of its own.
+
+    Args:
+        download: see ``stored_eos_token_ids``.
+    """
+    if path is None or tokenizer is None:
+        return None
+    try:
+        return Reader(tokenizer, stored_eos_token_ids(path, tokenizer, download=download))
+    except OSError:  # of a junior behind an endpoint there need be nothing but the tokenizer
+        return Reader(tokenizer, (tokenizer.eos_token_id,))
+
+
 class EpisodeRunner:
     """An environment together with a tokenizer and limits, ready for episodes. It lives as long as a run.
 
@@ -49,9 +71,10 @@ class EpisodeRunner:
             environment that exists nowhere else, as in a notebook; there, a late call is given up but cannot be killed.
         eos_token_ids: the ids that end a turn for the engine. None stands for the tokenizer's EOS token.
         template_arguments: further variables of the chat template (``data.template_arguments``).
+        junior: the junior, if it has a vocabulary of its own. ``tokenizer`` is then that of the senior.
 
     Raises:
-        ConfigError: a tool cannot be described, or the tokenizer's chat template does not support several turns, or
+        ConfigError: a tool cannot be described, or a tokenizer's chat template does not support several turns, or
             writes tool calls in a form that cannot be parsed.
     """
 
@@ -64,6 +87,7 @@ class EpisodeRunner:
         caller: Caller | None = None,
         eos_token_ids: Collection[int] | None = None,
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+        junior: Reader | None = None,
     ) -> None:
         self.environment = environment
         self.name = config.environment if config.environment_kind.turns else type(environment).__name__
@@ -86,6 +110,16 @@ class EpisodeRunner:
         self._tokenizer = tokenizer
         self._prefix = self.rendering.prefix
         self._calls: CallFormat = self._call_format()
+        self.junior_rendering: Rendering | None = None
+        if junior is not None:
+            self.junior_rendering = Rendering(
+                junior.tokenizer,
+                self.tools,
+                eos_token_ids=junior.eos_token_ids,
+                result_tokens=sys.maxsize,  # it is told what is left for the senior
+                keep_turns=config.keep_turns,
+            )
+            self._check_calls(junior.tokenizer.name_or_path, self.junior_rendering)
 
     def opening(self, row: Row) -> Opening:
         """The messages and the state that the episode of a row begins with.
@@ -109,7 +143,11 @@ class EpisodeRunner:
         if request.history:
             raise EngineError(f"environment {self.name}: row {row.example_id}: an episode begins without a history")
         return replace(
-            request, task=row, turn_tokens=self._config.turn_tokens, observation_tokens=self._config.observation_tokens
+            request,
+            task=row,
+            turn_tokens=self._config.turn_tokens,
+            observation_tokens=self._config.observation_tokens,
+            end_of_turn=self.rendering.end_of_turn,
         )
 
     def episodes(self) -> "Episodes":
@@ -130,15 +168,12 @@ class EpisodeRunner:
         Raises:
             ConfigError: there is none.
         """
-        asked = [(tool["function"]["name"], sample(tool["function"]["parameters"])) for tool in self.tools]
+        asked = self._sample_calls()
         written = [self.rendering.call_text(name, arguments) for name, arguments in asked]
-
-        def read_back(number: int, calls: CallFormat) -> bool:
-            name, arguments = asked[number]
-            read = parse_turn(written[number], self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
-            return read == [{"type": "function", "function": {"name": name, "arguments": arguments}}]
-
-        fits = {calls: [read_back(number, calls) for number in range(len(asked))] for calls in CALL_FORMATS}
+        fits = {
+            calls: [self._reads(text, *call, calls) for text, call in zip(written, asked, strict=True)]
+            for calls in CALL_FORMATS
+        }
         if (found := next((calls for calls, each in fits.items() if all(each)), None)) is not None:
             return found
         worst = min(each.index(False) for each in fits.values())
@@ -150,6 +185,30 @@ class EpisodeRunner:
             'a chat template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, '
             '"parameters": {…}}'
         )
+
+    def _check_calls(self, junior: str, rendering: Rendering) -> None:
+        """Check that the calls of a junior with a chat template of its own are read as the senior's are.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        for name, arguments in self._sample_calls():
+            text = rendering.call_text(name, arguments)
+            if not self._reads(text, name, arguments, self._calls):
+                raise ConfigError(
+                    f"tokenizer {junior!r} of the junior: its chat template writes a call of {name} as {text[:200]!r}, "
+                    f"the senior's as {self.rendering.call_text(name, arguments)[:200]!r}, and a turn by both is read "
+                    "in one way. Use a junior whose chat template writes calls as the senior's does"
+                )
+
+    def _sample_calls(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """A call of every tool, by name and arguments."""
+        return [(tool["function"]["name"], sample(tool["function"]["parameters"])) for tool in self.tools]
+
+    def _reads(self, text: str, name: str, arguments: Mapping[str, Any], calls: CallFormat) -> bool:
+        """Whether a turn is read as this one call."""
+        read = parse_turn(text, self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
+        return read == [{"type": "function", "function": {"name": name, "arguments": arguments}}]
 
     def close(self) -> None:
         """End the processes of the environment. The next call of the environment starts new ones."""
@@ -168,6 +227,7 @@ def make_episode_runner(
     *,
     environment: Environment | None = None,
     eos_token_ids: Collection[int] | None = None,
+    junior: Reader | None = None,
 ) -> EpisodeRunner | None:
     """The `EpisodeRunner` of ``rollout.environment``, or None for ``single``, where a prompt gets one response.
 
@@ -175,6 +235,7 @@ def make_episode_runner(
         environment: an environment to use instead of the configured one. It runs in threads; see `EpisodeRunner`.
         eos_token_ids: the ids that end a turn for the engine (``models.loading.eos_token_ids``). None stands for the
             tokenizer's EOS token.
+        junior: the junior, if it has a vocabulary of its own.
 
     Raises:
         ConfigError: there is no such environment, or it does not work with the tokenizer.
@@ -185,6 +246,7 @@ def make_episode_runner(
         config=config.rollout,
         eos_token_ids=eos_token_ids,
         template_arguments=config.data.template_arguments,
+        junior=junior,
     )
     if environment is not None:
         return made(environment)
@@ -308,9 +370,15 @@ class Episodes:
             said, over = [{"role": "tool" if runner.tools else "user", "content": f"Error: {what}"}], False
             fault = outcome.value if outcome.how == "error" else None
             episode.counts["tool_timeouts" if outcome.how == "timeout" else "tool_errors"] += 1
+        stop: StopReason | None = None if over or turn.index + 1 < runner.max_turns else "turns"
+        context: tuple[int, ...] = ()
+        read: tuple[int, ...] = ()
         try:
             ended = turn.tokens[-1:].tolist() == [runner.rendering.end_of_turn]
             rendered = runner.rendering.context(said, ended=ended) if said and fault is None else None
+            if rendered is not None and not (over or stop):
+                context, junior = rendered.tokens, runner.junior_rendering
+                read = () if junior is None else junior.context(rendered.messages, ended=False).tokens
         except ConfigError as error:
             fault = str(error)
         if fault is not None:
@@ -322,9 +390,7 @@ class Episodes:
         if rendered is not None:
             episode.messages += rendered.messages
             episode.counts["cut_results"] += rendered.cut
-        stop: StopReason | None = None if over or turn.index + 1 < runner.max_turns else "turns"
-        context = () if over or stop or rendered is None else rendered.tokens
-        self._replies.append(Reply(turn.number, context, stop))
+        self._replies.append(Reply(turn.number, context, stop, read))
 
     def _fault(self, answer: Mapping[str, Any]) -> str | None:
         """What is wrong with an answer of the environment, or None if nothing is."""

@@ -1,0 +1,140 @@
+"""A junior with a vocabulary of its own that this process decodes with, in a half of its own (``two_vocabularies``)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from tandemrl.rollout.decoding_rows import Decoder, Row
+from tandemrl.rollout.engine import Passes, Request
+from tandemrl.rollout.partner import Ask, Ended, Span, SpanEnd
+from tandemrl.rollout.two_vocabularies import Half, Received
+from tandemrl.selection.whole_words import TextTables
+from tandemrl.selection.words import Vocabulary
+
+_NONE = torch.iinfo(torch.int64).max  # the limit of a row that waits
+
+
+class LocalPartner:
+    """A `Partner` that this process decodes with, in a half of its own.
+
+    Args:
+        decoder: with the junior as model 1.
+        vocabulary, tables: of the junior.
+        context: how many tokens it can read.
+        requests: those of the senior.
+    """
+
+    counts = False
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        vocabulary: Vocabulary,
+        tables: TextTables,
+        context: int,
+        requests: Sequence[Request],
+        total: int,
+    ) -> None:
+        over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
+        self._requests = {
+            id(r): replace(r, prompt=r.junior_prompt, strategy=over[id(r.strategy)])
+            for r in requests
+            if id(r.strategy) in over
+        }
+        self._half = Half(decoder, list(self._requests.values()), total, senior=False, vocabulary=vocabulary)
+        self._context = context
+        self._ready: list[Span] = []
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(junior=self._half.passes.senior)
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        requests, first = ((row, self._requests.get(id(row.request))) for row in rows), len(self._half.rows)
+        self._half.admit([Row(request, row.key, row.number) for row, request in requests if request is not None])
+        self._half.paused[first:] = True  # until they are asked for
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        half, places = self._half, self._half.places()
+        received = []
+        for number, text, room, _ in asks:
+            i = places[number]
+            new = text[len(half.texts[number]) :]
+            tokens = half.reading(i, new)
+            if tokens is None:
+                self._close(i, Span(number, b"", "untranslatable"))
+                continue
+            written = int(half.written[i]) + len(tokens)
+            half.limit[i] = min(written + room, self._context - len(half.rows[i].request.prompt))
+            if half.limit[i] <= written:
+                self._close(i, Span(number, b"", "length"))
+                continue
+            half.widen(int(half.limit[i]))
+            received.append(Received(i, new, tokens))
+        half.receive(received)
+
+    def resume(self, turns: Sequence[Ended]) -> list[int]:
+        half, places = self._half, self._half.places()
+        lost, tails, back = list[int](), list[Received](), list[tuple[int, Ended]]()
+        for turn in turns:
+            if (i := places.get(turn.number)) is None:
+                continue  # the senior writes alone
+            row, known = half.rows[i], half.texts[turn.number]
+            row.own = int(half.written[i] + half.shift[i]) + 1  # also the number of a dropped token is not used again
+            own_end, new = row.stop_reason == "eos", turn.text[len(known) :]
+            if len(turn.text) < len(known) or (own_end and not turn.by_token):
+                tokens: tuple[int, ...] | None = () if half.cut(i, turn.text) else None
+            else:
+                tokens = half.reading(i, new)
+            if tokens is None:
+                lost.append(turn.number)
+                continue
+            end = turn.context[:1] if turn.by_token and not own_end else ()
+            tails.append(Received(i, new, (*tokens, *end)))
+            back.append((i, turn))
+        half.receive(tails)
+        begun = []
+        for i, turn in back:
+            row, last = half.rows[i], int(half.last[i])
+            row.written = int(half.written[i])
+            has_end = turn.by_token and last == turn.context[0]
+            begun.append((row, turn.context[has_end:]))
+            half.widen(row.written + len(turn.context))
+        if begun:
+            at = torch.tensor([i for i, _ in back])
+            half.begin(at, begun)
+            half.paused[at], half.limit[at] = True, _NONE
+        return lost
+
+    def spans(self, *, wait: bool) -> list[Span]:
+        half = self._half
+        if half.writes:
+            _, ended = half.step()
+            for i in half.handed:
+                self._hand(i, "word")
+            half.live |= torch.isin(half.number, torch.tensor([row.number for row in ended]))
+            places = half.places()
+            for row in ended:  # it stays, since another turn may follow
+                i = places[row.number]
+                half.paused[i], half.limit[i] = True, _NONE
+                self._hand(i, "eos" if row.stop_reason == "eos" else "length")
+        half.retire()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        ended = set(numbers)
+        for i, row in enumerate(self._half.rows):
+            if row.number in ended:
+                self._half.live[i] = False
+        self._ready = [span for span in self._ready if span.number not in ended]
+
+    def _hand(self, i: int, end: SpanEnd) -> None:
+        text = self._half.handed_text(i, ended=end == "eos")
+        span = Span(self._half.rows[i].number, text or b"", "untranslatable" if text is None else end)
+        self._ready.append(span)
+
+    def _close(self, i: int, span: Span) -> None:
+        self._half.live[i] = False
+        self._ready.append(span)

@@ -1,0 +1,356 @@
+"""Episodes of two models with vocabularies of their own: what each reads, who writes, and where turns end."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers import flat, prepared, qwen3, small_qwen3
+from tandemrl.apps.experiments.tiny import WORD_SPLIT
+from tandemrl.config import ConfigError, RolloutConfig
+from tandemrl.data.messages import Message
+from tandemrl.data.rows import Row, encode_prompts
+from tandemrl.rollout import two_vocabularies
+from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
+from tandemrl.rollout.envs.environment import Answer, Environment, State
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
+from tandemrl.rollout.local_partner import LocalPartner
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy
+from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables
+from tandemrl.selection.words import word_starts
+
+EOS, END = 0, 1
+"""A text, or a turn, may end by either. The templates end turns with the second."""
+COMMON = ["<eos>", "<end>", "b", "a", "Ġ", "!", ".", *"0123456789"]
+ONE = {surface: i for i, surface in enumerate([*COMMON, "Ġa", "Ċ", "ĊĊ"])}
+OTHER = {surface: i for i, surface in enumerate([*COMMON[:4], "Ċ", *COMMON[4:], "?", "ab", "Ġb", "aba", "Ġbab"])}
+MERGES = [("a", "b"), ("Ġ", "b"), ("ab", "a"), ("Ġb", "ab")]
+P = 0.6
+LIMITS = RolloutConfig(max_turns=3, turn_tokens=9, observation_tokens=40, result_tokens=20, tool_timeout_s=60.0)
+
+
+def talker(
+    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], mine: str, other: str
+) -> PreTrainedTokenizerFast:
+    """A tokenizer whose chat template puts a character in front of a turn of an author, and another of the world."""
+    bpe = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
+    split = pre_tokenizers.Split(Regex(WORD_SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    template = (
+        f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{mine}{{{{ m.content }}}}<end>{{% else %}}{other}"
+        f"{{{{ m.content }}}}{other}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{mine}{{% endif %}}"
+    )
+    ends = {"eos_token": "<eos>", "additional_special_tokens": ["<end>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template, **ends)
+
+
+@cache
+def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+    """That of the junior, that of the senior."""
+    return talker(OTHER, MERGES, "?", "."), talker(ONE, [("Ġ", "a"), ("Ċ", "Ċ")], "!", "2")
+
+
+@cache
+def untouched() -> tuple[PreTrainedModel, PreTrainedModel]:
+    both = small_qwen3(143, vocabulary=len(OTHER)), qwen3(43, vocabulary=len(ONE))
+    for model in both:
+        model.generation_config.eos_token_id = [EOS, END]
+    return both
+
+
+def engine(max_rows: int = 64, context: int = 256) -> TorchEngine:
+    junior, senior = (prepared(copy.deepcopy(model)) for model in untouched())
+    junior.config.max_position_embeddings = context
+    return TorchEngine(senior, junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], max_rows=max_rows)
+
+
+@cache
+def strategies() -> dict[str, Strategy]:
+    tables = text_tables(tokenizers()[1])
+    return {"before_word": before_text_word(P, tables), "sentence": text_sentence("junior", tables)}
+
+
+class Counts(Environment):
+    """Says how long a turn was, in one or two messages."""
+
+    def reply(self, row: Row, state: State, message: Message) -> Answer:
+        said = [{"role": "user", "content": f"b{len(message['content'])} a"}, {"role": "user", "content": "ab"}]
+        return Answer(said[: 1 + len(message["content"]) % 2], {})
+
+
+class Episode(NamedTuple):
+    """A completion, its prompt for both, its messages, and the junior's half of it: its tokens, authors, log-probs."""
+
+    completion: Completion
+    prompts: tuple[tuple[int, ...], tuple[int, ...]]
+    messages: list[Message]
+    half: tuple[list[int], np.ndarray, np.ndarray]
+
+
+class Kept(LocalPartner):
+    """Keeps what the junior has read, of which nothing is left when a row is dropped."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.kept: dict[int, tuple[list[int], np.ndarray, np.ndarray]] = {}
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        half, ended = self._half, set(numbers) - self.kept.keys()
+        for i, row in enumerate(half.rows):
+            if (number := row.number) in ended:
+                written = slice(0, int(half.written[i]))
+                tokens, authors, told = (x[number, written] for x in (half.tokens, half.authors, half.logprobs))
+                self.kept[number] = tokens.tolist(), authors.numpy().copy(), told.numpy().copy()
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        ended = list(numbers)
+        self.keep(ended)
+        super().forget(ended)
+
+
+def played(running: TorchEngine, strategy: Strategy, count: int = 40) -> list[Episode]:
+    junior, senior = tokenizers()
+    row = Row("r", ({"role": "user", "content": "ab b"},), "own", "", {})
+    runner = EpisodeRunner(Counts(), senior, LIMITS, eos_token_ids=(EOS, END), junior=Reader(junior, (EOS, END)))
+    (prompt,), _ = encode_prompts([row], senior, max_prompt_tokens=99, junior=junior)
+    partners, made = list[Kept](), running._make_partner
+    running._make_partner = lambda *given: partners.append(Kept(*made.args, *given)) or partners[-1]  # type: ignore
+    asked = Request(prompt.tokens, tuple(range(count)), Sampling(max_tokens=22), strategy, junior_prompt=prompt.junior)
+    with runner:
+        found = flat(running.generate([runner.episode(asked, row)], responder=runner.episodes()))
+    running._make_partner = made
+    assert not partners[0]._half.writes  # nobody decodes an episode that has ended
+    partners[0].keep(range(count))
+    kept, none = partners[0].kept, ([], np.empty(0), np.empty(0))
+    transcripts = [completion.transcript for completion in found]
+    return [
+        Episode(
+            one,
+            (prompt.junior, prompt.tokens),
+            [*row.messages, *(told.messages if told else ())],
+            kept.get(number, none),
+        )
+        for number, (one, told) in enumerate(zip(found, transcripts, strict=True))
+    ]
+
+
+@cache
+def episodes(name: str = "before_word") -> list[Episode]:
+    return played(engine(), strategies()[name])
+
+
+def turns_of(tokens: Sequence[int], authors: np.ndarray) -> list[tuple[list[int], list[int]]]:
+    """The own tokens of each turn, and who wrote them."""
+    edges = [0, *(np.flatnonzero(np.diff(authors >= 0)) + 1).tolist(), len(authors)]
+    return [(list(tokens[a:b]), authors[a:b].tolist()) for a, b in pairwise(edges) if a < b and authors[a] >= 0]
+
+
+def conversation(episode: Episode) -> list[Message]:
+    """The messages of an episode, with the text of each turn as the senior's tokens spell it."""
+    turns = turns_of(episode.completion.tokens.tolist(), episode.completion.author)
+    texts = iter(tokenizers()[1].decode(tokens, skip_special_tokens=True) for tokens, _ in turns)
+    told = [m if m["role"] == "user" else m | {"content": next(texts)} for m in episode.messages]
+    while episode.completion.stop_reason != "untranslatable" and told[-1]["role"] == "user":
+        told.pop()  # the answer to a last turn, which nobody has seen
+    return told + [{"role": "assistant", "content": text} for text in texts]  # one that was lost was not answered
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_each_model_reads_the_conversation_in_its_own_chat_template(who: int) -> None:
+    tokenizer, several = tokenizers()[who], 0
+    for episode in episodes():
+        tokens, authors, _ = episode.half
+        if who:
+            tokens, authors = episode.completion.tokens.tolist(), episode.completion.author
+        read = tokenizer.decode([*episode.prompts[who], *tokens], skip_special_tokens=False)
+        told = conversation(episode)
+        rendered = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=told[-1]["role"] == "user")
+        read = read.replace("<eos><end>", "<end>").removesuffix("<eos>")
+        if not who and not rendered.startswith(read):  # it wrote more than there was room for, or what is lost
+            assert episode.completion.stop_reason in ("length", "turns", "untranslatable")
+            assert read.startswith(rendered.removesuffix("<end>"))
+            continue
+        assert rendered.startswith(read)
+        turns = len(turns_of(tokens, authors))
+        several += turns > 2
+        assert who or episode.completion.stop_reason == "untranslatable" or len(episode.completion.turns) - turns < 2
+    assert several > 5
+
+
+def logprobs(who: int, prompt: Sequence[int], tokens: Sequence[int], authors: np.ndarray) -> list[float]:
+    """The log-prob of each token of one author, from one full forward of the untouched model: masked where a word
+    begins inside of a token, and after a handover to those that begin one."""
+    with torch.no_grad():
+        logits = untouched()[who](input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+    surfaces = [surface.replace("Ġ", " ") for surface in (OTHER, ONE)[who]]
+    joined = [" " in surface[1:] and not surface.isspace() for surface in surfaces]
+    begins = [surface[0] in " <" for surface in surfaces]
+    found = []
+    for i in np.flatnonzero(authors == who):
+        opening = i > 0 and authors[i - 1] == 1 - who
+        barred = torch.tensor([j or (opening and not b) for j, b in zip(joined, begins, strict=True)])
+        found.append(float(logits[i].masked_fill(barred, -torch.inf).log_softmax(-1)[tokens[i]]))
+    return found
+
+
+def test_tokens_are_drawn_after_what_their_author_has_read() -> None:
+    """Also in a later turn, and after a turn that a limit has cut."""
+    for episode in episodes():
+        one, (tokens, authors, told) = episode.completion, episode.half
+        wanted = logprobs(1, episode.prompts[1], one.tokens.tolist(), one.author)
+        np.testing.assert_allclose(one.behaviour_logprobs[one.author == 1], wanted, atol=1e-4)
+        wanted = logprobs(0, episode.prompts[0], tokens, authors)
+        np.testing.assert_allclose(told[authors == 0], wanted, atol=1e-4)
+        assert not one.behaviour_logprobs[one.author < 1].any()
+
+
+@pytest.mark.parametrize("name", ["before_word", "sentence"])
+def test_authors_change_before_words_and_either_ends_a_turn(name: str) -> None:
+    check_authors([episode.completion for episode in episodes(name)], strategies()[name])
+    ends, cut, senior = {0: 0, 1: 0}, 0, tokenizers()[1]
+    for episode in episodes(name):
+        for tokens, authors in turns_of(episode.completion.tokens.tolist(), episode.completion.author):
+            assert len(tokens) <= 9
+            if tokens[-1] in (EOS, END):
+                ends[authors[-1]] += 1
+                assert tokens[-1] == END or authors[-1]  # the senior's template ends turns with it
+            else:
+                cut += len(tokens) == 9
+            pieces = [senior.decode([token]) for token in tokens]
+            text = "".join(piece for piece in pieces if piece[0] != "<")
+            offsets = np.cumsum([0, *map(len, pieces)])
+            changes = {int(offsets[i]) for i in np.flatnonzero(np.diff(authors)) + 1}
+            assert changes <= {*word_starts(text.encode()), len(text)}
+    assert min(ends.values()) > 1
+    assert cut > 3
+
+
+def test_a_cut_turn_is_cut_for_the_junior_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are longer than the senior's, so that it writes more than there is room for."""
+    cuts = list[bool]()
+    cut = two_vocabularies.Half.cut
+
+    def counted(half: two_vocabularies.Half, i: int, text: bytes) -> bool:
+        written, whole = half.tokens[int(half.number[i])].tolist(), int(half.written[i])
+        cuts.append(cut(half, i, text))
+        number, end = int(half.number[i]), int(half.written[i])
+        start = half.rows[i].start
+        assert tokenizers()[0].decode(half.tokens[number, start:end]).encode() == text
+        assert half.tokens[number, : end - 1].tolist()[: start + 1] == written[: start + 1] or whole <= start + 1
+        return cuts[-1]
+
+    monkeypatch.setattr(two_vocabularies.Half, "cut", counted)
+    found = played(engine(max_rows=5), strategies()["before_word"])
+    assert sum(cuts) > 3
+    for one, other in zip(found, episodes(), strict=True):  # whichever rows are decoded together
+        assert one.completion.tokens.tolist() == other.completion.tokens.tolist()
+        assert one.completion.author.tolist() == other.completion.author.tolist()
+        assert one.completion.stop_reason == other.completion.stop_reason
+        assert one.half[0] == other.half[0]
+
+
+def test_no_token_of_an_episode_is_drawn_from_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[int, list[int]] = {len(ONE): [], len(OTHER): []}
+    race_times = two_vocabularies.race_times
+
+    def recorded(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        drawn[vocabulary] += keys.tolist()
+        return race_times(keys, vocabulary)
+
+    monkeypatch.setattr(two_vocabularies, "race_times", recorded)
+    played(engine(), strategies()["before_word"], 20)
+    for keys in drawn.values():
+        assert len(keys) > 100
+        assert len(set(keys)) == len(keys)
+    assert not {*drawn[len(ONE)]} & {*drawn[len(OTHER)]}
+
+
+def test_an_episode_ends_where_the_junior_can_read_no_more() -> None:
+    found = [episode.completion for episode in played(engine(max_rows=7, context=24), strategies()["before_word"])]
+    check_authors(found, strategies()["before_word"])
+    short = 0
+    for one, other in zip(found, episodes(), strict=True):
+        mine, whole = ([*c.turns[0].tolist()] if c.turns else [] for c in (one, other.completion))
+        assert mine == whole[: len(mine)]
+        short += one.stop_reason == "length" and len(one.turns) < len(other.completion.turns)
+    assert short > 5
+
+
+def test_aborted_episodes_end_and_the_others_go_on() -> None:
+    running, told = engine(max_rows=7), list[int]()
+    going_on = running.generate
+
+    def aborting(*given: Any, **options: Any) -> list[list[Completion]]:
+        def progress(new: int) -> None:
+            told.append(new)
+            if len(told) == 12:
+                running.abort(range(0, 40, 2))
+
+        return going_on(*given, progress=progress, **options)
+
+    running.generate = aborting  # type: ignore[method-assign]
+    found = [episode.completion for episode in played(running, strategies()["before_word"])]
+    aborted = [one.key for one in found if one.stop_reason == "abort"]
+    assert aborted
+    assert not any(key % 2 for key in aborted)
+    for one, other in zip(found, episodes(), strict=True):
+        if one.key not in aborted:
+            assert one.tokens.tolist() == other.completion.tokens.tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+class Silent:
+    """A responder that does not know the junior's vocabulary."""
+
+    def submit(self, turn: Turn) -> None:
+        self.turn = turn
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        return [Reply(self.turn.number, (2, 3))]
+
+    def transcript(self, number: int) -> Any:
+        raise AssertionError
+
+
+def test_what_the_junior_cannot_read_is_refused_by_name() -> None:
+    limits = {"turn_tokens": 3, "observation_tokens": 9, "junior_prompt": (2,)}
+    asked = Request((2,), (0,), Sampling(9), strategies()["before_word"], **limits)  # type: ignore[arg-type]
+    with pytest.raises(
+        EngineError, match="no context for the junior, which has another vocabulary; set junior_context"
+    ):
+        engine().generate([asked], responder=Silent())
+    junior, senior = map(copy.deepcopy, tokenizers())
+
+    def add(a: int) -> str:
+        """Adds.
+
+        Args:
+            a: a number
+        """
+        return str(a)
+
+    acting = Environment()
+    acting.tools = (add,)
+    for tokenizer in (senior, junior):
+        tools = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+        tokenizer.chat_template = tools + tokenizer.chat_template.replace("<end>", f"{calls}<end>")
+    made = EpisodeRunner(acting, senior, LIMITS, eos_token_ids=(EOS, END), junior=Reader(junior, (EOS, END)))
+    assert made.junior_rendering is not None
+    junior.chat_template = junior.chat_template.replace("tool_call>", "do>")
+    with pytest.raises(
+        ConfigError, match=r"of the junior: .* writes a call of add as '<do>.*, the senior's as '<tool_"
+    ):
+        EpisodeRunner(acting, senior, LIMITS, eos_token_ids=(EOS, END), junior=Reader(junior, (EOS, END)))
