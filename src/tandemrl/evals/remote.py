@@ -293,7 +293,9 @@ def _text(call: Mapping[str, Any]) -> str:
 
 
 class _Remote(EpisodeRunner):
-    """A episode_runner without a tokenizer, in which the turns are messages from the beginning."""
+    """An episode runner without a tokenizer, in which the turns are messages from the beginning."""
+
+    junior_rendering = None
 
     def __init__(self, environment: Environment, rollout: RolloutConfig, caller: Caller) -> None:
         self.environment, self.name = environment, type(environment).__name__

@@ -19,6 +19,8 @@ from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
 from tandemrl.rollout.fleet.events import Unit
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import before_word
+from tandemrl.selection.boundaries import start_table
 
 STRATEGY = strategies()["word"]
 SAMPLING = Sampling(max_tokens=12)
@@ -104,6 +106,17 @@ def test_any_number_of_workers_gives_the_bits_of_one_engine(
     assert bits(engine.generate(asked())) == after != before
     assert engine.passes == passes
     assert {worker.fingerprint() for worker in workers_of(engine).engines.values()} <= {checksum, make().fingerprint()}
+
+
+def test_workers_drop_what_an_author_proposes(fleet: Callable[..., FleetEngine]) -> None:
+    whole_words = requests(prompts(2), SAMPLING, before_word(0.5, start_table(tokenizer())), samples=2)
+    found, told = (flat(engine.generate(whole_words)) for engine in (make(), fleet(1)))
+    for one, other in zip(found, told, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.handover_logprobs is not None
+        assert other.handover_logprobs is not None
+        assert one.handover_logprobs.tolist() == other.handover_logprobs.tolist()
+    assert any(each.handover_logprobs.any() for each in found)
 
 
 def test_one_engine_by_units_is_the_same_without_a_fleet(alone: tuple[list[Any], list[Any], Passes]) -> None:
