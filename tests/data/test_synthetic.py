@@ -110,7 +110,7 @@ def test_rows(split):
 @pytest.mark.parametrize(
     ("pair", "split", "count", "message"),
     [
-        ("martian", "train", 4, "unknown synthetic pair 'martian'; known: plain, jargon, repair"),
+        ("martian", "train", 4, "unknown synthetic pair 'martian'; known: plain, jargon, jargon_two"),
         ("plain", "test", 4, "unknown split 'test'; known: train, heldout"),
         ("plain", "heldout", 1_000_000, "distinct problems; asked for 1000000"),
         ("plain", "heldout", 0, "asked for 0"),

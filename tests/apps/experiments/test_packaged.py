@@ -34,7 +34,7 @@ def test_the_packaged_pair_is_unpacked_not_built_and_can_do_what_its_manifest_sa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "pair" / "junior")
     rows = generate("jargon", "heldout", 200, 1)
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / name) for name in ("senior", "junior")]
-    skill = tiny._skill(*models, tokenizer, rows, 1)
+    skill = tiny._skill(*((model, tokenizer) for model in models), rows, 1)
     for measure in ("jargon/pass@1", "plain/pass@1", "jargon/rate", "junior/solo/pass@1"):
         assert skill[measure] == pytest.approx(manifest["base"][measure], abs=0.15)
 

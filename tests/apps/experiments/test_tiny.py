@@ -183,7 +183,7 @@ def test_skill_splits_the_senior_by_jargon(monkeypatch):
         "junior": [f"\\boxed{{{answers[0]}}}", "", "", ""],
     }
     monkeypatch.setattr(tiny, "solo_texts", lambda model, *_: texts[model])
-    assert tiny._skill("senior", "junior", None, rows, 0) == {
+    assert tiny._skill(("senior", None), ("junior", None), rows, 0) == {
         "solo/pass@1": 0.75,
         "junior/solo/pass@1": 0.25,
         "jargon/rate": 0.5,
@@ -191,8 +191,8 @@ def test_skill_splits_the_senior_by_jargon(monkeypatch):
         "plain/pass@1": 1.0,
         "jargon/gain": -0.5,
     }
-    one_model = "junior"
-    assert tiny._skill(one_model, one_model, None, rows, 0) == {"solo/pass@1": 0.25}
+    one_model = ("junior", None)
+    assert tiny._skill(one_model, one_model, rows, 0) == {"solo/pass@1": 0.25}
 
 
 def test_the_recipe_says_all_that_a_cached_pair_depends_on(built):
@@ -370,9 +370,9 @@ def test_repair_pairs_are_asked_how_many_slips_are_repaired(monkeypatch):
     rows = generate("repair", "heldout", 2, 0)
     text = "5 plus 3 about 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\n\\boxed{7}"
     monkeypatch.setattr(tiny, "solo_texts", lambda *_: [text, text])
-    assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.5
+    assert tiny._skill(("one", None), ("one", None), rows, 0)["slips/repaired"] == 0.5
     monkeypatch.setattr(tiny, "solo_texts", lambda *_: ["", ""])
-    assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.0
+    assert tiny._skill(("one", None), ("one", None), rows, 0)["slips/repaired"] == 0.0
 
 
 def test_other_sizes_are_only_asked_whether_jargon_is_the_more_accurate():
