@@ -9,6 +9,7 @@ Every table between `<!-- figures: NAME -->` and `<!-- end -->` is one of `BLOCK
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "speed.md")
 PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
+    ("quickstart rollout.workers=1 train.async_steps=2", ("jargon",)): "two_steps_ahead.json",
     ("two-tokenizers", ("jargon_two_tokenizers",)): "two_tokenizers.json",
     ("ablations", ("jargon",)): "ablations.json",
     ("repair", ("repair",)): "repair.json",
@@ -52,7 +54,7 @@ PUBLISHED = {
     ("hops", ("hops_jargon",)): "hops_jargon.json",
     ("smollm2-quick", ("word_problems",)): "smollm2_quick.json",
 }
-"""Where the results of an experiment and its pairs are committed."""
+"""Where the results of an experiment, with its overrides, and its pairs are committed."""
 ENVIRONMENTS = DOCS / "environments"
 """Results of the headline, GRPO and tandem GRPO alone, under other CPUs, instruction sets and libraries' settings."""
 HEADLINE = ("paper-claims", ("jargon",))
@@ -655,6 +657,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
+    "two-steps-ahead": lambda: headline("two_steps_ahead.json", JARGON_RATE),
+    "two-steps-ahead-verdicts": lambda: claims_table(results("two_steps_ahead.json")[1].claims),
     "two-tokenizers": lambda: headline("two_tokenizers.json", JARGON_RATE),
     "two-tokenizers-differences": lambda: differences("two_tokenizers.json"),
     "two-tokenizers-verdicts": lambda: claims_table(results("two_tokenizers.json")[1].claims),
@@ -725,7 +729,8 @@ def take_over(folders: Iterable[Path]) -> None:
     for folder in folders:
         text = (folder / "results.json").read_text()
         content = json.loads(text)
-        key = content["experiment"]["name"], tuple(content["experiment"]["pairs"])
+        overrides = [word for word in shlex.split(content["command"] or "") if "=" in word]
+        key = " ".join([content["experiment"]["name"], *overrides]), tuple(content["experiment"]["pairs"])
         if key not in PUBLISHED:
             raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")
         if content["schema"] != SCHEMA:
