@@ -222,9 +222,8 @@ def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
             "features",
             "training with rollout.engine=torch; of eval pass-at-k, tandem, handoff and legibility; play and serve, by "
             "the torch engine; a judge of any family",
-            "not rollout.engine=vllm, rollout.draft_tokens, loss.junior_kl_coef, "
-            "loss.junior_weight; of eval not drift: it needs a junior of the senior's "
-            "tokenizer family",
+            "not rollout.engine=vllm, rollout.draft_tokens, loss.junior_kl_coef, loss.junior_weight; of eval not "
+            "drift: these need a junior of the senior's tokenizer family",
             False,
         ),
     ]

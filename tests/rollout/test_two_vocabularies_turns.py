@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -124,7 +124,13 @@ def played(running: TorchEngine, strategy: Strategy, count: int = 40) -> list[Ep
     runner = EpisodeRunner(Counts(), senior, LIMITS, eos_token_ids=(EOS, END), junior=Reader(junior, (EOS, END)))
     (prompt,), _ = encode_prompts([row], senior, max_prompt_tokens=99, junior=junior)
     partners, made = list[Kept](), running._make_partner
-    running._make_partner = lambda *given: partners.append(Kept(*made.args, *given)) or partners[-1]  # type: ignore
+
+    def kept(*given: Any) -> Kept:
+        assert isinstance(made, partial)
+        partners.append(Kept(*made.args, *given))
+        return partners[-1]
+
+    running._make_partner = kept
     asked = Request(prompt.tokens, tuple(range(count)), Sampling(max_tokens=22), strategy, junior_prompt=prompt.junior)
     with runner:
         found = flat(running.generate([runner.episode(asked, row)], responder=runner.episodes()))
@@ -298,7 +304,7 @@ def test_aborted_episodes_end_and_the_others_go_on() -> None:
 
         return going_on(*given, progress=progress, **options)
 
-    running.generate = aborting  # type: ignore[method-assign]
+    running.generate = aborting  # type: ignore[method-assign]  # of this one engine
     found = [episode.completion for episode in played(running, strategies()["before_word"])]
     aborted = [one.key for one in found if one.stop_reason == "abort"]
     assert aborted
@@ -326,7 +332,7 @@ class Silent:
 
 def test_what_the_junior_cannot_read_is_refused_by_name() -> None:
     limits = {"turn_tokens": 3, "observation_tokens": 9, "junior_prompt": (2,)}
-    asked = Request((2,), (0,), Sampling(9), strategies()["before_word"], **limits)  # type: ignore[arg-type]
+    asked = Request((2,), (0,), Sampling(9), strategies()["before_word"], **limits)  # type: ignore[arg-type]  # values of many types
     with pytest.raises(
         EngineError, match="no context for the junior, which has another vocabulary; set junior_context"
     ):

@@ -331,18 +331,16 @@ class Aborts:
             self._keys = set()
 
 
-def check_request(
-    index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool, drops: bool = False
-) -> None:
+def check_request(index: int, request: Request, engine: Engine) -> None:
     """Refuse a request that an engine cannot serve, before anything is decoded.
 
     Args:
         index: number of the request, for the message.
-        vocabulary, context, has_junior, drops: those of ``Engine`` and ``EngineInfo``.
 
     Raises:
         EngineError: the request cannot be served.
     """
+    vocabulary, context = engine.vocabulary, engine.context
     length, new = len(request.prompt), request.sampling.max_tokens + request.observation_tokens
     if length == 0:
         raise EngineError(f"request {index}: empty prompt")
@@ -362,9 +360,9 @@ def check_request(
         raise EngineError(f"request {index}: a token of its history is outside the vocabulary of {vocabulary}")
     if bad := [token for token in request.sampling.stop_token_ids if not 0 <= token < vocabulary]:
         raise EngineError(f"request {index}: stop_token_ids {bad} are outside the vocabulary of {vocabulary}")
-    if request.strategy.writers != "senior" and not has_junior:
+    if request.strategy.writers != "senior" and not engine.has_junior:
         raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
-    if request.strategy.starts is not None and not drops:
+    if request.strategy.starts is not None and not engine.info.drops:
         raise EngineError(
             f"request {index}: its strategy (before_word) may drop what an author proposes, which this engine cannot "
             "do; use rollout.engine=torch with rollout.draft_tokens=0, or selection.strategy=word"

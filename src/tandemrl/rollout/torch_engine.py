@@ -158,14 +158,7 @@ class TorchEngine:
         on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
-            check_request(
-                i,
-                request,
-                vocabulary=self.vocabulary,
-                context=self.context,
-                has_junior=self.has_junior,
-                drops=self.info.drops,
-            )
+            check_request(i, request, self)
             check_partnered(i, request, apart=self._make_partner is not None)
         self._aborts.clear()
         pairs = [(request, key) for request in requests for key in request.keys]

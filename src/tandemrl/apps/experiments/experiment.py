@@ -472,9 +472,8 @@ def measures_of(pair: str, folder: Path) -> dict[str, float]:
     """The measures of one evaluation, as a row of ``results.json``: ``MEASURES``, and what the family of the pair has
     to say of the texts (see ``families``)."""
     files = {phase: folder / f"{phase}.json" for phase, _ in MEASURES.values()}
-    results = {
-        phase: evals.read_result(file) for phase, file in files.items() if file.exists()
-    }  # two tokenizers: no drift
+    # Models of two tokenizers have no drift.
+    results = {phase: evals.read_result(file) for phase, file in files.items() if file.exists()}
     row = {
         name: results[phase]["metrics"]["macro"][metric]
         for name, (phase, metric) in MEASURES.items()

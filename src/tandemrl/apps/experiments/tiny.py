@@ -88,17 +88,14 @@ Part = Stage | Literal["junior"]
 """What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
 
 _MUON = WarmStart(steps=600, optimizer="muon")
+_JARGON_STAGES: dict[Part, WarmStart] = {
+    "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
+    "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
+}
 WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "plain": {"base": WarmStart()},
-    "jargon": {
-        "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
-        "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
-    },
-    "jargon_two_tokenizers": {
-        "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
-        "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
-        "junior": replace(_MUON, vocab_size=290),
-    },
+    "jargon": _JARGON_STAGES,
+    "jargon_two_tokenizers": _JARGON_STAGES | {"junior": replace(_MUON, vocab_size=290)},
     "repair": {"base": replace(_MUON, eval_rows=1024)},
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
     "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},

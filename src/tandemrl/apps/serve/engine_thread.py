@@ -45,15 +45,7 @@ class EngineThread:
         Raises:
             EngineError: the engine cannot serve the request.
         """
-        engine = self.engine
-        check_request(
-            0,
-            request,
-            vocabulary=engine.vocabulary,
-            context=engine.context,
-            has_junior=engine.has_junior,
-            drops=engine.info.drops,
-        )
+        check_request(0, request, self.engine)
         check_partnered(0, request, apart=self.apart)
         job = Job(request, on_tokens)
         self._waiting.put(job)

@@ -239,14 +239,7 @@ class FleetEngine:
     ) -> list[list[Completion]]:
         _refuse_turns(responder)
         for i, request in enumerate(requests):
-            check_request(
-                i,
-                request,
-                vocabulary=self.vocabulary,
-                context=self.context,
-                has_junior=self.has_junior,
-                drops=self.info.drops,
-            )
+            check_request(i, request, self)
         if not requests:
             return []
         call = _Call(units_of(requests, self._unit_groups))

@@ -173,7 +173,7 @@ class VllmEngine:
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
-            check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
+            check_request(i, request, self)
         self._aborts.clear()
         with self.backend.awake():
             before = self.stats()
