@@ -6,13 +6,14 @@ files of the run there is then a journal, with what became of every unit and wor
 """
 
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -46,6 +47,8 @@ SETTINGS = {
 """With these, a node that does not answer is given up after 5 to 15 s."""
 WORKER = "ray::RayWorker"
 LOSS: Kind = "weights message lost"
+AMID_S = 60.0
+"""For so long a fault waits for a worker that has a unit."""
 
 DRIVER = """
 import json, os, sys, time
@@ -107,17 +110,23 @@ class Fault(NamedTuple):
     kind: Kind
     at_once: bool
     """It does not wait until there are as many workers as there shall be."""
-    moment: float
-    """When it comes in a step, as a fraction of its time."""
+    moment: float | None
+    """When it comes in a step, as a fraction of its time. None = when a worker has a unit; then it hits that worker
+    or its node."""
 
 
 def drawn(count: int, seed: int) -> list[Fault]:
-    """Faults of all kinds in a random order, each kind as often as the others."""
+    """Faults of all kinds in a random order, each kind as often as the others. Some come amid a unit."""
     generator = random.Random(seed)
     kinds: list[Kind] = []
     while len(kinds) < count:
         kinds += generator.sample(get_args(Kind), len(get_args(Kind)))
-    return [Fault(kind, generator.random() < 0.25, generator.random()) for kind in kinds[:count]]
+    faults = []
+    for kind in kinds[:count]:
+        at_once, moment = generator.random() < 0.25, generator.random()
+        amid = not at_once and generator.random() < 0.5
+        faults.append(Fault(kind, at_once, None if amid else moment))
+    return faults
 
 
 @dataclass
@@ -169,8 +178,12 @@ class FaultyRun:
                 if not fault.at_once:
                     self.until(self.whole)
                     self.allow(self.allowed + 1)
-                self.until(partial(passed, time.monotonic() + fault.moment * step_s))
-                self.make(fault.kind)
+                if fault.moment is None:
+                    self.until(self.with_a_unit, every_s=0.005, at_most_s=AMID_S)
+                    self.make(fault.kind, self.with_a_unit())
+                else:
+                    self.until(partial(passed, time.monotonic() + fault.moment * step_s))
+                    self.make(fault.kind)
             self.allow(self.allowed + 1)  # with new weights, if they still have to be lost
             self.until(lambda: not self.lose.exists() and self.whole() and not self.open_ends())
             self.allow(10**9)
@@ -181,14 +194,14 @@ class FaultyRun:
             for _, act in self.later:
                 act()
 
-    def until(self, holds: Callable[[], bool]) -> None:
+    def until(self, holds: Callable[[], object], *, every_s: float = 0.1, at_most_s: float = math.inf) -> None:
         begun = time.monotonic()
-        while not holds():
+        while not holds() and time.monotonic() - begun < at_most_s:
             code = self.driver.poll()
             assert code is None, f"the driver has ended with {code}: {self.tail()}"
             assert time.monotonic() - begun < self.stuck_s, f"nothing for {self.stuck_s:.0f} s: {self.tail()}"
             self.look_after_nodes()
-            time.sleep(0.1)
+            time.sleep(every_s)
 
     def allow(self, steps: int) -> None:
         self.allowed = steps
@@ -217,6 +230,23 @@ class FaultyRun:
             line["worker"]: line for line in self.journal() if (line["driver"], line["what"]) == (self.driver.pid, what)
         }
 
+    def with_a_unit(self) -> list[int]:
+        """The processes of the workers that generate a unit now."""
+        having, processes = dict[int, Any](), dict[int, int]()
+        for line in self.journal():
+            if line["driver"] != self.driver.pid:
+                continue
+            match line["what"]:
+                case "Joined":
+                    processes[line["worker"]] = line["process"]
+                case "Assign":
+                    having[line["worker"]] = line["unit"]
+                case "Answered" if having.get(line["worker"]) == line["unit"]:
+                    del having[line["worker"]]
+                case "Fence":
+                    having.pop(line["worker"], None)
+        return [processes[worker] for worker in having]
+
     def whole(self) -> bool:
         """Whether there are as many workers as there shall be."""
         return len(self.of_this_driver("Joined").keys() - self.of_this_driver("Fence").keys()) == self.size
@@ -238,27 +268,28 @@ class FaultyRun:
 
     # ------------------------------------------------------------------------------------------------------- the faults
 
-    def make(self, kind: Kind) -> None:
-        self.note_memory()
+    def make(self, kind: Kind, targets: Sequence[int] = ()) -> None:
+        """Make a fault. What hits a worker or its node takes one of ``targets``, or whichever if there are none."""
         done = Done(kind, time.monotonic(), len(self.times()))
         self.done.append(done)
-        self.inflict(kind, done)
+        self.inflict(kind, done, targets)
+        self.note_memory()
         with open(self.here / "faults.jsonl", "a") as file:
             file.write(json.dumps(asdict(done)) + "\n")
 
-    def inflict(self, kind: Kind, done: Done) -> None:
+    def inflict(self, kind: Kind, done: Done, targets: Sequence[int]) -> None:
         match kind:
             case "worker killed":
-                if workers := workers_of(self.a_node()):
+                if workers := targets or workers_of(self.a_node()):
                     done.hit = [self.random.choice(workers)]
                     end(done.hit[0], signal.SIGKILL)
             case "node killed":
-                node = self.a_node()
+                node = self.a_node(targets)
                 done.hit = workers_of(node)
                 for each in (*children_of(node), raylet(node)):
                     end(each, signal.SIGKILL)
             case "node stopped":
-                node = self.a_node()
+                node = self.a_node(targets)
                 done.hit = workers_of(node)
                 self.stop([raylet(node), *done.hit])
             case "node added":
@@ -273,10 +304,12 @@ class FaultyRun:
             case "weights message lost":
                 self.lose.touch()
 
-    def a_node(self) -> Any:
-        """One with a worker, if there is one."""
+    def a_node(self, targets: Sequence[int] = ()) -> Any:
+        """One with a worker among these, or with any, if there is one."""
         nodes = [node for node in self.cluster.worker_nodes if alive(raylet(node))]
-        return self.random.choice([node for node in nodes if workers_of(node)] or nodes)
+        hosts = {id(node): children_of(node) if targets else workers_of(node) for node in nodes}
+        with_one = [node for node in nodes if set(hosts[id(node)]) & set(targets or hosts[id(node)])]
+        return self.random.choice(with_one or nodes)
 
     def stop(self, processes: list[int]) -> None:
         for process in processes:

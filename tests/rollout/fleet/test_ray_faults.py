@@ -88,5 +88,5 @@ def test_a_run_with_faults_is_that_without(cluster: Any, tiny_pair: Path, tmp_pa
     assert run.peak_bytes < MOST_BYTES
     slowest = max(found["worker_start_s"])
     redone = [seconds for fault in found["faults"] for seconds in fault["redone_s"]]
-    assert redone or FAULTS < 60  # few faults may all hit workers between two units; see test_train_workers
-    assert max(redone, default=0) < NOTICED_S + slowest
+    assert redone  # half of the faults come while a worker has a unit
+    assert max(redone) < NOTICED_S + slowest
