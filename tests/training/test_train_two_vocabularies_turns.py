@@ -8,19 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AddedToken, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import small_world
 from agents import TOOLS, assert_same_episodes, config, make_agents
 from helpers import AGENT_TEMPLATE, EOS, PAD, SURFACES, qwen3, small_qwen3
 from runs import metrics, samples
 from tandemrl import evals
-from tandemrl.config import ConfigError
+from tandemrl.config import Config, ConfigError
+from tandemrl.data.loading import load_rows
+from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.words import word_starts
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
+from tandemrl.types import own_turns
 
 CALLS = [call.replace(", ", ",").replace(": ", ":") for call in small_world.CALLS]
 """In whose tokens no word begins."""
@@ -111,15 +116,60 @@ def test_a_run_of_episodes_trains_the_senior_and_resumes(strangers: Path, whole:
 def test_episodes_of_both_are_evaluated(strangers: Path, tmp_path: Path) -> None:
     settings = config(strangers, tmp_path, *SETTINGS, *EVALUATED)
     found = evals.evaluate(settings, model=strangers / "senior", out=tmp_path)
-    assert list(found) == ["pass-at-k", "tandem", "handoff"]
+    assert list(found) == ["pass-at-k", "tandem", "handoff", "legibility"]
     for phase in ("tandem", "handoff"):
         read = evals.read_samples(tmp_path / f"{phase}.samples.jsonl")
         assert {sample.turns for sample in read} > {1}
         assert {"S", "J", "C"} <= {each for sample in read for each in sample.author or ""}
         lost = [sample.stop_reason == "untranslatable" for sample in read]
         assert found[phase]["metrics"]["macro"]["untranslatable"] == sum(lost) < len(lost)
-    with pytest.raises(evals.EvalError, match=r"phase legibility needs one vocabulary, .*; use tandem, or a junior of"):
-        evals.evaluate(settings, model=strangers / "senior", out=tmp_path, phases=["legibility"])
+    read = evals.read_samples(tmp_path / "legibility.samples.jsonl")
+    assert {sample.turns for sample in read} > {1}
+    for sample in read:
+        ids, own = as_the_junior_reads(sample, settings)
+        assert sample.cross_entropy == pytest.approx(cross_entropy(strangers / "junior", ids, own), abs=1e-5)
+    with pytest.raises(evals.EvalError, match=r"phase drift needs one vocabulary, .*; use tandem, or a junior of"):
+        evals.evaluate(settings, model=strangers / "senior", out=tmp_path, phases=["drift"])
+
+
+def as_the_junior_reads(sample: evals.Sample, settings: Config) -> tuple[list[int], list[bool]]:
+    """An episode in the junior's tokens and chat template, and which tokens are those of turns."""
+    tokenizer, environment = other_tokenizer(), make_environment(settings)
+    assert environment is not None
+    assert sample.transcript is not None
+    row = load_rows(settings.data.eval)[sample.problem]
+
+    def told(begun: Sequence[Any]) -> str:
+        text = tokenizer.apply_chat_template(
+            begun, tools=environment.tool_schemas(), tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        return text
+
+    messages: list[Any] = [*environment.start(row).messages]
+    ids = tokenizer.encode(told(messages), add_special_tokens=False)
+    own = [False] * len(ids)
+    heard = sample.transcript["messages"]
+    begins = [i for i, message in enumerate(heard) if message["role"] == "assistant"]
+    turns = own_turns(np.array(sample.tokens), evals.authors_of(sample.author or ""))
+    for number, turn in enumerate(turns, 1):
+        text = own_tokenizer().decode(turn.tolist(), skip_special_tokens=True)
+        before = told(messages) + text
+        answers = heard[begins[number - 1] + 1 : begins[number]] if number < len(turns) else []
+        messages += [{"role": "assistant", "content": text}, *answers]
+        between = told(messages).removeprefix(before) if number < len(turns) else ""
+        for piece, written in ((text, True), (between, False)):
+            new = tokenizer.encode(piece, add_special_tokens=False)
+            ids, own = ids + new, own + [written] * len(new)
+    return ids, own
+
+
+def cross_entropy(model: Path, ids: Sequence[int], own: Sequence[bool]) -> float:
+    """The mean over the own tokens of a sequence, by plain transformers."""
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    at = [i for i, each in enumerate(own) if each]
+    return float(F.cross_entropy(logits[[i - 1 for i in at]], torch.tensor(ids)[at]))
 
 
 def test_a_junior_that_cannot_act_is_refused_by_the_name_of_its_tokenizer(strangers: Path, tmp_path: Path) -> None:
@@ -127,6 +177,10 @@ def test_a_junior_that_cannot_act_is_refused_by_the_name_of_its_tokenizer(strang
     plain.chat_template = plain.chat_template.replace("t.function.name", "''")
     small_qwen3(7, vocabulary=len(plain)).save_pretrained(tmp_path / "plain")
     plain.save_pretrained(tmp_path / "plain")
+    small = config(strangers, tmp_path / "small", *SETTINGS, *EVALUATED, f"model.junior={tmp_path}/plain")
+    assert list(evals.evaluate(small, model=strangers / "senior", out=tmp_path / "small")) == ["pass-at-k"]
+    with pytest.raises(evals.EvalError, match=r"phase tandem needs both in the environment: tokenizer '.*/plain'"):
+        evals.evaluate(small, model=strangers / "senior", out=tmp_path / "small", phases=["tandem"])
     settings = config(strangers, tmp_path / "run", *SETTINGS, f"model.junior={tmp_path}/plain")
     with pytest.raises(ConfigError, match=r"tokenizer '.*/plain': its chat template does not tell of tools"):
         Preflight(settings).require()

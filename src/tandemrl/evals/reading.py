@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandemrl.data.messages import Message
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import EvalError, Sample, authors_of
 from tandemrl.models.attention import PackedLayout, share_contexts
@@ -23,7 +24,7 @@ from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.engine import Sampling
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.words import Vocabulary
-from tandemrl.types import Author, Batch, Rollout
+from tandemrl.types import Author, Batch, Rollout, own_turns
 
 LOGITS_ON_CPU = 2**22
 """How many logits a CPU computes at once: larger tensors are new memory for every operation, which costs more than the
@@ -52,6 +53,39 @@ class Legibility(NamedTuple):
     accepted: Bool[Tensor, " t"]
 
 
+class Reader(NamedTuple):
+    """What a junior with a vocabulary of its own reads of a text.
+
+    vocabulary: the junior's. turn_text: spells a turn in the senior's tokens, without special tokens. observed: the
+    answers of the environment to a turn -> the junior's tokens of them, from the end of the turn to the beginning of
+    the next one; None where there is no environment.
+    """
+
+    vocabulary: Vocabulary
+    turn_text: Callable[[Sequence[int]], str]
+    observed: Callable[[Sequence[Message]], Sequence[int]] | None = None
+
+    def pieces(self, sample: Sample) -> list[tuple[Sequence[int], Author]]:
+        """A text in the junior's tokens: what the authors wrote, and CONTEXT between their turns.
+
+        Bytes that are no character have become U+FFFD, as in ``Sample.text``.
+        """
+        if self.observed is None or sample.transcript is None or sample.author is None:
+            return [(self.vocabulary.encode(sample.text), Author.SENIOR)]
+        answers: list[list[Message]] = []
+        for message in sample.transcript["messages"]:
+            if message["role"] == "assistant":
+                answers.append([])
+            else:
+                answers[-1].append(message)
+        pieces: list[tuple[Sequence[int], Author]] = []
+        for i, turn in enumerate(own_turns(np.array(sample.tokens), authors_of(sample.author))):
+            if i:
+                pieces.append((self.observed(answers[i - 1]), Author.CONTEXT))
+            pieces.append((self.vocabulary.encode(self.turn_text(turn.tolist())), Author.SENIOR))
+        return pieces
+
+
 def read_legibility(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
@@ -59,7 +93,7 @@ def read_legibility(
     *,
     sampling: Sampling | None = None,
     vocabulary: int | None = None,
-    reader: Vocabulary | None = None,
+    reader: Reader | None = None,
     context: int | None = None,
     tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
@@ -76,8 +110,8 @@ def read_legibility(
             acceptance.
         vocabulary: the junior draws among the token ids below this number, which both models can write. None means all
             of the junior's.
-        reader: the junior's vocabulary, if it is another than the senior's. The junior then reads the text in tokens of
-            its own, after the prompt in its own chat template, and there is no acceptance.
+        reader: how the junior gets a text, if it has a vocabulary of its own. It then reads the text in its own tokens,
+            after the prompt in its own chat template, and there is no acceptance.
         context: the context of the profile in tokens; the junior's own context is a limit, too.
         progress: called with the number of further texts that were read.
 
@@ -220,17 +254,16 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
 
 
 def retokenised(
-    samples: Sequence[Sample], prompts: Sequence[Prompt], reader: Vocabulary, longest: float
+    samples: Sequence[Sample], prompts: Sequence[Prompt], reader: Reader, longest: float
 ) -> dict[int, Rollout]:
-    """The texts to read, by the position of their sample, in another vocabulary than that of their authors.
-
-    Bytes that are no character have become U+FFFD, as in ``Sample.text``.
-    """
+    """The texts to read, by the position of their sample, in another vocabulary than that of their authors."""
     texts = {}
     for i, sample in enumerate(samples):
-        prompt, text = prompts[sample.problem].junior, reader.encode(sample.text)
-        if text and len(prompt) + len(text) <= longest:
-            texts[i] = _rollout(sample, prompt, text, np.full(len(text), Author.SENIOR))
+        prompt, pieces = prompts[sample.problem].junior, reader.pieces(sample)
+        text = [token for tokens, _ in pieces for token in tokens]
+        author = np.repeat([who for _, who in pieces], [len(tokens) for tokens, _ in pieces])
+        if (author >= 0).any() and len(prompt) + len(text) <= longest:
+            texts[i] = _rollout(sample, prompt, text, author)
     return texts
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config, SandboxConfig
+from tandemrl.config import Config, ConfigError, SandboxConfig
 from tandemrl.data.loading import load_rows
+from tandemrl.data.messages import Message
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
+from tandemrl.evals.reading import Reader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
@@ -25,16 +27,17 @@ from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.signatures import searched_by, signature
+from tandemrl.selection.words import vocabulary_of
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
 BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
-"""Those of them in which the two may have vocabularies of their own; ``legibility`` without turns. From a junior behind
-an endpoint there are no probabilities, and it is told beforehand how many words to write, so it can take part in
-``tandem`` alone."""
+"""Those of them in which the two may have vocabularies of their own. From a junior behind an endpoint there are no
+probabilities, and it is told beforehand how many words to write, so it can take part in ``tandem`` alone."""
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -189,9 +192,9 @@ class Session:
         if rollout.draft_tokens != 0 or not rollout.kind.apart:
             settings = "rollout.engine=torch and rollout.draft_tokens=0"
             return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
-        able: tuple[Phase, ...] = ("tandem",)
-        if self.endpoint is None:
-            able = WRITTEN_TOGETHER if self.has_episodes else BY_TEXT
+        if self.has_episodes and (why := self._acting[1]) is not None:
+            return reasons | dict.fromkeys(BY_TEXT, f"needs both in the environment: {why}")
+        able: tuple[Phase, ...] = ("tandem",) if self.endpoint is not None else BY_TEXT
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 
     @cached_property
@@ -210,19 +213,37 @@ class Session:
         """The environment that the authors act in, or None."""
         return self._environment or make_environment(self.config)
 
-    @cached_property
+    @property
     def episode_runner(self) -> EpisodeRunner | None:
         """Where the authors take turns with an environment. None if a prompt gets one response."""
+        return self._acting[0]
+
+    @cached_property
+    def _acting(self) -> tuple[EpisodeRunner | None, str | None]:
+        """The ``episode_runner``, and why a junior with a vocabulary of its own cannot take part, if it cannot."""
         if not self.has_episodes:
-            return None
-        ends = stored_eos_token_ids(self.model, self.tokenizer)
-        return make_episode_runner(
+            return None, None
+        make = partial(
+            make_episode_runner,
             self.config,
             self.tokenizer,
             environment=self._environment,
-            eos_token_ids=ends,
-            junior=reader_of(self.junior, self.junior_tokenizer) if self.together else None,
+            eos_token_ids=stored_eos_token_ids(self.model, self.tokenizer),
         )
+        try:
+            return make(junior=reader_of(self.junior, self.junior_tokenizer)), None
+        except ConfigError as error:
+            return make(), str(error)  # which raises what is not about the junior
+
+    @property
+    def reader(self) -> Reader | None:
+        """How a junior with a vocabulary of its own gets a text to read."""
+        if self.junior_tokenizer is None:
+            return None
+        observed = None
+        if self.episode_runner is not None and (rendering := self.episode_runner.junior_rendering) is not None:
+            observed = partial(_observed, rendering)
+        return Reader(vocabulary_of(self.junior_tokenizer), partial(_turn_text, self.tokenizer), observed)
 
     @cached_property
     def judges(self) -> JudgePool:
@@ -291,10 +312,21 @@ class Session:
     def close(self) -> None:
         """End the processes that the session has started."""
         self.close_engine()
-        if "episode_runner" in vars(self) and self.episode_runner is not None:
+        if "_acting" in vars(self) and self.episode_runner is not None:
             self.episode_runner.close()
 
     def close_engine(self) -> None:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
+
+
+def _turn_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    text = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
+
+
+def _observed(rendering: Rendering, messages: Sequence[Message]) -> Sequence[int]:
+    """The answers to a turn as the junior's tokens, from the end of the turn to the beginning of the next one."""
+    return rendering.context(messages, ended=False).tokens

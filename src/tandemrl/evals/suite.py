@@ -32,7 +32,6 @@ from tandemrl.rollout.envs.episodes import make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.partner import check_untranslatable
-from tandemrl.selection.words import vocabulary_of
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
@@ -221,8 +220,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
     if phase == "legibility":
-        own = session.junior_tokenizer
-        reader = None if own is None else vocabulary_of(own)
+        reader = session.reader
         if draw != DRAW and reader is None:
             warnings.warn(
                 f"{file} has no acceptance: pass-at-k.json beside it does not say that its tokens were drawn as they "
