@@ -89,6 +89,8 @@ fleet-check: .venv/.dev
 
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev
+	@test -n "$(CHROMIUM)" || command -v chromium google-chrome >/dev/null \
+		|| { echo 'no Chromium: apt-get install chromium, or make $@ CHROMIUM=path'; exit 1; }
 	@$(BIN)/pip install $(PIP_FLAGS) playwright
 	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/apps/play
 

@@ -10,7 +10,8 @@ Every round, each contestant generates the same requests, in units of --unit-gro
 - `2 workers`: on a local Ray cluster, with one thread each. Requests and completions go through Ray; no weights do.
 
 Nothing else should run on the machine. Prints medians of the rounds with 90 % intervals, in tokens per second of wall
-time, and relative to `engine, 2 threads`. That the workers write what the engine with one thread does is checked.
+time, and relative to `engine, 2 threads`; --out is renewed after each round. It is checked that the workers write what
+the engine with one thread does.
 """
 
 import argparse
@@ -43,9 +44,9 @@ BASELINE = "engine, 2 threads"
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--prompts", type=int, default=16)
+    p.add_argument("--prompts", type=int, default=8)
     p.add_argument("--group-size", type=int, default=8, help="completions per prompt")
-    p.add_argument("--unit-groups", type=int, default=4)
+    p.add_argument("--unit-groups", type=int, default=4, help="groups that are decoded together")
     p.add_argument("--max-tokens", type=int, default=44)
     p.add_argument("--rounds", type=int, default=5, help="an interval needs at least 5")
     p.add_argument("--out", type=Path)
@@ -103,22 +104,24 @@ def main() -> None:
             print(f"round {number}, {name}: {tokens} tokens in {took:.1f} s", file=sys.stderr, flush=True)
         same = [name for name in names if engines[name][0] == 1]
         assert all(texts(written[name]) == texts(written[same[0]]) for name in same), "not the same tokens"
-    result = about() | {
-        "benchmark": "fleet_throughput",
-        "ray": version("ray"),
-        "command": shlex.join(["python", *sys.argv]),
-        "model": folder.name,
-        "rows": options.prompts * options.group_size,
-        "unit_groups": options.unit_groups,
-        "tokens_per_s": {name: over_rounds(values) for name, values in rates.items()},
-        "seconds_ratios": ratios(seconds, [(name, BASELINE) for name in names if name != BASELINE]),
-        "load1": round(os.getloadavg()[0], 2),
-    }
+        if number < 0:
+            continue
+        result = about() | {
+            "benchmark": "fleet_throughput",
+            "ray": version("ray"),
+            "command": shlex.join(["python", *sys.argv]),
+            "model": folder.name,
+            "rows": options.prompts * options.group_size,
+            "unit_groups": options.unit_groups,
+            "tokens_per_s": {name: over_rounds(values) for name, values in rates.items()},
+            "seconds_ratios": ratios(seconds, [(name, BASELINE) for name in names if name != BASELINE]),
+            "load1": round(os.getloadavg()[0], 2),
+        }
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
     for _, contestant in engines.values():
         contestant.close()
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
 
 
 def texts(completions: list[list[Completion]]) -> list[list[int]]:

@@ -292,6 +292,20 @@ def fleet() -> str:
     )
 
 
+def fleet_throughput() -> str:
+    found = json.loads((BENCHMARKS / "fleet_throughput.json").read_text())
+    rows = []
+    for name, rate in found["tokens_per_s"].items():
+        relative = found["seconds_ratios"].get(f"{name} / engine, 2 threads")
+        faster = "" if relative is None else f"{1 / relative['median']:.2f}"
+        rows.append([name, f"{rate['median']:.0f}", faster])
+    return (
+        markdown_table(["", "tokens per second", "relative to `engine, 2 threads`"], rows)
+        + f"\nMedians of {len(rate['per_round'])} rounds; {found['rows']} rows, units of {found['unit_groups']} groups; "
+        f"ray {found['ray']}, {versions_of([found])}; {_file('fleet_throughput.json')}.\n"
+    )
+
+
 def pretrained_speed() -> str:
     """Rollouts, update, sync and steps of a real model. What is not in the file yet is left out."""
     name = "pretrained_speed.jsonl"

@@ -112,7 +112,7 @@ class Fault(NamedTuple):
     """It does not wait until there are as many workers as there shall be."""
     moment: float | None
     """When it comes in a step, as a fraction of its time. None = when a worker has a unit; then it hits that worker
-    or its node."""
+    or its node, and the next fault waits until it is given up."""
 
 
 def drawn(count: int, seed: int) -> list[Fault]:
@@ -181,6 +181,7 @@ class FaultyRun:
                 if fault.moment is None:
                     self.until(self.with_a_unit, every_s=0.005, at_most_s=AMID_S)
                     self.make(fault.kind, self.with_a_unit())
+                    self.until(lambda: not self.open_ends() - self.of_this_driver("NotSent").keys())
                 else:
                     self.until(partial(passed, time.monotonic() + fault.moment * step_s))
                     self.make(fault.kind)
