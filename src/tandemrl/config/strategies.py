@@ -38,8 +38,12 @@ class Kind(NamedTuple):
 _STRATEGIES, _WHOLE_WORDS = "tandemrl.selection.strategies", "tandemrl.selection.whole_words"
 
 
-def _here(name: str, says: str, *parameters: str, by_turns: bool = False) -> Kind:
-    return Kind(name, f"{_STRATEGIES}:{name}", says, parameters, by_turns=by_turns)
+def _here(name: str, says: str, *parameters: str) -> Kind:
+    return Kind(name, f"{_STRATEGIES}:{name}", says, parameters)
+
+
+def _of_turns(name: str, says: str, *parameters: str) -> Kind:
+    return _here(name, says, *parameters)._replace(by_turns=True, by_text=f"{_WHOLE_WORDS}:text_{name}")
 
 
 _TABLE = (
@@ -57,8 +61,8 @@ _TABLE = (
     _here("sentence", "hand over after each step", "first"),
     _here("chunk", "hand over after chunk_size tokens", "chunk_size", "first"),
     _here("alternating", "hand over after each token", "first"),
-    _here("turn", "draw the author of each turn", "prob_senior", by_turns=True),
-    _here("alternating_turns", "hand over after each turn", "first", by_turns=True),
+    _of_turns("turn", "draw the author of each turn", "prob_senior"),
+    _of_turns("alternating_turns", "hand over after each turn", "first"),
     Kind(
         "solo",
         f"{_STRATEGIES}:solo",

@@ -32,7 +32,14 @@ from tandemrl.rollout.groups import response_text
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
-from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables
+from tandemrl.selection.whole_words import (
+    before_text_word,
+    text_alternating_turns,
+    text_first_turn,
+    text_sentence,
+    text_tables,
+    text_turn,
+)
 
 Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -119,6 +126,8 @@ def strategies(
     """
     if phase == "tandem":
         chosen = selection or SelectionConfig()
+        if by_text and draws_turns(chosen):
+            return {chosen.strategy: text_turn(chosen.prob_senior, text_tables(tokenizer, vocabulary))}
         if by_text:
             return {"before_word": before_text_word(chosen.prob_senior, text_tables(tokenizer, vocabulary))}
         if draws_turns(chosen):
@@ -126,7 +135,13 @@ def strategies(
         return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
     if phase == "handoff" and by_text:
         texts = text_tables(tokenizer, vocabulary)
-        return {"senior_first": text_sentence("senior", texts), "junior_first": text_sentence("junior", texts)}
+        by_words = {"senior_first": text_sentence("senior", texts), "junior_first": text_sentence("junior", texts)}
+        by_whole_turns = {
+            "senior_first_turns": text_alternating_turns("senior", texts),
+            "junior_first_turns": text_alternating_turns("junior", texts),
+            "senior_then_junior": text_first_turn("senior", texts),
+        }
+        return by_words | (by_whole_turns if episodes else {})
     if phase == "handoff":
         tables = step_tables(tokenizer, vocabulary)
         by_steps = {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}

@@ -1,5 +1,7 @@
-"""The strategies that draw one author for each whole word: by ids, in one vocabulary, and by the text, in two."""
+"""The strategies that draw one author for each whole word: by ids, in one vocabulary, and by the text, in two; in two,
+also those of whole turns."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +11,17 @@ from torch import Tensor
 
 from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
 from tandemrl.selection.draws import SELECTION, stream, uniforms
-from tandemrl.selection.strategies import OnDevices, Strategy, Who, check_probability, is_senior, solo
+from tandemrl.selection.strategies import (
+    OnDevices,
+    Strategy,
+    Who,
+    alternating_turns,
+    check_probability,
+    first_turn,
+    is_senior,
+    solo,
+    turn,
+)
 from tandemrl.selection.words import word_starts
 
 
@@ -212,8 +224,39 @@ def text_solo(first: Who, texts: TextTables) -> Strategy:
     alone = solo(first)
     if alone.writers == "senior":
         return alone  # nothing has to be read
-    over = partial(text_solo, first)
-    return alone._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)  # one reads along
+    return _by_text(alone, texts, partial(text_solo, first))
+
+
+def text_turn(prob_senior: float, texts: TextTables) -> Strategy:
+    """``turn`` for models of two vocabularies: each turn has one author, and the other's tokenizer reads it.
+
+    Raises:
+        ValueError: ``prob_senior`` is outside [0, 1].
+    """
+    return _by_text(turn(prob_senior), texts, partial(text_turn, prob_senior))
+
+
+def text_alternating_turns(first: Who, texts: TextTables) -> Strategy:
+    """``alternating_turns`` for models of two vocabularies.
+
+    Raises:
+        ValueError: ``first`` is neither "senior" nor "junior".
+    """
+    return _by_text(alternating_turns(first), texts, partial(text_alternating_turns, first))
+
+
+def text_first_turn(who: Who, texts: TextTables) -> Strategy:
+    """``first_turn`` for models of two vocabularies.
+
+    Raises:
+        ValueError: ``who`` is neither "senior" nor "junior".
+    """
+    return _by_text(first_turn(who), texts, partial(text_first_turn, who))
+
+
+def _by_text(strategy: Strategy, texts: TextTables, over: Callable[[TextTables], Strategy]) -> Strategy:
+    """A strategy that changes authors between turns at most, where both models read along."""
+    return strategy._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)
 
 
 class _Texts:
