@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from runs import config, metrics
+import agents as agent_runs
+import small_world
+from agents import TOOLS
+from runs import assert_same_run, config, metrics, samples, timeless
 from tandemrl.rollout.fleet.ray_workers import RayWorkers
 from tandemrl.training.loop import train
 
@@ -18,6 +21,16 @@ def test_a_run_with_workers_of_which_one_is_killed_is_that_without(
 ) -> None:
     """The same units, so the same samples and weights, bit for bit."""
     alone = train(config(tiny_pair, tmp_path / "alone", *RUN, "rollout.unit_groups=2"), quiet=True)
+    kill_at_the_third_unit(monkeypatch)
+    fleet = train(config(tiny_pair, tmp_path / "fleet", *RUN, "rollout.unit_groups=2", "rollout.workers=2"), quiet=True)
+    for file in ("samples.jsonl", "hf/step_3/model.safetensors"):
+        assert (alone / file).read_bytes() == (fleet / file).read_bytes(), file
+    for what in ("restarts", "redone"):
+        assert sum(step[f"fleet/{what}"] for step in metrics(fleet)) == 1, what
+
+
+def kill_at_the_third_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the worker that gets it, when it has it."""
     generate, asked = RayWorkers.generate, 0
 
     def killed_at_the_third(self: RayWorkers, number: int, *values: object) -> None:
@@ -30,11 +43,38 @@ def test_a_run_with_workers_of_which_one_is_killed_is_that_without(
             ray.kill(self._actors[number])
 
     monkeypatch.setattr(RayWorkers, "generate", killed_at_the_third)
-    fleet = train(config(tiny_pair, tmp_path / "fleet", *RUN, "rollout.unit_groups=2", "rollout.workers=2"), quiet=True)
-    for file in ("samples.jsonl", "hf/step_3/model.safetensors"):
-        assert (alone / file).read_bytes() == (fleet / file).read_bytes(), file
-    for what in ("restarts", "redone"):
-        assert sum(step[f"fleet/{what}"] for step in metrics(fleet)) == 1, what
+
+
+EVALUATED = ("train.eval_every=3", "eval.profile=custom", "eval.max_tokens=24", "eval.k=[1]", "eval.bootstrap=10")
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["of the config", "passed"])
+def test_workers_take_turns_with_an_environment(
+    passed: bool, agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools in processes of a worker, or an environment in its threads. Episodes of a lost unit begin anew, and the run
+    is that without workers: episodes, metrics, evaluation and weights, bit for bit; also when it is resumed."""
+    keys = (*([] if passed else TOOLS), *EVALUATED, "eval.train_samples=2", "rollout.unit_groups=1")
+    acted = {"environment": small_world.Talk()} if passed else {}
+    alone = train(agent_runs.config(agents, tmp_path / "alone", *keys), quiet=True, **acted)
+    kill_at_the_third_unit(monkeypatch)
+    keys = (*keys, "rollout.workers=2")
+    fleet = train(agent_runs.config(agents, tmp_path / "fleet", *keys), quiet=True, **acted)
+    assert_same_run(alone, fleet, 3)
+    assert sum(step["fleet/redone"] for step in metrics(fleet)) == 1
+    assert max(line["turns"] for line in samples(fleet)) == 3
+    if passed:
+        return
+    step_1 = str(alone / "checkpoints" / "step_1")
+    resumed = train(agent_runs.config(agents, tmp_path / "resumed", *keys), quiet=True, resume=step_1, **acted)
+    assert timeless_after(resumed, 1) == timeless_after(fleet, 1)
+    assert (resumed / "hf/step_3/model.safetensors").read_bytes() == (
+        fleet / "hf/step_3/model.safetensors"
+    ).read_bytes()
+
+
+def timeless_after(out: Path, step: int) -> list[dict[str, object]]:
+    return [line for line in timeless(out) if line["step"] > step]
 
 
 def test_models_of_two_vocabularies_write_in_workers(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
