@@ -109,7 +109,7 @@ class RolloutConfig:
     tool_timeout_s: PositiveFloat = 30.0
     """A tool that has not answered after this many seconds is killed, and the author is told."""
     tool_workers: PositiveInt | None = None
-    """Processes that tools run in; null = one per core, but at most two."""
+    """Processes that tools run in, with `rollout.workers` those of each; null = one per core, but at most two."""
     keep_turns: bool = False
     """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
     All turns then stay as they were generated, so that the models read some tokens more than the template would
@@ -132,8 +132,9 @@ class RolloutConfig:
     run; an address: on the cluster there; auto: on the cluster that the job was submitted to (`RAY_ADDRESS`), else
     local."""
     unit_groups: PositiveInt | None = None
-    """Groups that are decoded together, apart from all others. A run with the same units has the same bits with any
-    number of workers. null = 4 with workers, without them all groups of a step."""
+    """Groups that are decoded together, apart from all others, and take turns with an environment in rounds. A run with
+    the same units has the same bits with any number of workers. null = 4 with workers, without them all groups of a
+    step, whose turns wait for nobody's."""
     worker_timeout_s: PositiveFloat = 600.0
     """A worker that has not started, loaded weights or decoded a unit in this time is replaced."""
     allow_truncated: bool = False
@@ -183,12 +184,6 @@ class RolloutConfig:
         if self.environment_kind.only_tools and not self.tools:
             what = "at least one module:function"
             yield Fault("rollout.tools", f"{what} with rollout.environment={self.environment}")
-        if self.environment_kind.turns:
-            why = f"whose units take no turns, with rollout.environment={self.environment}"
-            if self.workers:
-                yield Fault("rollout.workers", f"0, {why}")
-            if self.unit_groups is not None:
-                yield Fault("rollout.unit_groups", f"null, {why}")
         if self.turn_tokens is not None and self.turn_tokens > self.max_tokens:
             yield Fault(
                 "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({self.max_tokens}), which is of all turns"

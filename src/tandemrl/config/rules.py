@@ -199,6 +199,10 @@ def _services(c: Config) -> Iterator[Fault]:
     if c.retrieval.url is not None and c.rollout.tool_timeout_s <= c.retrieval.patience_s:
         why = "the time that retrieval.timeout_s, retries and backoff_s allow a service; else its tool times out first"
         yield Fault("rollout.tool_timeout_s", f"above {c.retrieval.patience_s:g}: {why}")
+    waits = c.rollout.max_turns * c.rollout.tool_timeout_s
+    if c.rollout.workers and c.has_episodes and c.rollout.worker_timeout_s <= waits:
+        why = "rollout.max_turns times rollout.tool_timeout_s; else a worker that waits for tools is taken for lost"
+        yield Fault("rollout.worker_timeout_s", f"above {waits:g}: {why}")
 
 
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (

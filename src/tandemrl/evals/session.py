@@ -306,6 +306,7 @@ class Session:
                 device=config.device,
                 longest=self.observation_tokens
                 + self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
+                acting=None if self.episode_runner is None else self.episode_runner.elsewhere(self.config),
             )
         return self._engine
 

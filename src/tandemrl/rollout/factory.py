@@ -17,7 +17,7 @@ from tandemrl.processes.names import made
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
-from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers
+from tandemrl.rollout.fleet.ray_workers import Acting, Cluster, RayWorkers
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
 
@@ -66,6 +66,7 @@ def make_engine(
     longest: int | None = None,
     max_staleness: int = 0,
     factory: EngineFactory | None = None,
+    acting: Acting | None = None,
 ) -> Engine:
     """Make the engine for these models: one in this process, or ``rollout.workers`` of them, used as one.
 
@@ -80,6 +81,7 @@ def make_engine(
             for the context of the models.
         max_staleness: with workers, by how many steps their weights may be older than the newest possible ones.
         factory: used instead of ``rollout.engine``.
+        acting: with workers, makes what the authors take turns with there, as a responder does here.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
@@ -111,7 +113,7 @@ def make_engine(
     )
     assert config.units is not None
     return FleetEngine(
-        RayWorkers(make, cluster),
+        RayWorkers(make, cluster, acting),
         size=config.workers,
         unit_groups=config.units,
         max_staleness=max_staleness,

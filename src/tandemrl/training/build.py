@@ -26,6 +26,7 @@ from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
+from tandemrl.rollout.fleet.ray_workers import Acting
 from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
@@ -114,7 +115,15 @@ def build(
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     critic = recipe.advantage is None
     models = build_models(
-        config, policy, tokenizer, world, tandem=tandem, critic=critic, factory=engine, junior_tokenizer=apart
+        config,
+        policy,
+        tokenizer,
+        world,
+        tandem=tandem,
+        critic=critic,
+        factory=engine,
+        junior_tokenizer=apart,
+        acting=None if preflight.episode_runner is None else preflight.episode_runner.elsewhere(config),
     )
     sampling = Sampling(
         max_tokens=rollout.max_tokens,
@@ -172,6 +181,7 @@ def build_models(
     critic: bool,
     factory: EngineFactory | None = None,
     junior_tokenizer: PreTrainedTokenizerBase | None = None,
+    acting: Acting | None = None,
 ) -> Models:
     """Make all models of a run around the policy of ``load_policy``, which is changed in place.
 
@@ -180,6 +190,7 @@ def build_models(
         critic: whether the recipe needs a critic.
         factory: makes the engine, instead of ``rollout.engine``.
         junior_tokenizer: that of a junior with a vocabulary of its own.
+        acting: see ``make_engine``.
     """
     model, loss = config.model, config.loss
     dtype = getattr(torch, model.dtype)
@@ -207,7 +218,7 @@ def build_models(
     endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
     decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint)
     writer = decoder if tandem else None
-    engine = build_engine(config, writer, tokenizer, factory)
+    engine = build_engine(config, writer, tokenizer, factory, acting)
     reference = None
     if model.lora.rank and world.size == 1:
         attach(policy, model.lora, config.train.seed)
@@ -251,7 +262,11 @@ def adapted_base_of_worker(path: str, dtype: str, device: str, lora: LoraConfig,
 
 
 def build_engine(
-    config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase, factory: EngineFactory | None = None
+    config: Config,
+    junior: ModelSource | None,
+    tokenizer: PreTrainedTokenizerBase,
+    factory: EngineFactory | None = None,
+    acting: Acting | None = None,
 ) -> Engine:
     """Make the rollout engine, in the compute dtype.
 
@@ -261,6 +276,7 @@ def build_engine(
     Args:
         junior: the junior. None means that the senior writes alone.
         factory: used instead of ``rollout.engine``.
+        acting: see ``make_engine``.
     """
     model = config.model
     shared = model.lora.rank > 0 and junior is not None and shares_base(config)
@@ -295,4 +311,5 @@ def build_engine(
         longest=longest,
         max_staleness=config.train.async_steps,
         factory=factory,
+        acting=acting,
     )

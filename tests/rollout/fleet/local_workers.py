@@ -3,23 +3,31 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any
 
 from torch import Tensor
 
-from tandemrl.rollout.engine import EngineError, Request
+from tandemrl.rollout.engine import Request
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet import events
-from tandemrl.rollout.fleet.engine import Described, UnitAnswer
+from tandemrl.rollout.fleet.engine import Described
 from tandemrl.rollout.fleet.events import INITIAL, Answered, Joined, Loaded, Lost, Unit
+from tandemrl.rollout.fleet.units import answer_of
 from tandemrl.rollout.torch_engine import TorchEngine
 
 
 class LocalWorkers:
     """``faults``: by the number of a worker, what happens: "does not start"; at its first unit "dies", "dies later"
-    (when ``go_on`` is set) or "keeps silent"; or "is stale": it never loads weights."""
+    (when ``go_on`` is set) or "keeps silent"; or "is stale": it never loads weights. ``acting``: makes what the
+    authors of a worker take turns with."""
 
-    def __init__(self, make: Callable[[], TorchEngine], faults: dict[int, str] | None = None) -> None:
-        self.make, self.faults = make, faults or {}
+    def __init__(
+        self,
+        make: Callable[[], TorchEngine],
+        faults: dict[int, str] | None = None,
+        acting: Callable[[], EpisodeRunner] | None = None,
+    ) -> None:
+        self.make, self.faults, self.acting = make, faults or {}, acting
+        self.runners: dict[int, EpisodeRunner] = {}
         self.engines: dict[int, TorchEngine] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
         self.kept: dict[int, list[tuple[str, Tensor]]] = {}
@@ -38,8 +46,11 @@ class LocalWorkers:
                 self.tell(Lost(number, "out of memory"))
                 return
             engine = self.engines[number] = self.make()
+            if self.acting is not None:
+                self.runners[number] = self.acting()
             told = (engine.info, engine.vocabulary, engine.context, engine.has_junior, engine.policy_version)
-            self.tell(Joined(number, Described(*told, engine.fingerprint("junior"))))
+            junior, acts = engine.fingerprint("junior"), self.acting is not None
+            self.tell(Joined(number, Described(*told, junior, acts)))
 
         self.threads[number].submit(start)
 
@@ -52,7 +63,9 @@ class LocalWorkers:
 
         self.threads[number].submit(load)
 
-    def generate(self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request]) -> None:
+    def generate(
+        self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request], turns: bool
+    ) -> None:
         def generate() -> None:
             fault = self.faults.pop(number, None)
             if fault == "dies later":
@@ -61,11 +74,7 @@ class LocalWorkers:
                 self.tell(Lost(number, "killed"))
             elif fault != "keeps silent":
                 engine = self.engines[number]
-                answer: Any = None
-                try:
-                    answer = UnitAnswer(engine.generate(requests), engine.passes)
-                except EngineError as error:
-                    answer = error
+                answer = answer_of(engine, requests, self.runners[number] if turns else None)
                 self.done.append((number, unit))
                 self.tell(Answered(number, unit, attempt, version, engine.fingerprint(), answer))
 

@@ -214,7 +214,7 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
     engine = fleet(1)
     with pytest.raises(EngineError, match="request 0: empty prompt"):
         engine.generate(requests([[]], SAMPLING, STRATEGY))
-    with pytest.raises(EngineError, match="take no turns with an environment"):
+    with pytest.raises(EngineError, match="the workers have no environment to take turns with"):
         engine.generate(asked(), responder=Mock(spec=Responder))
     sync_weights(learnt(), engine, version=3)
     with pytest.raises(EngineError, match="newer ones need a greater number, not 3"):
@@ -227,8 +227,10 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
     [
         (["train.async_steps=2"], "train.async_steps=2: must be 0 or 1 with rollout.workers=0"),
         (["rollout.workers=2", "train.async_steps=9"], "must be between 0 and 8"),
-        (["rollout.workers=1", "rollout.environment=multihop"], "rollout.workers=1: must be 0, whose units take no"),
-        (["rollout.unit_groups=1", "rollout.environment=multihop"], "rollout.unit_groups=1: must be null"),
+        (
+            ["rollout.workers=1", "rollout.environment=multihop", "rollout.max_turns=20"],
+            r"rollout.worker_timeout_s=600\.0: must be above 600: rollout.max_turns times rollout.tool_timeout_s",
+        ),
         (["rollout.workers=1", "parallel.dp_shard=2"], "rollout.workers=1: must be 0 with several processes"),
     ],
 )

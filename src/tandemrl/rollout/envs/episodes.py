@@ -8,7 +8,7 @@ waits for the tool of another row, or forever for a tool that hangs.
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,6 +55,13 @@ def reader_of(path: str | None, tokenizer: Any, *, download: bool = True) -> Rea
         return Reader(tokenizer, stored_eos_token_ids(path, tokenizer, download=download))
     except OSError:  # of a junior behind an endpoint there need be nothing but the tokenizer
         return Reader(tokenizer, (tokenizer.eos_token_id,))
+
+
+class Tally(NamedTuple):
+    """How many turns an environment was asked to answer, and how many of them ended by a time-out or a crash."""
+
+    asked: int = 0
+    unanswered: int = 0
 
 
 class EpisodeRunner:
@@ -107,7 +114,7 @@ class EpisodeRunner:
             keep_turns=config.keep_turns,
             template_arguments=template_arguments,
         )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._junior = tokenizer, junior
         self._prefix = self.rendering.prefix
         self._calls: CallFormat = self._call_format()
         self.junior_rendering: Rendering | None = None
@@ -153,6 +160,18 @@ class EpisodeRunner:
     def episodes(self) -> "Episodes":
         """The episodes of one call of ``generate``, whose requests were made by `episode`."""
         return Episodes(self)
+
+    def elsewhere(self, config: Config) -> "Callable[[], EpisodeRunner | None]":
+        """Makes the runner of a rollout worker, to which this function is pickled: with the environment of ``config``,
+        or with a copy of one that runs in threads."""
+        return partial(
+            make_episode_runner,
+            config,
+            self._tokenizer,
+            environment=self.environment if isinstance(self.caller, ThreadCalls) else None,
+            eos_token_ids=self._ends,
+            junior=self._junior,
+        )
 
     def message(self, turn: Turn) -> Message:
         """The text of a turn, parsed to a message."""
@@ -290,7 +309,7 @@ class Episodes:
         self._replies: deque[Reply] = deque()
         self._awaited = 0
         self._failure: str | None = None
-        self._asked = self._unanswered = 0
+        self.tally = Tally()
 
     def submit(self, turn: Turn) -> None:
         """See `Responder`."""
@@ -331,15 +350,19 @@ class Episodes:
             return Transcript((), None, dict.fromkeys(COUNTS, 0.0))
         return Transcript(tuple(episode.messages), episode.state, {key: float(n) for key, n in episode.counts.items()})
 
+    def count(self, tally: Tally) -> None:
+        """Count turns of these episodes that were taken elsewhere, in a rollout worker."""
+        self.tally = Tally(*(a + b for a, b in zip(self.tally, tally, strict=True)))
+
     def check(self) -> None:
         """Refuse the episodes, once all have ended, if the environment never answered.
 
         Raises:
             EngineError: there were at least two turns to answer, and all of them ended by a time-out or a crash.
         """
-        if self._unanswered == self._asked > 1:
+        if self.tally.unanswered == self.tally.asked > 1:
             raise EngineError(
-                f"environment {self._runner.name}: none of {self._asked} turns was answered: all took more than "
+                f"environment {self._runner.name}: none of {self.tally.asked} turns was answered: all took more than "
                 f"{self._runner.tool_timeout_s:g} s or crashed; raise rollout.tool_timeout_s if the machine is slow"
             )
 
@@ -360,8 +383,7 @@ class Episodes:
         stamp()
         runner, episode = self._runner, self._episodes[turn.number]
         if message.get("tool_calls") or not runner.tools:
-            self._asked += 1
-            self._unanswered += outcome.how in ("timeout", "death")
+            self.count(Tally(1, outcome.how in ("timeout", "death")))
         if outcome.how == "result":
             answer = sound(outcome.value)
             said, over, fault = answer["messages"], answer["over"], self._fault(answer)

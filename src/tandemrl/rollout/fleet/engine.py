@@ -29,6 +29,7 @@ from tandemrl.rollout.engine import (
     Responder,
     check_request,
 )
+from tandemrl.rollout.envs.episodes import Episodes
 from tandemrl.rollout.fleet.dispatcher import Dispatcher, DispatchError
 from tandemrl.rollout.fleet.events import (
     INITIAL,
@@ -47,6 +48,7 @@ from tandemrl.rollout.fleet.events import (
     Tick,
     Unit,
 )
+from tandemrl.rollout.fleet.units import UnitAnswer, turns_with
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
@@ -65,13 +67,8 @@ class Described(NamedTuple):
     """Of the weights that they start with."""
     junior: int | None
     """The fingerprint of the junior."""
-
-
-class UnitAnswer(NamedTuple):
-    """What an engine has generated of a unit, and what it cost."""
-
-    completions: list[list[Completion]]
-    passes: Passes
+    acts: bool = False
+    """Whether the workers have an environment to take turns with."""
 
 
 @runtime_checkable
@@ -88,9 +85,11 @@ class Workers(Protocol):
         """Let a worker load the weights that were ``put`` under this version; ``INITIAL`` are those it starts with."""
         ...
 
-    def generate(self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request]) -> None:
-        """Let a worker generate. The ``answer`` that is told is a ``UnitAnswer``, or an error that has no other remedy
-        than another request."""
+    def generate(
+        self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request], turns: bool
+    ) -> None:
+        """Let a worker generate, taking turns with its environment or not. The ``answer`` that is told is that of
+        ``units.answer_of``; an error has no other remedy than another request."""
         ...
 
     def abort(self, number: int, keys: Iterable[int] | None) -> None: ...
@@ -111,6 +110,8 @@ class _Call:
     """A running call of ``generate``."""
 
     units: list[list[Request]]
+    turns: bool = False
+    """Whether the authors take turns with an environment."""
     arrived: SimpleQueue[UnitAnswer | Exception] = field(default_factory=SimpleQueue)
 
 
@@ -146,13 +147,15 @@ class UnitEngine:
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
-        _refuse_turns(responder)
         self._aborts.clear()
-        completions, self.passes = [], Passes()
+        completions: list[list[Completion]] = []
+        self.passes, begun = Passes(), 0
         for unit in units_of(requests, self.size):
-            kept = _without(unit, self._aborts)
-            completions += _with_aborted(unit, self.own.generate(kept, progress=progress) if kept else [])
+            kept, turns = _without(unit, self._aborts), turns_with(responder, begun)
+            written = self.own.generate(kept, progress=progress, **turns) if kept else []
+            completions += _with_aborted(unit, written, responder)
             self.passes += self.own.passes if kept else Passes()
+            begun += sum(len(request.keys) for request in unit)
         return completions
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
@@ -237,12 +240,17 @@ class FleetEngine:
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
-        _refuse_turns(responder)
+        assert self._described is not None
+        if responder is not None and not (self._described.acts and isinstance(responder, Episodes)):
+            raise EngineError(
+                "the workers have no environment to take turns with; make their engine with `acting` (as train and "
+                "eval do), or set rollout.workers=0"
+            )
         for i, request in enumerate(requests):
             check_request(i, request, self)
         if not requests:
             return []
-        call = _Call(units_of(requests, self._unit_groups))
+        call = _Call(units_of(requests, self._unit_groups), turns=responder is not None)
         with self._changed:
             if not self._calls:
                 self._aborts.clear()
@@ -255,11 +263,13 @@ class FleetEngine:
         try:
             for unit in call.units:
                 answer = self._next(call)
-                completions += _with_aborted(unit, answer.completions)
+                completions += _with_aborted(unit, answer.completions, responder)
                 passes += answer.passes
+                if isinstance(responder, Episodes):
+                    responder.count(answer.tally)
                 stamp()
                 if progress is not None:
-                    progress(sum(len(c.tokens) for group in answer.completions for c in group))
+                    progress(sum(int((c.author >= 0).sum()) for group in answer.completions for c in group))
         finally:
             del self._calls[number]
         self.passes = passes
@@ -418,8 +428,8 @@ class FleetEngine:
     def _assign(self, number: int, unit: Unit, attempt: int) -> None:
         call, version = self._calls.get(unit.batch), self._dispatcher.batches[unit.batch].version
         requests = [] if call is None else _without(call.units[unit.index], self._aborts)
-        if requests:
-            self._workers.generate(number, unit, attempt, version, requests)
+        if call is not None and requests:
+            self._workers.generate(number, unit, attempt, version, requests, call.turns)
         else:  # nobody waits for it any more
             checksum, nothing = self._dispatcher.checksums[version], UnitAnswer([], Passes())
             self._events.put(Answered(number, unit, attempt, version, checksum or 0, nothing))
@@ -430,14 +440,6 @@ class FleetEngine:
             self._changed.notify_all()
 
 
-def _refuse_turns(responder: Responder | None) -> None:
-    if responder is not None:
-        raise EngineError(
-            "the units of rollout.workers and rollout.unit_groups take no turns with an environment; set "
-            "rollout.workers=0 rollout.unit_groups=null"
-        )
-
-
 def _without(requests: Sequence[Request], aborts: Aborts) -> list[Request]:
     """The requests without the keys that were aborted before they were begun."""
     if not aborts:
@@ -446,13 +448,13 @@ def _without(requests: Sequence[Request], aborts: Aborts) -> list[Request]:
     return [request for request in kept if request.keys]
 
 
-def _with_aborted(requests: Sequence[Request], completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
+def _with_aborted(
+    requests: Sequence[Request], completions: Sequence[Sequence[Completion]], responder: Responder | None
+) -> list[list[Completion]]:
     """The completions of a unit, with empty ones for the keys that ``_without`` left out."""
     if [len(group) for group in completions] == [len(request.keys) for request in requests]:
         return list(map(list, completions))
     by_key = {completion.key: completion for group in completions for completion in group}
-    return [[by_key.get(key) or _nothing(key) for key in request.keys] for request in requests]
-
-
-def _nothing(key: int) -> Completion:
-    return Completion(key, np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.float32), "abort")
+    said = None if responder is None else responder.transcript(-1)  # of an episode that never began
+    nothing = Completion(0, np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.float32), "abort", 0, said)
+    return [[by_key.get(key) or replace(nothing, key=key) for key in request.keys] for request in requests]

@@ -6,6 +6,7 @@ are put into its object store once, in parts; the workers of a node share its co
 
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,8 +20,10 @@ from torch import Tensor
 from tandemrl.config import ConfigError
 from tandemrl.files import pip_install
 from tandemrl.rollout.engine import Completion, Engine, EngineError, Request
-from tandemrl.rollout.fleet.engine import Described, UnitAnswer
+from tandemrl.rollout.envs.episodes import EpisodeRunner
+from tandemrl.rollout.fleet.engine import Described
 from tandemrl.rollout.fleet.events import INITIAL, Answered, Event, Joined, Loaded, Lost, Unit
+from tandemrl.rollout.fleet.units import UnitAnswer, answer_of
 
 PART_BYTES = 2**28  # what is copied at once on the way of the weights
 LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
@@ -28,6 +31,8 @@ LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
 Stored = tuple[str, str, tuple[int, ...], Any]
 """A tensor in the object store: its name, dtype, shape and bytes (a NumPy array, which Ray does not copy to read)."""
 Generated = tuple[int, int, UnitAnswer | EngineError]
+Acting = Callable[[], EpisodeRunner | None]
+"""Makes what the authors of a worker take turns with; None = nothing."""
 
 
 def require_ray(what: str) -> ModuleType:
@@ -58,18 +63,22 @@ class Cluster(NamedTuple):
 
 
 class RayWorker:
-    """The actor: an engine, made where it runs."""
+    """The actor: an engine and an environment, made where it runs."""
 
-    def __init__(self, make: Callable[[], Engine], threads: int) -> None:
+    def __init__(self, make: Sequence[Any], path: Sequence[str], threads: int) -> None:
+        import ray
+
         torch.set_num_threads(threads)
-        self.engine, self.version = make(), INITIAL
+        sys.path += [folder for folder in path if folder not in sys.path]  # before what is in them is unpickled
+        engine, acting = ray.get(make[0])
+        self.engine, self.version = engine(), INITIAL
+        self.acting = None if acting is None else acting()
 
     def describe(self) -> Described:
         e = self.engine
         junior = e.fingerprint("junior") if e.has_junior else None
-        return Described(
-            e.info._replace(streams=False), e.vocabulary, e.context, e.has_junior, e.policy_version, junior
-        )
+        told = (e.info._replace(streams=False), e.vocabulary, e.context, e.has_junior, e.policy_version, junior)
+        return Described(*told, acts=self.acting is not None)
 
     def load(self, version: int, parts: Sequence[Any]) -> int:
         """Load weights. Returns the fingerprint of the engine's, read back."""
@@ -82,13 +91,9 @@ class RayWorker:
         self.version, self.checksum = version, self.engine.fingerprint("senior")
         return self.checksum
 
-    def generate(self, requests: Sequence[Request]) -> Generated:
+    def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
         """Version and fingerprint of the weights, and what they generate, or why they cannot."""
-        try:
-            answer: UnitAnswer | EngineError = UnitAnswer(self.engine.generate(requests), self.engine.passes)
-        except EngineError as error:
-            answer = error
-        return self.version, self.checksum, answer
+        return self.version, self.checksum, answer_of(self.engine, requests, self.acting if turns else None)
 
     def abort(self, keys: Iterable[int] | None) -> None:
         self.engine.abort(keys)
@@ -102,12 +107,13 @@ class RayWorkers:
         cluster: with ``address`` "local", a cluster of our own on this machine, which ``close`` ends; with "auto", the
             cluster that Ray's own ``RAY_ADDRESS`` names, as it does within ``ray job submit``, and without it one of
             our own; else the cluster at this address.
+        acting: makes what the authors take turns with in a worker. It is pickled, too.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no cluster at the address.
+        ConfigError: Ray is not installed, there is no cluster at the address, or something cannot be pickled.
     """
 
-    def __init__(self, make: Callable[[], Engine], cluster: Cluster) -> None:
+    def __init__(self, make: Callable[[], Engine], cluster: Cluster, acting: Acting | None = None) -> None:
         address = cluster.address
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or "local"
@@ -119,7 +125,15 @@ class RayWorkers:
         options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         # Two calls at once, so that ``abort`` reaches a worker that generates.
         self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
-        self._make = self._ray.put(make)
+        try:
+            self._make = self._ray.put((make, acting))
+        except TypeError as error:
+            if self._ours:
+                self._ray.shutdown()
+            raise ConfigError(
+                f"rollout.workers={cluster.workers}: an engine or environment that was passed cannot be sent to "
+                f"workers: {_why(error)}; name one as module:name, or set rollout.workers=0"
+            ) from error
         self._actors: dict[int, Any] = {}
         self._parts: dict[int, list[Any]] = {INITIAL: []}
         self._tell: Callable[[Event], None] = lambda event: None
@@ -155,14 +169,16 @@ class RayWorkers:
         self._tell = tell
 
     def start(self, number: int) -> None:
-        actor = self._actors[number] = self._actor.remote(self._make, torch.get_num_threads())
+        actor = self._actors[number] = self._actor.remote([self._make], sys.path, torch.get_num_threads())
         self._then(number, actor.describe.remote(), partial(Joined, number))
 
     def load(self, number: int, version: int) -> None:
         answer = self._actors[number].load.remote(version, self._parts[version])
         self._then(number, answer, partial(Loaded, number, version))
 
-    def generate(self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request]) -> None:
+    def generate(
+        self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request], turns: bool
+    ) -> None:
         def answered(answer: Generated) -> Event:
             version, checksum, generated = answer
             if isinstance(generated, UnitAnswer):
@@ -170,7 +186,7 @@ class RayWorkers:
                 generated = generated._replace(completions=own)
             return Answered(number, unit, attempt, version, checksum, generated)
 
-        self._then(number, self._actors[number].generate.remote(requests), answered)
+        self._then(number, self._actors[number].generate.remote(requests, turns), answered)
 
     def abort(self, number: int, keys: Iterable[int] | None) -> None:
         self._actors[number].abort.remote(keys)
@@ -233,8 +249,9 @@ def restored(part: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
 
 def _own(completion: Completion) -> Completion:
     """A completion whose channels are no longer in Ray's memory, where they could not be written to."""
-    channels = {name: getattr(completion, name).copy() for name in ("tokens", "author", "behaviour_logprobs")}
-    return replace(completion, **channels)
+    names = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
+    channels = {name: getattr(completion, name) for name in names}
+    return replace(completion, **{name: each.copy() for name, each in channels.items() if each is not None})
 
 
 def _why(error: Exception) -> str:

@@ -1,0 +1,83 @@
+"""What an engine generates of a unit, and the turns that its authors take with an environment."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tandemrl.rollout.engine import Completion, Engine, EngineError, Passes, Reply, Request, Responder, Turn
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Tally
+from tandemrl.types import Transcript
+
+
+class UnitAnswer(NamedTuple):
+    """What an engine has generated of a unit, and what it cost."""
+
+    completions: list[list[Completion]]
+    passes: Passes
+    tally: Tally = Tally()
+    """Of the turns that were taken with an environment."""
+
+
+def answer_of(engine: Engine, requests: Sequence[Request], acting: EpisodeRunner | None) -> UnitAnswer | EngineError:
+    """What the engine of a worker generates of a unit, or why it cannot.
+
+    Args:
+        acting: the worker's own, if the authors take turns. The episodes begin and end with the unit.
+    """
+    episodes = None if acting is None else acting.episodes()
+    try:
+        completions = engine.generate(requests, **turns_with(episodes))
+    except EngineError as error:
+        return error
+    return UnitAnswer(completions, engine.passes, Tally() if episodes is None else episodes.tally)
+
+
+def turns_with(responder: Responder | None, first: int = 0) -> dict[str, Any]:
+    """The ``responder`` of a unit, as an argument of ``generate``: not every engine takes turns.
+
+    Args:
+        first: see ``Rounds``.
+    """
+    return {} if responder is None else {"responder": Rounds(responder, first)}
+
+
+class Rounds:
+    """The ``Responder`` of a unit, whose answers come in rounds: when no row can go on without one, all come at once.
+
+    What is decoded together then depends on the unit alone, and not on which tool was faster. So a unit has the same
+    bits wherever and whenever it is decoded. The price is that rows wait for the slowest tool of a round.
+
+    Args:
+        responder: answers the turns.
+        first: by how much its numbers of completions are greater than those of the unit.
+    """
+
+    def __init__(self, responder: Responder, first: int = 0) -> None:
+        self._responder, self._first = responder, first
+        self._awaited = set[int]()
+        self._answered: dict[int, Reply] = {}
+
+    def submit(self, turn: Turn) -> None:
+        """See `Responder`."""
+        self._awaited.add(turn.number)
+        self._responder.submit(turn._replace(number=turn.number + self._first))
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        """See `Responder`. Without ``wait`` there are none, but time-outs of tools are noticed."""
+        self._take(wait=False)
+        if not wait:
+            return []
+        while self._awaited:
+            self._take(wait=True)
+        ready, self._answered = [self._answered[number] for number in sorted(self._answered)], {}
+        return ready
+
+    def transcript(self, number: int) -> Transcript:
+        """See `Responder`."""
+        return self._responder.transcript(number + self._first)
+
+    def _take(self, *, wait: bool) -> None:
+        for reply in self._responder.replies(wait=wait):
+            number = reply.number - self._first
+            if number in self._awaited:  # else it is to a row of an earlier unit that was aborted
+                self._awaited.remove(number)
+                self._answered[number] = reply._replace(number=number)
