@@ -562,6 +562,10 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
 SEVERAL = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true"]
 
 
+def test_workers_may_have_more_than_one_gpu_whatever_processes_train() -> None:
+    check_processes(load(None, ["rollout.engine=vllm", "rollout.workers=1", "rollout.tensor_parallel=2"]), 2)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

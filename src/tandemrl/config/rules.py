@@ -248,9 +248,7 @@ def _alone(c: Config) -> Iterator[Fault]:
 def _among_processes(c: Config) -> Iterator[Fault]:
     r, v, timeout = c.rollout, c.rollout.vllm, c.parallel.timeout_s
     unsupported = "with several processes, which do not support it"
-    if r.workers:
-        yield Fault("rollout.workers", f"0 {unsupported} yet")
-    if r.kind.section == "vllm":
+    if r.kind.section == "vllm" and not r.workers:
         if not v.multiprocess:
             why = "vLLM would take the trainer's process group for its own"
             yield Fault("rollout.vllm.multiprocess", f"true with several processes: {why}")

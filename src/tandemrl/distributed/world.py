@@ -105,12 +105,16 @@ class World:
         """A second group of all processes, on the CPU. Its collectives are independent of those of the first group."""
         return None if self.size == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
-    def broadcast(self, value: Any) -> Any:
-        """The picklable ``value`` of rank 0."""
+    def broadcast(self, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+        """The picklable ``value`` of rank 0.
+
+        Args:
+            group: see ``gather``.
+        """
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
         stamp()
         return box[0]
 

@@ -33,7 +33,7 @@ from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import exchanged, trained_parts
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
-from tandemrl.rollout.fleet.engine import FleetEngine
+from tandemrl.rollout.fleet.engine import Fleet
 from tandemrl.rollout.groups import unscored
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
@@ -129,10 +129,10 @@ class AsyncRollouts:
         for step in steps:
             assert compare is not None
             examples, engine = self._draw(), self._engine
-            if isinstance(engine, FleetEngine):
+            if isinstance(engine, Fleet):
                 engine = engine.at_step(step)
             batch = self._threads.submit(self._generate, engine, step, examples)
-            while isinstance(engine, FleetEngine) and not (batch.done() or engine.begun.wait(0.01)):
+            while isinstance(engine, Fleet) and not (batch.done() or engine.begun.wait(0.01)):
                 pass  # until then, its weights might be dropped for newer ones
             self._pending.append(_Pending(step, examples, batch, compare))
 
@@ -147,7 +147,7 @@ class AsyncRollouts:
 
         The trainer waits for rollouts in ``take``, ``generate``, ``wait`` and ``state_dict``.
         """
-        if not isinstance(self._engine, FleetEngine):
+        if not isinstance(self._engine, Fleet):
             return {}
         before, self._counted = self._counted, self._counts()
         new = {name: value - before[name] for name, value in self._counted.items()}
@@ -172,7 +172,7 @@ class AsyncRollouts:
                 self._counted[name] += value - before[name]
 
     def _counts(self) -> dict[str, float]:
-        fleet = self._engine.counts() if isinstance(self._engine, FleetEngine) else {}
+        fleet = self._engine.counts() if isinstance(self._engine, Fleet) else {}
         return fleet | {"wall_s": time.monotonic(), "waited_s": self._waited_s}
 
     @contextmanager

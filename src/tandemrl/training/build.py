@@ -26,7 +26,9 @@ from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
+from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Acting
+from tandemrl.rollout.fleet.shared import SharedFleet
 from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
@@ -218,7 +220,8 @@ def build_models(
     endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
     decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint)
     writer = decoder if tandem else None
-    engine = build_engine(config, writer, tokenizer, factory, acting)
+    shared = config.rollout.workers > 0 and world.size > 1
+    engine = None if shared and not world.main else build_engine(config, writer, tokenizer, factory, acting)
     reference = None
     if model.lora.rank and world.size == 1:
         attach(policy, model.lora, config.train.seed)
@@ -237,8 +240,15 @@ def build_models(
         critic=value_model,
         reference=reference,
         junior=junior,
-        engine=engine if world.size == 1 else SpreadEngine(engine, world),
+        engine=_of_all(engine, world),
     )
+
+
+def _of_all(engine: Engine | None, world: World) -> Engine:
+    """The engines of all processes as one; only rank 0 has a fleet."""
+    if engine is None or (world.size > 1 and isinstance(engine, FleetEngine)):
+        return SharedFleet(engine, world)
+    return engine if world.size == 1 else SpreadEngine(engine, world)
 
 
 def shares_base(config: Config) -> bool:

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from local_workers import LocalWorkers
 
 from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from local_workers import LocalWorkers
 from tandemrl.config import ConfigError, load
 from tandemrl.rollout.engine import Engine, EngineError, Passes, Responder, Sampling, check_authors
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
@@ -231,7 +231,6 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
             ["rollout.workers=1", "rollout.environment=multihop", "rollout.max_turns=20"],
             r"rollout.worker_timeout_s=600\.0: must be above 600: rollout.max_turns times rollout.tool_timeout_s",
         ),
-        (["rollout.workers=1", "parallel.dp_shard=2"], "rollout.workers=1: must be 0 with several processes"),
     ],
 )
 def test_what_a_fleet_cannot_do_is_refused_in_the_config(overrides: list[str], why: str) -> None:

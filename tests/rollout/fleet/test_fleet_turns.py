@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_workers import LocalWorkers
 
 import small_world
 from helpers import agent_tokenizer, flat, prepared, qwen3, small_qwen3
+from local_workers import LocalWorkers
 from tandemrl.config import load
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row

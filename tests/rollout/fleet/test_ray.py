@@ -19,7 +19,7 @@ from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.fleet.ray_workers import RayWorkers, parts_of, require_ray, restored
+from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers, cards_of, parts_of, require_ray, restored
 from tandemrl.rollout.sync import sync_weights
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")
@@ -132,6 +132,20 @@ def kill_at_the_first_unit(fleet: FleetEngine) -> None:
         ray.kill(workers._actors[number])
 
     workers.generate = generate_and_die  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("visible", "trainers", "cards"),
+    [("0,1,2,3", "3", ["3"]), ("4,5", "1", ["5"]), ("2", "1", ["2"]), ("0,1", "2", ["0", "1"])],
+)
+def test_workers_on_this_machine_get_the_gpus_that_trainers_leave(
+    visible: str, trainers: str, cards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two: there are not enough, so they are shared."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", trainers)
+    assert cards_of(Cluster("local", workers=1, gpus=1)) == cards
+    assert cards_of(Cluster("local", workers=1)) is None
 
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -152,7 +153,7 @@ class RayWorkers:
         from ray._private import ray_constants
 
         ray_constants.ENABLE_RAY_CLUSTER = False  # the variable of above, if ray was imported before (by vllm)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _showing(cards_of(cluster)):
             warnings.simplefilter("ignore")
             ray.init(
                 "local",
@@ -220,6 +221,31 @@ class RayWorkers:
             self._tell(told)
 
         reference.future().add_done_callback(done)
+
+
+def cards_of(cluster: Cluster) -> list[str] | None:
+    """The GPUs that workers on this machine choose from: those that its trainer processes leave, if they are enough,
+    else all. None = there is nothing to choose."""
+    if not cluster.gpus:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    spare = cards[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]  # a trainer has that of its local rank
+    return spare if len(spare) >= cluster.workers * cluster.gpus else cards
+
+
+@contextmanager
+def _showing(cards: Sequence[str] | None) -> Iterator[None]:
+    """A context in which a new cluster sees only these GPUs. What this process sees stays as it is."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cards is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+    try:
+        yield
+    finally:
+        if cards is not None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
 
 
 def parts_of(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[Stored]]:

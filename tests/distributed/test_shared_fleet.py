@@ -1,0 +1,136 @@
+"""The fleet of rank 0 serves all processes: what they get, in which order, and that a slow rollout is no hang."""
+
+import copy
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import runs
+from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from local_workers import LocalWorkers
+from processes import run
+from tandemrl.config import ParallelConfig
+from tandemrl.distributed.world import World, init_world
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.fleet.engine import Fleet, FleetEngine, UnitEngine
+from tandemrl.rollout.fleet.shared import SharedFleet
+from tandemrl.rollout.sync import sync_weights
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.training.loop import train
+
+MODELS = prepared(qwen3()), prepared(small_qwen3())
+
+
+def make() -> TorchEngine:
+    return TorchEngine(*copy.deepcopy(MODELS), tokenizer())
+
+
+def asked(step: int, max_tokens: int = 10) -> list[Request]:
+    made = requests(prompts(4), Sampling(max_tokens=max_tokens), strategies()["word"], samples=2)
+    return [replace(request, keys=tuple(key + 1000 * step for key in request.keys)) for request in made]
+
+
+def bits(written: Sequence[Sequence[Completion]]) -> list[Any]:
+    return [(c.key, c.tokens.tolist(), c.behaviour_logprobs.tolist(), c.policy_version) for c in flat(written)]
+
+
+def learnt() -> Any:
+    model = copy.deepcopy(MODELS[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+def shared(timeout_s: float = 60.0, **settings: Any) -> tuple[SharedFleet, World]:
+    world = init_world(ParallelConfig(timeout_s=timeout_s), torch.device("cpu"))
+    own = FleetEngine(LocalWorkers(make), size=2, unit_groups=2, **settings) if world.main else None
+    return SharedFleet(own, world), world
+
+
+def rolled_out() -> dict[str, Any]:
+    """In one of the processes: rollouts of three steps at once, with the weights of now; then newer weights."""
+    fleet, world = shared(max_staleness=3)
+    assert isinstance(fleet, Fleet)
+    found: dict[str, Any] = {"first": bits(fleet.generate(asked(0)))}
+    views = {step: fleet.at_step(step) for step in (1, 2, 3)}
+    with ThreadPoolExecutor(3) as threads:
+        begun = {step: threads.submit(view.generate, asked(step)) for step, view in views.items()}
+        assert all(view.begun.wait(60) for view in views.values())
+        found["checksum"] = sync_weights(learnt(), fleet, version=4)
+        found |= {f"step {step}": bits(future.result()) for step, future in begun.items()}
+    found["after"] = bits(fleet.generate(asked(4)))
+    found["passes"] = fleet.passes
+    try:
+        fleet.generate([replace(asked(5)[0], prompt=())])
+    except EngineError as error:
+        found["refused"] = str(error)
+    found["again"] = bits(fleet.generate(asked(4)))
+    found["counted"] = fleet.counts()["units"] > 0
+    fleet.close()
+    return found | {"main": world.main}
+
+
+def test_all_processes_get_what_the_fleet_of_rank_0_generates() -> None:
+    one, other = run(rolled_out, 2)
+    assert (one.pop("main"), other.pop("main"), one.pop("counted"), other.pop("counted")) == (True, False, True, False)
+    assert "prompt" in one["refused"]
+    assert other.pop("refused") == f"rank 0: {one.pop('refused')}"
+    assert one == other
+    alone = UnitEngine(make(), 2)
+    assert one["first"] == bits(alone.generate(asked(0)))
+    for step in (1, 2, 3):
+        assert one[f"step {step}"] == bits(alone.generate(asked(step)))
+    assert one["checksum"] == sync_weights(learnt(), alone, version=4)
+    assert one["after"] == one["again"] == bits(alone.generate(asked(4)))
+    assert one["passes"] == alone.passes
+
+
+class Slow(TorchEngine):
+    """Takes longer for a rollout than a collective may."""
+
+    def generate(self, *given: Any, **options: Any) -> list[list[Completion]]:
+        time.sleep(5)
+        return super().generate(*given, **options)
+
+
+def waited() -> int:
+    """In one of the processes."""
+    world = init_world(ParallelConfig(timeout_s=3.0), torch.device("cpu"))
+    slow = LocalWorkers(lambda: Slow(*copy.deepcopy(MODELS), tokenizer()))
+    fleet = SharedFleet(FleetEngine(slow, size=1, unit_groups=8) if world.main else None, world)
+    count = len(flat(fleet.generate(asked(0, 4))))
+    fleet.close()
+    return count
+
+
+def test_a_rollout_may_take_longer_than_a_collective() -> None:
+    assert run(waited, 2) == [8, 8]
+
+
+def trained(pair: str, out: str, *overrides: str) -> None:
+    """In one of the processes."""
+    train(runs.config(Path(pair), Path(out), *overrides), quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")
+def test_two_processes_train_with_the_workers_of_one(tiny_pair: Path, tmp_path: Path) -> None:
+    keys = ("train.steps=3", "train.eval_every=2", "rollout.unit_groups=2", "rollout.workers=2", "train.async_steps=1")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    trained(str(tiny_pair), str(alone), *keys)
+    run(trained, 2, str(tiny_pair), str(together), *keys, "parallel.dp_shard=2", timeout=600)
+    first, other = ([line for line in runs.samples(out) if line["step"] < 3] for out in (alone, together))
+    assert first == other  # of the weights that both begin with
+    for line, its in zip(runs.metrics(alone), runs.metrics(together), strict=True):
+        for name in ("reward/mean", "fleet/staleness", "loss"):
+            assert line.get(name) == pytest.approx(its.get(name), rel=1e-4, abs=1e-5), name
+    np.testing.assert_equal(len(runs.metrics(together)), 3)
