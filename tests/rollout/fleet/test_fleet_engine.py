@@ -232,6 +232,14 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
             r"rollout.worker_timeout_s=600\.0: must be above 600: rollout.max_turns times rollout.tool_timeout_s",
         ),
         (["rollout.workers=1", "parallel.dp_shard=2"], "rollout.workers=1: must be 0 with several processes"),
+        (
+            ["rollout.workers=1", "rollout.engine=vllm", "rollout.vllm.multiprocess=true", "rollout.vllm.devices=1"],
+            "rollout.vllm.devices=1: must be null with rollout.workers=1: Ray gives each of them as many GPUs",
+        ),
+        (
+            ["rollout.workers=2", "model.device=cuda", "rollout.vllm.junior_device=cuda:1"],
+            "rollout.vllm.junior_device=cuda:1: must be null with rollout.workers=2",
+        ),
     ],
 )
 def test_what_a_fleet_cannot_do_is_refused_in_the_config(overrides: list[str], why: str) -> None:
