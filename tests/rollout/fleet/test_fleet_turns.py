@@ -1,6 +1,7 @@
 """Units take turns with an environment: the same bits wherever they are decoded, however fast the tools are."""
 
 import copy
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from local_workers import LocalWorkers
 from tandemrl.config import load
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row
+from tandemrl.processes.calls import ChildCalls, ThreadCalls
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
-from tandemrl.rollout.envs.episodes import EpisodeRunner, opening_prompts
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader, make_episode_runner, opening_prompts
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
 from tandemrl.rollout.fleet.events import Unit
 from tandemrl.rollout.fleet.units import Rounds
@@ -147,6 +149,27 @@ def test_an_episode_that_is_aborted_before_it_begins_is_empty(fleet: Callable[..
     never = runner.episodes().transcript(0)
     assert [c.transcript for c in written[4:]] == [never] * 6
     assert never == Transcript((), None, dict.fromkeys(never.counts, 0.0))
+
+
+def test_a_worker_makes_the_environment_of_the_config_or_has_a_copy_of_one_that_was_passed() -> None:
+    words = agent_tokenizer(small_world.CALLS)
+    ends = (words.eos_token_id, words.pad_token_id)
+    settings = load(None, [*LIMITS, "rollout.environment=small_world:Talk"])
+    named = make_episode_runner(settings, words, eos_token_ids=ends, junior=Reader(words, ends))
+    passed = make_episode_runner(load(None, LIMITS), words, environment=small_world.Talk())
+    for runner, config, kind in ((named, settings, ChildCalls), (passed, load(None, LIMITS), ThreadCalls)):
+        assert runner is not None
+        made = pickle.loads(pickle.dumps(runner.elsewhere(config)))()
+        assert type(made.caller) is type(runner.caller) is kind
+        assert made._ends == runner._ends
+        assert type(made.environment) is small_world.Talk
+        assert made.environment is not runner.environment
+        for rendering, same in ((made.rendering, runner.rendering), (made.junior_rendering, runner.junior_rendering)):
+            assert (rendering is None) == (same is None)
+            if same is not None:
+                said = [{"role": "user", "content": "ab 3"}]
+                assert rendering.end_of_turn == same.end_of_turn
+                assert rendering.context(said, ended=False) == same.context(said, ended=False)
 
 
 class _Scripted:

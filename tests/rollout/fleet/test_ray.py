@@ -7,6 +7,7 @@ import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_
         fleet.close()
     assert not ray.is_initialized()
     assert gone(session)
+
+
+@needs_ray
+def test_what_cannot_be_sent_to_workers_is_refused_and_no_cluster_is_left() -> None:
+    why = "rollout.workers=1: .* cannot be sent to workers: TypeError: cannot pickle '_thread.lock' object; name one"
+    with pytest.raises(ConfigError, match=why):
+        RayWorkers(partial(print, Lock()), Cluster("local", 1))
+    import ray
+
+    assert not ray.is_initialized()
 
 
 def kill_at_the_first_unit(fleet: FleetEngine) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pickle import PicklingError
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -128,12 +129,12 @@ class RayWorkers:
         self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
         try:
             self._make = self._ray.put((make, acting))
-        except TypeError as error:
+        except (TypeError, PicklingError) as error:
             if self._ours:
                 self._ray.shutdown()
             raise ConfigError(
                 f"rollout.workers={cluster.workers}: an engine or environment that was passed cannot be sent to "
-                f"workers: {_why(error)}; name one as module:name, or set rollout.workers=0"
+                f"workers: {_why(error.__cause__ or error)}; name one as module:name, or set rollout.workers=0"
             ) from error
         self._actors: dict[int, Any] = {}
         self._parts: dict[int, list[Any]] = {INITIAL: []}
@@ -280,7 +281,7 @@ def _own(completion: Completion) -> Completion:
     return replace(completion, **{name: each.copy() for name, each in channels.items() if each is not None})
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     """What is worth telling of Ray's errors, which hold the other side's traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
