@@ -190,7 +190,11 @@ class Session:
             settings = "rollout.engine=torch and rollout.draft_tokens=0"
             return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
         able: tuple[Phase, ...] = ("tandem",)
-        if self.endpoint is None:
+        if self.endpoint is None and rollout.kind.section == "vllm":
+            able = ("tandem", "legibility")
+            why = f"needs rollout.engine=torch, since {other}, and in vLLM it is told how many words to write"
+            reasons["handoff"] = f"{why}; {family}"
+        elif self.endpoint is None:
             able = WRITTEN_TOGETHER if self.has_episodes else BY_TEXT
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 
