@@ -92,10 +92,6 @@ def test_a_bad_override_names_the_key_and_what_is_allowed(override: str, message
     ("override", "message"),
     [
         (
-            "rollout.engine=vllm",
-            "selection.strategy=before_word: must be another, such as word, with rollout.engine=vllm",
-        ),
-        (
             "rollout.draft_tokens=4",
             "rollout.draft_tokens=4: must be 0 with selection.strategy=before_word: .*=word can be",
         ),

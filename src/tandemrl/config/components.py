@@ -17,8 +17,8 @@ class EngineKind(NamedTuple):
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
     ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). apart: the junior may
-    have a vocabulary of its own. splits: ``rollout.tensor_parallel``. windows: it can run layers that attend to a
-    window only. section: its own section of ``rollout``. package: what has to be installed.
+    have a vocabulary of its own. asks: or be behind an endpoint. splits: ``rollout.tensor_parallel``. windows: it can
+    run layers that attend to a window only. section: its own section of ``rollout``. package: what has to be installed.
     """
 
     name: str
@@ -30,6 +30,7 @@ class EngineKind(NamedTuple):
     drafts: bool = False
     drops: bool = False
     apart: bool = False
+    asks: bool = False
     splits: bool = False
     windows: bool = False
     section: str | None = None
@@ -45,6 +46,7 @@ ENGINES: dict[str, EngineKind] = {
         drafts=True,
         drops=True,
         apart=True,
+        asks=True,
         windows=True,
     ),
     "vllm": EngineKind(
@@ -54,6 +56,7 @@ ENGINES: dict[str, EngineKind] = {
         in_trainer=False,
         reserves=True,
         drafts=True,
+        apart=True,
         splits=True,
         section="vllm",
         package="vllm",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import chain
+from operator import attrgetter
 from types import NoneType
 from typing import get_args
 
@@ -115,7 +116,7 @@ def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if not c.selection.kind.drops:
         return
     name = f"selection.strategy={c.selection.strategy}"
-    if not c.rollout.kind.drops:
+    if not c.rollout.kind.drops and not c.rollout.kind.apart:
         why = "which cannot drop what an author proposes; or use rollout.engine=torch"
         yield Fault("selection.strategy", f"another, such as word, with rollout.engine={c.rollout.engine}, {why}")
     if c.rollout.draft_tokens != 0:
@@ -225,9 +226,18 @@ def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
     if c.selection.kind.by_text is None:
         able = ", ".join(kind.name for kind in KINDS.values() if kind.by_text is not None and not kind.solo)
         yield Fault("selection.strategy", f"{able}, {two}: others look at tokens of both; {same}")
-    if not solo and not c.rollout.kind.apart:
-        able = ", ".join(kind.name for kind in ENGINES.values() if kind.apart)
+    apart = attrgetter("apart" if c.model.junior_endpoint.url is None else "asks")
+    if not solo and not apart(c.rollout.kind):
+        able = ", ".join(kind.name for kind in ENGINES.values() if apart(kind))
         yield Fault("rollout.engine", f"{able}, {two}; {same}")
+    if not solo and c.rollout.kind.section == "vllm":
+        more = f"with rollout.engine={c.rollout.engine}, {two}; {same}, or use rollout.engine=torch"
+        if c.has_episodes:
+            yield Fault("rollout.environment", f"single {more}")
+        if c.rollout.tensor_parallel > 1:
+            yield Fault("rollout.tensor_parallel", f"1 {more}")
+        if c.rollout.vllm.junior_device is not None:
+            yield Fault("rollout.vllm.junior_device", f"null {more}")
     if not solo and c.rollout.draft_tokens != 0:
         yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
     if not solo and c.rollout.compile:

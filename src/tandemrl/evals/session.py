@@ -195,6 +195,10 @@ class Session:
         if self.has_episodes and (why := self._acting[1]) is not None:
             return reasons | dict.fromkeys(BY_TEXT, f"needs both in the environment: {why}")
         able: tuple[Phase, ...] = ("tandem",) if self.endpoint is not None else BY_TEXT
+        if self.endpoint is None and rollout.kind.section == "vllm":
+            able = ("tandem", "legibility")
+            why = f"needs rollout.engine=torch, since {other}, and in vLLM it is told how many words to write"
+            reasons["handoff"] = f"{why}; {family}"
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 
     @cached_property

@@ -184,18 +184,27 @@ def vllm_engine(
     try:
         from tandemrl.rollout.vllm.backend import platform_device
         from tandemrl.rollout.vllm.engine import VllmEngine
+        from tandemrl.rollout.vllm.two_vocabularies import VllmTwoVocabularies
     except ImportError as error:
         raise cannot_import("rollout.engine=vllm", error) from None
     kind = resolve_device(device).type if device == "auto" else device.partition(":")[0]
     if (platform := platform_device()) != kind:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
+    number = resolve_device(device).index or 0  # this process's, which holds the trainer, too
+    if junior is not None and junior.tokenizer is not None:
+        return VllmTwoVocabularies.start(
+            *(senior.path, junior.path, tokenizer, junior.tokenizer, config),
+            longest=longest,
+            dtype=dtype,
+            device=number,
+        )
     return VllmEngine.start(
         senior.path,
         None if junior is None else junior.path,
         tokenizer,
         config,
         dtype=dtype,
-        device=resolve_device(device).index or 0,  # this process's, which holds the trainer, too
+        device=number,
         longest=longest,
         adapters=senior.adapters,
     )

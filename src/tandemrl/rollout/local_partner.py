@@ -1,6 +1,6 @@
 """A junior with a vocabulary of its own that this process decodes with, in a half of its own (``two_vocabularies``)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ class LocalPartner:
         vocabulary, tables: of the junior.
         context: how many tokens it can read.
         requests: those of the senior.
+        half: makes its half.
     """
 
     counts = False
@@ -35,6 +36,7 @@ class LocalPartner:
         context: int,
         requests: Sequence[Request],
         total: int,
+        half: Callable[..., Half] = Half,
     ) -> None:
         over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
         self._requests = {
@@ -42,7 +44,7 @@ class LocalPartner:
             for r in requests
             if id(r.strategy) in over
         }
-        self._half = Half(decoder, list(self._requests.values()), total, senior=False, vocabulary=vocabulary)
+        self._half = half(decoder, list(self._requests.values()), total, senior=False, vocabulary=vocabulary)
         self._context = context
         self._ready: list[Span] = []
 

@@ -165,20 +165,7 @@ class TorchEngine:
         rows = [Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting, steps = list(rows), 0
         length = self._draft_length_for(requests, len(rows))
-        batch: DecodingBatch
-        if self._make_partner is not None and any(request.strategy.removed is not None for request in requests):
-            batch = TwoVocabularies(
-                self._decoder,
-                requests,
-                len(rows),
-                turns=responder is not None,
-                vocabulary=self._spelling,
-                make_partner=self._make_partner,
-            )
-        else:
-            batch = DecodingBatch(
-                self._decoder, requests, len(rows), turns=responder is not None, drafts=length is not None
-            )
+        batch = self._batch(requests, len(rows), turns=responder is not None, drafts=length is not None)
         between = _BetweenTurns(responder, self.vocabulary, apart=isinstance(batch, TwoVocabularies))
         while waiting or batch.rows or between:
             room = 2 * self.max_rows - len(batch.rows) - len(between)
@@ -217,6 +204,13 @@ class TorchEngine:
             [batch.completion(row, self.policy_version, its) for row, its in zip(rows, told, strict=True)]
         )
         return [[next(completions) for _ in request.keys] for request in requests]
+
+    def _batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool) -> DecodingBatch:
+        """The empty batch of a call; see ``DecodingBatch``."""
+        if self._make_partner is None or all(request.strategy.removed is None for request in requests):
+            return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts)
+        spelling, partner = self._spelling, self._make_partner
+        return TwoVocabularies(self._decoder, requests, total, turns=turns, vocabulary=spelling, make_partner=partner)
 
     def _draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
         """The function (live rows, passes so far) -> length of the next draft, or None for a call without drafts."""

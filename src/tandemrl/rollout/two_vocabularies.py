@@ -146,7 +146,7 @@ class Half(DecodingBatch):
         if bool(lost.any()):
             self.selection.rewind(slots, [before, self.selection.mark(slots)], (~lost).long())
         if bool((lost & self.opening[at]).any()):
-            raise _disagreement()
+            raise disagreement()
         over = at[lost]
         self.handed = over.tolist()
         if self.handed and self.senior:  # it ended its word, which is a choice of its own
@@ -179,6 +179,24 @@ class Half(DecodingBatch):
             self.texts[number] += text
         return text
 
+    def runs(self, slots: Int64[Tensor, " k"], room: int, begin: int, *, senior: bool) -> list[int]:
+        """How many words the draws give an author from here on, at most ``room``.
+
+        Args:
+            slots: of the rows, by number.
+            begin: a token that begins a word.
+            senior: whose words are counted.
+        """
+        before, count = self.selection.mark(slots), torch.zeros_like(slots)
+        runs, begins = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, begin)
+        for _ in range(room):
+            runs = runs & (self.selection.step(slots, begins) == senior)  # as if every token began a word
+            count += runs
+            if not bool(runs.any()):
+                break
+        self.selection.rewind(slots, [before], torch.zeros_like(slots))
+        return count.tolist()
+
     def reading(self, i: int, text: bytes) -> tuple[int, ...] | None:
         """What the other model wrote in a row, in this vocabulary; None if it cannot be read."""
         before = self.texts[int(self.number[i])]
@@ -208,7 +226,7 @@ class Half(DecodingBatch):
         for k in range(int(counts.max())):
             at_k = place == k
             if bool((self.selection.step(numbers[at_k], tokens[at_k]) == self.senior).any()):
-                raise _disagreement()
+                raise disagreement()
         for span in spans:
             self.unread[self.rows[span.row].number] += span.tokens
         some = counts > 0
@@ -372,21 +390,10 @@ class TwoVocabularies(Half):
                 number = self.rows[i].number
                 asks.append(Ask(number, self.texts[number], int(self.limit[i] - self.written[i])))
         if asks and self.partner.counts:
-            asks = [each._replace(words=words) for each, words in zip(asks, self._runs(asks), strict=True)]
+            slots, room = torch.tensor([each.number for each in asks]), max(each.room for each in asks)
+            runs = self.runs(slots, room, self.end_of_text, senior=False)
+            asks = [each._replace(words=words) for each, words in zip(asks, runs, strict=True)]
         self.partner.ask(asks)
-
-    def _runs(self, asks: Sequence[Ask]) -> list[int]:
-        """How many words the draws give the junior from here on, at most as many as there is room for."""
-        slots = torch.tensor([each.number for each in asks])
-        before, count = self.selection.mark(slots), torch.zeros_like(slots)
-        runs, begin = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, self.end_of_text)
-        for _ in range(max(each.room for each in asks)):
-            runs = runs & ~self.selection.step(slots, begin)  # as if every token began a word
-            count += runs
-            if not bool(runs.any()):
-                break
-        self.selection.rewind(slots, [before], torch.zeros_like(slots))
-        return count.tolist()
 
     def _taken(self, i: int, span: Span) -> Received | None:
         """A span in the senior's vocabulary; None if it cannot be read or there is none, and the row has ended."""
@@ -412,5 +419,6 @@ class TwoVocabularies(Half):
 _REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}
 
 
-def _disagreement() -> EngineError:
+def disagreement() -> EngineError:
+    """The error of two models that do not count the same words."""
     return EngineError("senior and junior count other words in the same text; please report this as a bug")

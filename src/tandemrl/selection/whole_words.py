@@ -181,7 +181,7 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     check_probability(prob_senior)
     return Strategy(
         partial(_text_word_init, prob_senior),
-        partial(_text_word_step, prob_senior, _Texts(texts)),
+        partial(_text_word_step, prob_senior, TextTails(texts)),
         turn=partial(_text_word_turn, prob_senior),
         starts=texts.starts,
         removed=texts.removed,
@@ -204,7 +204,7 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
     """
     return Strategy(
         partial(_text_sentence_init, is_senior("first", first)),
-        partial(_text_sentence_step, _Texts(texts)),
+        partial(_text_sentence_step, TextTails(texts)),
         turn=_text_sentence_turn,
         starts=texts.starts,
         removed=texts.removed,
@@ -259,7 +259,7 @@ def _by_text(strategy: Strategy, texts: TextTables, over: Callable[[TextTables],
     return strategy._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)
 
 
-class _Texts:
+class TextTails:
     """The tables of a vocabulary, on each device where they are used."""
 
     def __init__(self, texts: TextTables) -> None:
@@ -269,6 +269,10 @@ class _Texts:
     def appended(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
         """The last three bytes of a text, once a token is appended."""
         return ((tail << 8 * self._width.at(token)) & 0xFFFFFF) | self._tail.at(token)
+
+    def end_in_space(self, tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """Whether a text with these last bytes ends in whitespace, so that no word begins after it."""
+        return _ends_in_space(tail)
 
 
 def _text_sentence_init(
@@ -284,7 +288,7 @@ def _text_sentence_turn(state: TextSentenceState) -> tuple[Bool[Tensor, " b"], T
 
 
 def _text_sentence_step(
-    texts: _Texts, state: TextSentenceState, last_token: Int64[Tensor, " b"]
+    texts: TextTails, state: TextSentenceState, last_token: Int64[Tensor, " b"]
 ) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
     begins = texts.starts.at(last_token) & ~_ends_in_space(state.tail)
     senior = state.senior ^ (begins & state.blank_line)
@@ -304,7 +308,7 @@ def _text_word_turn(prob_senior: float, state: TextWordState) -> tuple[Bool[Tens
 
 
 def _text_word_step(
-    prob_senior: float, texts: _Texts, state: TextWordState, last_token: Int64[Tensor, " b"]
+    prob_senior: float, texts: TextTails, state: TextWordState, last_token: Int64[Tensor, " b"]
 ) -> tuple[Bool[Tensor, " b"], TextWordState]:
     where = texts.starts.at(last_token) & state.word.begun & ~_ends_in_space(state.tail)
     senior, word = _next_word(prob_senior, state.word, where, begun=True)

@@ -35,6 +35,7 @@ from tandemrl.rollout.vllm.planner import ForwardPass, Planner
 from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_unsupported, set_outputs, unseeded
 from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.settings import TandemOptions
+from tandemrl.rollout.vllm.spans import Spans
 from tandemrl.rollout.vllm.verifying import Draws, draws
 from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
 from tandemrl.selection import Strategy
@@ -72,6 +73,8 @@ class TandemModelRunner:
         self.options = options
         self.planner: Planner | None = None
         self.strategies: dict[str, Strategy] = {}
+        self.spans: Spans | None = None
+        """Of an engine that writes spans of texts which another engine goes on with."""
         self.vocabulary = min(runner.model_config.get_vocab_size() for runner in self.runners.values())
         for runner in self.runners.values():
             runner.sampler = TandemSampler(runner.model_config.logprobs_mode, self.vocabulary)
@@ -211,6 +214,8 @@ class TandemModelRunner:
             raise EngineError("the previous step was not sampled")
         refuse_unsupported(scheduled)
         planner.finish(scheduled.finished_req_ids)
+        if self.spans is not None:
+            self.spans.update(scheduled)
         for finished in self._finished.values():
             finished |= scheduled.finished_req_ids
         if not scheduled.total_num_scheduled_tokens:
@@ -365,7 +370,10 @@ class TandemModelRunner:
         if launched.output is not None:
             return launched
         assert self.planner is not None
-        keys = self.planner.token_keys(self.runners[who].input_batch.req_ids, launched.forward)
+        ids = self.runners[who].input_batch.req_ids
+        keys = self.planner.token_keys(ids, launched.forward)
+        if self.spans:
+            keys = self.spans.keys(ids, launched.forward)
         return _Launched(launched.forward, self._sample(who, keys))
 
     def _sample(self, who: int, keys: Tensor) -> ModelRunnerOutput:

@@ -10,6 +10,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
+from tandemrl.rollout.vllm.spans import Spans
 
 
 class _Draw(torch.nn.Module):
@@ -23,6 +24,8 @@ class _Draw(torch.nn.Module):
     """The key of each row. None stands for keys of 0."""
     min_p: Tensor | None = None
     """The ``min_p`` of each row, if vLLM has not applied it already."""
+    drawn_from: Tensor | None = None
+    """The log-probs that the last tokens were drawn from, (b, v)."""
 
     def forward(
         self, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -45,6 +48,7 @@ class _Draw(torch.nn.Module):
             logits = logits.masked_fill(~kept_tokens(logits, truncation), -torch.inf)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         keys = self.token_keys if self.token_keys is not None else torch.zeros(len(logits), dtype=torch.int64)
+        self.drawn_from = logprobs
         return draw_token(logprobs, keys.to(logits.device)), logprobs
 
 
@@ -58,13 +62,20 @@ class TandemSampler(Sampler):
 
     def __init__(self, logprobs_mode: Any, vocabulary: int) -> None:
         super().__init__(logprobs_mode)
-        self.topk_topp_sampler = _Draw()  # type: ignore[assignment]  # has the same forward, but is no subclass
+        self._draw = _Draw()
+        self.topk_topp_sampler = self._draw  # type: ignore[assignment]  # has the same forward, but is no subclass
         self.vocabulary = vocabulary
+        self.spans: Spans | None = None
+        """Of the rows, if they are spans of a text that another engine goes on with (``spans``)."""
 
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         if logits.shape[-1] > self.vocabulary:
             logits[:, self.vocabulary :] = -torch.inf
-        return super().forward(logits, *args, **kwargs)
+        if not self.spans:
+            return super().forward(logits, *args, **kwargs)
+        self._draw.drawn_from = None  # greedy decoding draws nothing
+        output = super().forward(self.spans.masked(logits), *args, **kwargs)
+        return self.spans.ended(output, self._draw.drawn_from)
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:

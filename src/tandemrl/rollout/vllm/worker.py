@@ -27,8 +27,10 @@ from tandemrl.rollout.vllm.modes import SchedulingMode
 from tandemrl.rollout.vllm.outputs import TandemOutput
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
+from tandemrl.rollout.vllm.spans import SPAN, Spans
 from tandemrl.rollout.vllm.weights import fingerprint_of, receive_weights
-from tandemrl.selection import Strategy, Who
+from tandemrl.selection import Strategy, Who, solo
+from tandemrl.selection.whole_words import TextTables
 
 logger = init_logger("vllm.tandemrl")  # printed where vLLM's own lines are
 
@@ -61,7 +63,7 @@ class _TandemWorker:
             self.model_runner.strategies["default"] = schedule.strategy(1)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
-        """Replace the strategies that requests can name. The server's default strategy stays.
+        """Replace the strategies that requests can name. The server's default strategy and that of spans stay.
 
         Every call of ``generate`` begins with this, so the rows of earlier calls are forgotten.
 
@@ -69,11 +71,22 @@ class _TandemWorker:
             strategies: the strategies by name, pickled if they come from another process.
         """
         named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
-        kept = {name: s for name, s in self.model_runner.strategies.items() if name == "default"}
+        kept = {name: s for name, s in self.model_runner.strategies.items() if name in ("default", SPAN)}
         self.model_runner.strategies = {**kept, **named}
         with torch.inference_mode():  # as in a step, where the planner's tensors come from
             self.model_runner.planner.forget_rows()
         self.model_runner.planner.chooser.begin_call()
+
+    def tandem_spans(self, tables: TextTables | bytes) -> None:
+        """From now on, requests are spans of texts (``spans``).
+
+        Args:
+            tables: of the senior's vocabulary, pickled if they come from another process.
+        """
+        known = cloudpickle.loads(tables) if isinstance(tables, bytes) else tables
+        runner = self.model_runner
+        runner.spans = runner.runners[SENIOR].sampler.spans = Spans(known)
+        runner.strategies[SPAN] = solo("senior")
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
         """Set the scheduling mode."""

