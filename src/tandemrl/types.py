@@ -11,7 +11,7 @@ in ``tandemrl.models.forward``.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int8, Int64, jaxtyped
@@ -49,6 +49,42 @@ def taken_over(author: np.ndarray) -> np.ndarray:
     return after
 
 
+class Span(NamedTuple):
+    """Tokens that weights of one version wrote, up to the next span: the index of the first one, and the version."""
+
+    start: int
+    version: int
+
+
+@runtime_checkable
+class HasVersions(Protocol):
+    """A rollout or completion: tokens, and the versions of the weights that wrote them."""
+
+    @property
+    def author(self) -> np.ndarray: ...
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def later_versions(self) -> tuple[Span, ...]: ...
+
+
+def version_spans(written: HasVersions) -> tuple[Span, ...]:
+    """All tokens by the version of the weights; the first span begins at token 0."""
+    return Span(0, written.policy_version), *written.later_versions
+
+
+def token_versions(written: HasVersions) -> np.ndarray:
+    """For each token the version of the weights."""
+    starts, versions = zip(*version_spans(written), strict=True)
+    return np.repeat(versions, np.diff([*starts, len(written.author)]))
+
+
+def oldest_version(written: HasVersions) -> int:
+    """The version of the oldest span with a token of the senior; without any, that of the last span."""
+    own = token_versions(written)[written.author == Author.SENIOR]
+    return int(own[0]) if len(own) else version_spans(written)[-1].version
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One finished, scored completion together with its prompt; also a line of ``samples.jsonl``.
@@ -58,7 +94,8 @@ class Rollout:
     log-prob of each written token under its AUTHOR's sampling distribution (nats), 0.0 on context. ``key`` is the
     request key that all random draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript`` holds the
     messages of an episode of several turns, and is None for a single-turn rollout. ``handover_logprobs`` is another
-    channel of the tokens, and None unless the strategy has ``starts`` (see ``Completion``).
+    channel of the tokens, and None unless the strategy has ``starts`` (see ``Completion``). ``policy_version`` is that
+    of the weights that wrote the first tokens; ``later_versions`` says from which tokens on newer ones did.
 
     Raises:
         ValueError: the channels differ in length, or ``author`` holds another value than -1, 0 or 1.
@@ -78,6 +115,7 @@ class Rollout:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
+    later_versions: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         channels = {"tokens": np.int64, "author": np.int8, "behaviour_logprobs": np.float32}
@@ -135,6 +173,7 @@ class Rollout:
             "stop_reason": self.stop_reason,
             "turns": self.turns,
             "policy_version": self.policy_version,
+            **({"later_versions": [list(span) for span in self.later_versions]} if self.later_versions else {}),
             **({} if self.transcript is None else {"transcript": self.transcript.to_json()}),
         }
 
@@ -145,6 +184,7 @@ class Rollout:
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
         if others.get("transcript") is not None:
             others["transcript"] = Transcript.from_json(others["transcript"])
+        others["later_versions"] = tuple(Span(*span) for span in line.get("later_versions", ()))
         return cls(**others | arrays | {"key": line["seed"]})
 
 

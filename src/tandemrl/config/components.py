@@ -17,8 +17,9 @@ class EngineKind(NamedTuple):
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
     ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). apart: the junior may
-    have a vocabulary of its own. asks: or be behind an endpoint. splits: ``rollout.tensor_parallel``. windows: it can
-    run layers that attend to a window only. section: its own section of ``rollout``. package: what has to be installed.
+    have a vocabulary of its own. asks: or be behind an endpoint. renews: ``rollout.in_flight``. splits:
+    ``rollout.tensor_parallel``. windows: it can run layers that attend to a window only. section: its own section of
+    ``rollout``. package: what has to be installed.
     """
 
     name: str
@@ -31,6 +32,7 @@ class EngineKind(NamedTuple):
     drops: bool = False
     apart: bool = False
     asks: bool = False
+    renews: bool = False
     splits: bool = False
     windows: bool = False
     section: str | None = None
@@ -47,6 +49,7 @@ ENGINES: dict[str, EngineKind] = {
         drops=True,
         apart=True,
         asks=True,
+        renews=True,
         windows=True,
     ),
     "vllm": EngineKind(

@@ -112,6 +112,27 @@ def _drafts(c: Config) -> Iterator[Fault]:
         yield Fault("rollout.draft_tokens", "0 without model.junior: drafting requires model.junior")
 
 
+def _in_flight(c: Config) -> Iterator[Fault]:
+    r = c.rollout
+    if not r.in_flight:
+        return
+    if c.train.async_steps == 0:
+        yield Fault("rollout.in_flight", "false with train.async_steps=0, which generates nothing meanwhile; or use 1")
+    if not r.kind.renews:
+        able = ", ".join(kind.name for kind in ENGINES.values() if kind.renews)
+        yield Fault("rollout.in_flight", f"false with rollout.engine={r.engine}; or use {able}")
+    if r.workers:
+        why = "workers load weights between two units; smaller rollout.unit_groups make that more frequent"
+        yield Fault("rollout.in_flight", f"false with rollout.workers={r.workers}: {why}")
+    if r.unit_groups is not None:
+        yield Fault(
+            "rollout.unit_groups", "null with rollout.in_flight=true: units are for equal bits, which it gives up"
+        )
+    if r.environment_kind.turns:
+        why = "whose rows wait between turns; train.async_steps=1 works without it"
+        yield Fault("rollout.in_flight", f"false with rollout.environment={r.environment}, {why}")
+
+
 def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if not c.selection.kind.drops:
         return
@@ -209,6 +230,7 @@ def _services(c: Config) -> Iterator[Fault]:
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _groups,
     _drafts,
+    _in_flight,
     _dropped_proposals,
     _batches,
     _critic,
@@ -240,6 +262,8 @@ def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
             yield Fault("rollout.vllm.junior_device", f"null {more}")
     if not solo and c.rollout.draft_tokens != 0:
         yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
+    if not solo and c.rollout.in_flight:
+        yield Fault("rollout.in_flight", f"false, {two}: train.async_steps=1 works without it; {same}")
     if not solo and c.rollout.compile:
         yield Fault("rollout.compile", f"false, {two}: runs of words are read at once, of any length; {same}")
     if c.loss.junior_kl_coef > 0:
@@ -258,6 +282,8 @@ def _alone(c: Config) -> Iterator[Fault]:
 def _among_processes(c: Config) -> Iterator[Fault]:
     r, v, timeout = c.rollout, c.rollout.vllm, c.parallel.timeout_s
     unsupported = "with several processes, which do not support it"
+    if r.in_flight:
+        yield Fault("rollout.in_flight", f"false {unsupported} yet")
     if r.kind.section == "vllm" and not r.workers:
         if not v.multiprocess:
             why = "vLLM would take the trainer's process group for its own"

@@ -11,13 +11,24 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tandemrl.models.sampling import Truncation, draw, kept_tokens, log_mass, penalise, race_times
-from tandemrl.rollout.decoding_rows import Block, Decoder, Draft, Row, StartTable, StopTable
-from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request
+from tandemrl.models.sampling import draw, log_mass, race_times
+from tandemrl.rollout.control import Aborts
+from tandemrl.rollout.decoding_rows import (
+    Block,
+    Decoder,
+    Draft,
+    Row,
+    StartTable,
+    StopTable,
+    sampling_parameters,
+    seen_tokens,
+    shaped,
+)
+from tandemrl.rollout.engine import Completion, EngineError, OnTokens, Passes, Request
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
-from tandemrl.types import Transcript
+from tandemrl.types import Span, Transcript
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
@@ -92,12 +103,23 @@ class DecodingBatch:
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
         assert row.stop_reason is not None
+        (_, first), *later = row.spans or [Span(0, version)]  # none: it was aborted before it began
         channels = self.tokens, self.authors, self.logprobs
         tokens, authors, logprobs = (x[row.number, : row.written].numpy().copy() for x in channels)
         told = self.handovers[row.number, : row.written].numpy().copy() if self.starts.row(row.request) else None
-        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript, told)
+        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, first, transcript, told, tuple(later))
 
     # ------------------------------------------------------------------------------------------------- coming and going
+
+    def renew(self, version: int) -> None:
+        """Go on with the senior's new weights: it reads again what the rows have. No row may wait between two turns."""
+        for i in self.live.nonzero().squeeze(1).tolist():
+            self.rows[i].span(int(self.written[i]), version)
+        if 1 in self.caches and self.rows:
+            each = zip(self.rows, self.written.tolist(), strict=True)
+            texts = [[*row.request.prompt, *self.tokens[row.number, :written].tolist()] for row, written in each]
+            cache = self.caches[1] = KVCache()
+            cache.append(prefill(self.decoder.models[1], texts), torch.arange(len(texts)), 0)
 
     def admit(self, new: list[Row]) -> None:
         """Compute the prompts of new rows, each distinct request once, and append the rows to the batch."""
@@ -179,16 +201,9 @@ class DecodingBatch:
         entries = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
         keys = torch.tensor([row.key for row in rows], dtype=torch.int64)
         entries |= {"stream": stream(keys, self.sampling_stream), "author": author, "live": torch.ones_like(author)}
-        parameters = [
-            (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-            for s in (row.request.sampling for row in rows)
-        ]
-        entries["parameters"] = torch.tensor(parameters, dtype=torch.float32).to(self.device)
+        entries["parameters"] = sampling_parameters(rows).to(self.device)
         if self.penalised:
-            seen = torch.zeros(len(rows), self.decoder.vocabulary, dtype=torch.bool)
-            for i, text in enumerate(texts):
-                seen[i, text] = True
-            entries["seen"] = seen.to(self.device)
+            entries["seen"] = seen_tokens(texts, self.decoder.vocabulary).to(self.device)
             entries["counts"] = torch.zeros_like(entries["seen"], dtype=torch.int64)
         return entries
 
@@ -370,10 +385,9 @@ class DecodingBatch:
         stopped = (first == count) & self.live
         if self.stop_strings:
             for i in self.live.nonzero().squeeze(1).tolist():
-                one, known = self.rows[i], int(self.written[i])
-                texts = (self.tokens[one.number, : known + n] for n in range(1, int(count[i]) + 1))
-                hits = (one.hits_stop_string(text, self.decoder.tokenizer.decode) for text in texts)
-                if (hit := next((n for n, hits_it in enumerate(hits, start=1) if hits_it), None)) is not None:
+                known, row_tokens = int(self.written[i]), self.tokens[self.number[i]]
+                texts = [row_tokens[: known + n] for n in range(1, int(count[i]) + 1)]
+                if hit := self.rows[i].first_stop(texts, self.decoder.tokenizer.decode):
                     stopped[i], count[i] = True, hit
         return count, stopped
 
@@ -480,21 +494,7 @@ class DecodingBatch:
         counts: Int64[Tensor, "b v"] | None = None,
     ) -> Float[Tensor, "k v"]:
         """The logits after penalties, temperature and truncation; -inf at what is cut off."""
-        if not (self.penalised or self.scaled or self.greedy or self.truncated):
-            return logits
         some = slice(None) if rows is None else rows
-        temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters[some].split(1, dim=1)
-        if self.penalised:
-            logits = penalise(
-                logits,
-                seen_in_prompt=self.seen[some],
-                output_counts=(self.counts if counts is None else counts)[some],
-                repetition=repetition,
-                presence=presence,
-                frequency=frequency,
-            )
-        if self.scaled or self.greedy:
-            logits = logits / torch.where(temperature > 0, temperature, 1.0)
-        if self.truncated:
-            logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
-        return logits
+        penalised = (self.seen[some], (self.counts if counts is None else counts)[some]) if self.penalised else None
+        scaled = self.scaled or self.greedy
+        return shaped(logits, self.parameters[some], penalised, scaled=scaled, truncated=self.truncated)

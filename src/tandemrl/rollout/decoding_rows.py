@@ -9,10 +9,12 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandemrl.models.sampling import Truncation, kept_tokens, penalise
 from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
+from tandemrl.types import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Row:
     """Between two turns: whether the strategy lets the senior write after the last token."""
     junior_context: Sequence[int] = ()
     """Between two turns: ``Reply.junior_context``."""
+    spans: list[Span] = field(default_factory=list)
+    """The columns of the output arrays by the weights that write them; none before the row is admitted."""
 
     @property
     def observed(self) -> int:
@@ -74,9 +78,68 @@ class Row:
         text = decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
+    def first_stop(self, texts: Sequence[Int64[Tensor, " _"]], decode: Callable[..., str]) -> int:
+        """The number, from 1, of the first text that completes a stop string of this turn; 0 if none does."""
+        return next((n for n, text in enumerate(texts, start=1) if self.hits_stop_string(text, decode)), 0)
+
+    def span(self, start: int, version: int) -> None:
+        """From column ``start`` on, the row is written by the weights of this version."""
+        while self.spans and self.spans[-1].start >= start:
+            self.spans.pop()  # which have written nothing
+        self.spans.append(Span(start, version))
+
     def end(self, reason: StopReason | None) -> None:
         """End the completion: no further turn follows."""
         self.stop_reason, self.kept = reason, {}
+
+
+def sampling_parameters(rows: Sequence[Row]) -> Float[Tensor, "b 7"]:
+    """For each row temperature, top_k, top_p, min_p, and the repetition, presence and frequency penalty."""
+    parameters = [
+        (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+        for s in (row.request.sampling for row in rows)
+    ]
+    return torch.tensor(parameters, dtype=torch.float32)
+
+
+def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int) -> Bool[Tensor, "b v"]:
+    """Which tokens each text has."""
+    seen = torch.zeros(len(texts), vocabulary, dtype=torch.bool)
+    for i, text in enumerate(texts):
+        seen[i, text] = True
+    return seen
+
+
+def shaped(
+    logits: Float[Tensor, "k v"],
+    parameters: Float[Tensor, "k 7"],
+    penalised: tuple[Bool[Tensor, "k v"], Int64[Tensor, "k v"]] | None,
+    *,
+    scaled: bool,
+    truncated: bool,
+) -> Float[Tensor, "k v"]:
+    """Logits after penalties, temperature and truncation, as far as any row asks for each; -inf at what is cut off.
+
+    Args:
+        parameters: see ``sampling_parameters``.
+        penalised: which tokens each row has before its turn, and how often each in it.
+    """
+    temperature, top_k, top_p, min_p, repetition, presence, frequency = parameters.split(1, dim=1)
+    if penalised is not None:
+        seen, counts = penalised
+        logits = penalise(
+            logits,
+            seen_in_prompt=seen,
+            output_counts=counts,
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+        )
+    if scaled:
+        logits = logits / torch.where(temperature > 0, temperature, 1.0)
+    if truncated:
+        logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
+    return logits
 
 
 class Draft(NamedTuple):

@@ -3,10 +3,9 @@
 Engines have rows in ``config.components.ENGINES``; ``factory.make_engine`` makes the one of a config.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandemrl.selection import Replay, Strategy, Who, replay
-from tandemrl.types import Transcript, own_turns
+from tandemrl.types import Span, Transcript, own_turns, version_spans
 
 StopReason = Literal["eos", "stop", "length", "turns", "abort", "untranslatable", "failed"]
 """Why a completion ended. ``turns`` means that the environment allows no further turn."""
@@ -115,6 +114,7 @@ class Completion:
     episode, from the ``Responder``; None without one. handover_logprobs: None unless the strategy has ``starts``. Then
     it holds, at the first token of the junior after one of the senior, the log-prob that the senior proposes a token of
     ``starts`` there, and 0.0 elsewhere. A token after a handover has its log-prob among ``starts`` alone.
+    policy_version: of the weights that wrote the first token. later_versions: where newer weights went on, in order.
     """
 
     key: int
@@ -125,6 +125,12 @@ class Completion:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
+    later_versions: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All tokens by the version of the weights that wrote them; the first span begins at token 0."""
+        return version_spans(self)
 
     @property
     def turns(self) -> list[np.ndarray]:
@@ -296,7 +302,12 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the senior's weights in place. The junior is never touched."""
+        """Replace the senior's weights in place. The junior is never touched.
+
+        An engine for ``rollout.in_flight`` permits this in another thread than that of a running ``generate``. Its call
+        goes on with the new weights after its next token, and its completions say where (``later_versions``). If it
+        has turns, or its authors two vocabularies, the weights wait for its end.
+        """
         ...
 
     def fingerprint(self, who: Who = "senior") -> int:
@@ -306,29 +317,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release the processes and the memory that the engine holds itself. It cannot be used afterwards."""
         ...
-
-
-class Aborts:
-    """The completions of the running ``generate`` that are to end at their next token. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._keys: set[int] | None = set()  # None: all
-
-    def __bool__(self) -> bool:
-        return self._keys != set()
-
-    def __contains__(self, key: int) -> bool:
-        return (keys := self._keys) is None or key in keys
-
-    def add(self, keys: Iterable[int] | None) -> None:
-        """Abort the completions with these request keys, or all of them if ``keys`` is None."""
-        with self._lock:
-            self._keys = None if keys is None or self._keys is None else self._keys | set(keys)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._keys = set()
 
 
 def check_request(index: int, request: Request, engine: Engine) -> None:
@@ -396,9 +384,14 @@ def check_completion(completion: Completion) -> None:
         raise EngineError(f"completion {completion.key}: handover_logprobs are not {length} finite numbers")
 
 
-def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
+def check_answers(
+    requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int, newest: int
+) -> None:
     """Refuse completions that are missing, stand under another request's prompt, were aborted, or are from other
     weights.
+
+    Args:
+        version: of the weights when the call began. newest: when it ended; each token is from one of these or between.
 
     Raises:
         EngineError: a completion must not be used; the message names the request.
@@ -412,10 +405,15 @@ def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Co
         for completion in group:
             if completion.stop_reason == "abort":
                 raise EngineError(f"request {i}: completion {completion.key} was aborted; it is not complete")
-            if completion.policy_version != version:
+            starts, versions = zip(*completion.spans, strict=True)
+            rising = all(a < b for each in (starts, versions) for a, b in pairwise(each))
+            within = (
+                version <= versions[0] and versions[-1] <= newest and starts[-1] <= max(0, len(completion.tokens) - 1)
+            )
+            if not (rising and within):
                 raise EngineError(
-                    f"request {i}: completion {completion.key} is from policy version {completion.policy_version}, the "
-                    f"engine is at {version}"
+                    f"request {i}: completion {completion.key} is from policy version "
+                    f"{', '.join(map(str, versions))}, the engine is at {version}"
                 )
 
 
@@ -493,6 +491,6 @@ def generate_verified(
     version = engine.policy_version
     turns: dict[str, Any] = {} if responder is None else {"responder": responder}  # not every engine takes turns
     completions = engine.generate(requests, progress=progress, **turns)
-    check_answers(requests, completions, version)
+    check_answers(requests, completions, version, engine.policy_version)
     histories = [request.history for request in requests for _ in request.keys]
     return completions, check_authors([*chain.from_iterable(completions)], strategy, histories)

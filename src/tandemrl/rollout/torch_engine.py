@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import context_of, eos_token_ids
 from tandemrl.models.lora import adapted_layers, is_adapter
+from tandemrl.rollout.control import Aborts, Turnstile
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import (
-    Aborts,
     Completion,
     EngineError,
     EngineInfo,
@@ -100,7 +100,7 @@ class TorchEngine:
                 raise EngineError("compile: a junior of another vocabulary needs steps of any length; use false")
             self._spelling = vocabulary_of(tokenizer)
         self._adapted = frozenset(adapted_layers(senior))
-        self._aborts = Aborts()
+        self._aborts, self._turnstile = Aborts(), Turnstile()
         self._draft_length = None
         if draft_tokens and junior is not None:
             tokens = None if draft_tokens == "auto" else int(draft_tokens)
@@ -127,10 +127,10 @@ class TorchEngine:
         for name, parameter in own.items():
             if parameter.shape != new[name].shape:
                 raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
-        with torch.no_grad():
+        with self._turnstile.loading(), torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(new[name])
-        self.policy_version = version
+            self.policy_version = version
 
     def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)
@@ -160,14 +160,34 @@ class TorchEngine:
         for i, request in enumerate(requests):
             check_request(i, request, self)
             check_partnered(i, request, apart=self._make_partner is not None)
+        with self._turnstile.decoding():
+            return self._write(requests, progress, responder, on_tokens)
+
+    def _write(
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[int], None] | None,
+        responder: Responder | None,
+        on_tokens: OnTokens | None,
+    ) -> list[list[Completion]]:
         self._aborts.clear()
         pairs = [(request, key) for request in requests for key in request.keys]
         rows = [Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting, steps = list(rows), 0
         length = self._draft_length_for(requests, len(rows))
         batch = self._batch(requests, len(rows), turns=responder is not None, drafts=length is not None)
+        renews, version = responder is None and not isinstance(batch, TwoVocabularies), self.policy_version
         between = _BetweenTurns(responder, self.vocabulary, apart=isinstance(batch, TwoVocabularies))
         while waiting or batch.rows or between:
+            if renews:
+                self._turnstile.pause()
+            if self.policy_version != version:
+                if not renews:
+                    raise EngineError(
+                        "weights were loaded amid a call with turns or two vocabularies; wait for its end"
+                    )
+                version = self.policy_version
+                batch.renew(version)
             room = 2 * self.max_rows - len(batch.rows) - len(between)
             if between and (steps % POLL_EVERY == 0 or not batch.rows):
                 between.listen(wait=not (batch.rows or between.ready or (waiting and room > 0)))
@@ -176,6 +196,8 @@ class TorchEngine:
             free = min(self.max_rows - len(batch.rows), room)
             if waiting and free > 0 and (not batch.rows or 8 * free >= self.max_rows):
                 count = _whole_groups(waiting, free) or (0 if batch.rows else free)
+                for row in waiting[:count]:
+                    row.span(0, version)
                 batch.admit(waiting[:count])
                 del waiting[:count]
             if batch.rows:

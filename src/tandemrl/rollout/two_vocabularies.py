@@ -19,9 +19,10 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from tandemrl.models.sampling import log_mass, race_times
+from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
-from tandemrl.rollout.engine import LOST, Aborts, EngineError, Passes, Request, StopReason
+from tandemrl.rollout.engine import LOST, EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import extend
 from tandemrl.rollout.partner import Ask, Ended, MakePartner, Span
 from tandemrl.selection import draws

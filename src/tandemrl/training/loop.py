@@ -145,8 +145,14 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
     warnings_of = watcher(config, setup.recipe, len(setup.heldout))
     draw = partial(progress.sampler.next, train.prompts_per_step)
     write = partial(generate, setup, tracker, profiler)
-    keep = partial(remember, setup, models.policy)
-    ahead = AsyncRollouts(draw, write, setup.prompts, models.engine, keep, train.async_steps)
+    ahead = AsyncRollouts(
+        draw,
+        write,
+        setup.prompts,
+        models.engine,
+        lambda: remember(setup, models.policy, models.engine.policy_version),
+        train.async_steps,
+    )
     with ahead as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
         for step in range(done + 1, train.steps + 1):
@@ -238,6 +244,9 @@ def train_step(
             rollouts.wait()
         with clock("sync"):
             sync_if_stale(models, version=step)
+    elif config.rollout.in_flight and not last:
+        with clock("sync"):
+            sync_if_stale(models, version=step)  # amid the rollouts of the next step
     if evaluates:
         with clock("eval"), rollouts.aside():
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)

@@ -14,7 +14,7 @@ from tandemrl.training.gates import TrainError, check_draws, check_starts
 from tandemrl.training.profiling import Profiler
 from tandemrl.training.state import Run, RunSetup
 from tandemrl.training.tracking import Tracker
-from tandemrl.types import Author, Group, Metrics, Rollout, taken_over
+from tandemrl.types import Author, Group, Metrics, Rollout, oldest_version, taken_over
 
 
 def generate(
@@ -110,7 +110,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         **{f"tandem/{how}": float(np.mean([r.stop_reason == how for r in told])) for how in LOST if told},
         "response/length": float(response.mean()),
         "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
-        "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
+        "weights/version_lag": float(step - 1 - min(map(oldest_version, rollouts))),
         "tokens/response": float(response.sum()),
         "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
         "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),

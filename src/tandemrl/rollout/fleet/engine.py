@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tandemrl.distributed.watchdog import stamp
+from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.engine import (
-    Aborts,
     Completion,
     Engine,
     EngineError,

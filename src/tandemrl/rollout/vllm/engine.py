@@ -20,8 +20,8 @@ from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.models.lora import AdapterPlan
+from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.engine import (
-    Aborts,
     Completion,
     EngineError,
     EngineInfo,
