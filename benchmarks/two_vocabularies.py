@@ -17,7 +17,9 @@ vocabulary, vLLM has no ``before_word``. *two* is one engine for each model, in 
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +71,7 @@ def main() -> None:
         line = about() | {
             "benchmark": "two_vocabularies",
             "engine": options.engine,
+            "command": shlex.join(["python", *sys.argv]),
             "model": "tiny" if options.model is None else options.model.name,
             "rows": rows,
             "max_tokens": options.max_tokens,

@@ -52,7 +52,7 @@ PUBLISHED = {
     ("repair", ("repair",)): "repair.json",
     ("hops", ("hops",)): "hops.json",
     ("hops", ("hops_jargon",)): "hops_jargon.json",
-    ("smollm2-quick", ("word_problems",)): "smollm2_quick.json",
+    ("smollm2", ("word_problems",)): "smollm2.json",
 }
 """Where the results of an experiment, with its overrides, and its pairs are committed."""
 ENVIRONMENTS = DOCS / "environments"
@@ -667,14 +667,17 @@ def other_family() -> str:
 
 def smollm2_sentence() -> str:
     """For README."""
-    content = json.loads((DOCS / "smollm2_quick.json").read_text())
+    content = json.loads((DOCS / "smollm2.json").read_text())
     (steps,) = (key.removeprefix("train.steps=") for key in content["experiment"]["overrides"] if "steps" in key)
-    rows = {arm: [row for row in content["rows"] if row["arm"] == arm] for arm in ("base", "grpo", "tandem_self")}
+    rows = {
+        arm: [row for row in content["rows"] if row["arm"] == arm] for arm in ("base", "grpo", "grpo_8", "tandem_self")
+    }
     solo = {arm: f"{fmean(row['solo/pass@1'] for row in each):.2f}" for arm, each in rows.items()}
     return (
-        f"Pretrained [SmolLM2-135M](docs/howto/pretrained.md) solves {solo['base']} of word problems; after "
-        f"{steps} steps: GRPO {solo['grpo']}, tandem GRPO {solo['tandem_self']}\n({len(rows['grpo'])} seeds, "
-        "[wide intervals]({docs}results.md#a-pretrained-model)). `make smollm2 QUICK=1` runs one.\n"
+        f"Pretrained [SmolLM2-135M](docs/howto/pretrained.md) solves {solo['base']} of word problems; after {steps} "
+        f"steps: GRPO {solo['grpo']},\nwith half of the rollouts {solo['grpo_8']}, tandem GRPO {solo['tandem_self']} "
+        f"({len(rows['grpo'])} seeds, [wide intervals]({{docs}}results.md#a-pretrained-model)):\n"
+        "`make smollm2 QUICK=1`.\n"
     )
 
 
@@ -708,9 +711,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
     "readme-smollm2": smollm2_sentence,
     "smollm2-first": smollm2_first,
-    "smollm2-quick": lambda: headline("smollm2_quick.json"),
-    "smollm2-quick-differences": lambda: differences("smollm2_quick.json"),
-    "smollm2-quick-verdicts": lambda: claims_table(results("smollm2_quick.json")[1].claims),
+    "smollm2": lambda: headline("smollm2.json"),
+    "smollm2-differences": lambda: differences("smollm2.json"),
+    "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
     "countdown": countdown,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
