@@ -721,6 +721,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "two-vocabularies": two_vocabularies,
     "fleet": fleet,
+    "fleet-throughput": fleet_throughput,
     "other-family": other_family,
     "pretrained-speed": pretrained_speed,
     "drafting": drafting,

@@ -686,14 +686,15 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     assert (code, last) == (0, "ready")
     assert lines["junior"][0] == "27 tokens begin a word; a word begins inside of 1"
     assert lines["pair"][0].startswith("two vocabularies: 1 entries differ, the first is 'x y'")
-    assert lines["selection.strategy"][0] == "before_word, solo"
+    assert lines["selection.strategy"][0] == "before_word, turn, alternating_turns, solo"
     assert lines["selection.strategy"][1].startswith("not word, word_aligned, bernoulli")
     able = (
-        "training with rollout.engine=torch; of eval pass-at-k, tandem, handoff and legibility; play and serve, by the "
-        "torch engine; a judge of any family"
+        "training; of eval pass-at-k, tandem, handoff and legibility; play and serve, by the torch engine; a judge of "
+        "any family"
     )
     assert lines["features"][0] == able
-    assert "not rollout.engine=vllm, rollout.draft_tokens" in lines["features"][1]
+    assert "not rollout.draft_tokens" in lines["features"][1]
+    assert "With rollout.engine=vllm neither environments nor handoff" in lines["features"][1]
 
     code, last, lines = check("wordless", "wordless")
     assert (code, last) == (0, "ready")
