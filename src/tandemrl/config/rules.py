@@ -246,7 +246,8 @@ def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
     if c.model.junior_endpoint.url is not None:
         two, same = "since the junior is behind an endpoint", "or load the junior: model.junior_endpoint.url=null"
     if c.selection.kind.by_text is None:
-        able = ", ".join(kind.name for kind in KINDS.values() if kind.by_text is not None and not kind.solo)
+        suit = [kind for kind in KINDS.values() if kind.by_text is not None and not kind.solo]
+        able = ", ".join(kind.name for kind in suit if c.has_episodes or not kind.by_turns)
         yield Fault("selection.strategy", f"{able}, {two}: others look at tokens of both; {same}")
     apart = attrgetter("apart" if c.model.junior_endpoint.url is None else "asks")
     if not solo and not apart(c.rollout.kind):
