@@ -19,8 +19,8 @@ from local_workers import LocalWorkers
 from processes import run
 from tandemrl.config import ParallelConfig
 from tandemrl.distributed.world import World, init_world
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
-from tandemrl.rollout.fleet.engine import Fleet, FleetEngine, UnitEngine
+from tandemrl.rollout.engine import Completion, Engine, EngineError, Request, Sampling
+from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
 from tandemrl.rollout.fleet.shared import SharedFleet
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -59,7 +59,7 @@ def shared(timeout_s: float = 60.0, **settings: Any) -> tuple[SharedFleet, World
 def rolled_out() -> dict[str, Any]:
     """In one of the processes: rollouts of three steps at once, with the weights of now; then newer weights."""
     fleet, world = shared(max_staleness=3)
-    assert isinstance(fleet, Fleet)
+    assert isinstance(fleet, Engine)
     found: dict[str, Any] = {"first": bits(fleet.generate(asked(0)))}
     views = {step: fleet.at_step(step) for step in (1, 2, 3)}
     with ThreadPoolExecutor(3) as threads:

@@ -161,8 +161,7 @@ def test_every_wait_for_rollouts_counts_and_evaluations_are_left_out(monkeypatch
 
     nothing = [np.zeros(0, dtype) for dtype in (np.int64, np.int8, np.float32)]
     batch = CompletionBatch([], [[Completion(0, *nothing, "eos", policy_version=0)]], Draws(0, 0), Passes())
-    made = dict.fromkeys(("policy_version", "passes", "vocabulary", "has_junior", "info", "context", "begun"))
-    fleet = Mock(spec=FleetEngine, counts=lambda: dict(counts), **made)
+    fleet = Mock(spec=FleetEngine, counts=lambda: dict(counts))
     monkeypatch.setattr(async_rollouts, "time", SimpleNamespace(monotonic=lambda: now))
     rollouts = AsyncRollouts(lambda: [0], lambda *_, **__: passing(2.0, batch), [], fleet, lambda: lambda _: {})
     rollouts._threads = Mock(submit=lambda *_: Mock(done=lambda: True, result=lambda: passing(3.0, batch)))

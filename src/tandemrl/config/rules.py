@@ -70,6 +70,9 @@ def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
         ConfigError: the message names the key and what is allowed.
     """
     _refuse(config, _with_two_vocabularies(config, solo=config.selection.kind.solo and not asked))
+    if asked and config.rollout.kind.section == "vllm":
+        why = "since senior and junior have two vocabularies, of which vLLM writes whole spans"
+        _refuse(config, iter([Fault("rollout.engine", f"torch, {why}; or use a junior of the senior's family")]))
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:

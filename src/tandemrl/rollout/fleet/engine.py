@@ -55,7 +55,7 @@ from tandemrl.selection import Who
 TICK_S = 1.0
 LOST_PER_WORKER = 4  # in a row, before the fleet gives up
 COUNTED = ("redone", "restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
-"""What ``Fleet.counts`` has."""
+"""What ``FleetEngine.counts`` has."""
 
 
 class Described(NamedTuple):
@@ -105,26 +105,6 @@ class Workers(Protocol):
     def drop(self, version: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class Fleet(Engine, Protocol):
-    """An engine whose rollouts of several steps may be in progress at once, each with its own weights."""
-
-    begun: threading.Event
-    """Set when a call of ``generate`` has its place and its weights."""
-
-    def at_step(self, step: int) -> "Fleet":
-        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards.
-
-        Once its ``generate`` has ``begun``, the workers can get those weights until it has all that it asks for.
-        """
-        ...
-
-    def counts(self) -> dict[str, float]:
-        """What the fleet did since its start: ``redone`` units, ``restarts`` of workers, ``idle_s`` of ``worker_s``,
-        and how many ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
-        ...
 
 
 @dataclass
@@ -231,6 +211,7 @@ class FleetEngine:
         self._described: Described | None = None
         self._step: int | None = None
         self.begun = threading.Event()
+        """Set when a call of ``generate`` has its place and its weights."""
         self._version, self._base = INITIAL, 0
         self._checksums: dict[int, int | None] = {INITIAL: None}
         """Of the newest version; a worker's, where only that can be known."""
@@ -351,13 +332,17 @@ class FleetEngine:
         return checksum
 
     def at_step(self, step: int) -> "FleetEngine":
-        """See ``Fleet``."""
+        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards.
+
+        Once its ``generate`` has ``begun``, the workers can get those weights until it has all that it asks for.
+        """
         view = copy.copy(self)  # all but these values is the fleet's
         view._step, view.begun = step, threading.Event()
         return view
 
     def counts(self) -> dict[str, float]:
-        """See ``Fleet``."""
+        """What the fleet did since its start: ``redone`` units, ``restarts`` of workers, ``idle_s`` of ``worker_s``,
+        and how many ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
         d = self._dispatcher
         counted = {"redone": d.redone, "restarts": d.restarts, "idle_s": d.idle_s, "worker_s": d.worker_s}
         for name, state in (("unit", "generating"), ("load", "loading")):

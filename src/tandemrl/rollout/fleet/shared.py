@@ -50,7 +50,7 @@ class _Turns:
 
 
 class SharedFleet:
-    """A ``Fleet`` over that of rank 0. All processes make the same calls, and get the same completions.
+    """The fleet of rank 0. All processes make the same calls, and get the same completions.
 
     Weights are gathered by all of them, and sent by rank 0. While it waits for workers, it tells the others so: no
     collective takes longer than ``parallel.timeout_s`` because a rollout does. ``generate`` may run in several threads
@@ -137,7 +137,7 @@ class SharedFleet:
         return int(self._world.broadcast(None if self._own is None else self._own.fingerprint(who)))
 
     def at_step(self, step: int) -> "SharedFleet":
-        """See ``Fleet``."""
+        """See ``FleetEngine``."""
         view = copy.copy(self)  # all but these values is the fleet's
         view._place = self._turns.place()
         if self._own is None:
@@ -149,9 +149,13 @@ class SharedFleet:
         return view
 
     def counts(self) -> dict[str, float]:
-        """See ``Fleet``. Only rank 0 knows; in the others all are 0."""
+        """See ``FleetEngine``. Only rank 0 knows; in the others all are 0."""
         return dict.fromkeys(COUNTED, 0.0) if self._own is None else self._own.counts()
 
     def close(self) -> None:
         if self._own is not None:
             self._own.close()
+
+
+Fleet = FleetEngine | SharedFleet
+"""Engines whose rollouts of several steps may be in progress at once, each with its own weights."""
