@@ -69,10 +69,8 @@ def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
     Raises:
         ConfigError: the message names the key and what is allowed.
     """
-    _refuse(config, _with_two_vocabularies(config, solo=config.selection.kind.solo and not asked))
-    if asked and config.rollout.kind.section == "vllm":
-        why = "since senior and junior have two vocabularies, of which vLLM writes whole spans"
-        _refuse(config, iter([Fault("rollout.engine", f"torch, {why}; or use a junior of the senior's family")]))
+    solo = config.selection.kind.solo and not asked
+    _refuse(config, _with_two_vocabularies(config, solo=solo, asked=asked))
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:
@@ -243,7 +241,7 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
 )
 
 
-def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
+def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Iterator[Fault]:
     two = "since senior and junior have two vocabularies"
     same = "or use a junior of the senior's tokenizer family"
     if c.model.junior_endpoint.url is not None:
@@ -257,6 +255,8 @@ def _with_two_vocabularies(c: Config, *, solo: bool) -> Iterator[Fault]:
         able = ", ".join(kind.name for kind in ENGINES.values() if apart(kind))
         yield Fault("rollout.engine", f"{able}, {two}; {same}")
     if not solo and c.rollout.kind.section == "vllm":
+        if asked:
+            yield Fault("rollout.engine", f"torch, {two}, of which {c.rollout.engine} writes whole spans; {same}")
         more = f"with rollout.engine={c.rollout.engine}, {two}; {same}, or use rollout.engine=torch"
         if c.has_episodes:
             yield Fault("rollout.environment", f"single {more}")

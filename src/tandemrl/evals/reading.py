@@ -53,7 +53,7 @@ class Legibility(NamedTuple):
     accepted: Bool[Tensor, " t"]
 
 
-class Reader(NamedTuple):
+class TextReader(NamedTuple):
     """What a junior with a vocabulary of its own reads of a text.
 
     vocabulary: the junior's. turn_text: spells a turn in the senior's tokens, without special tokens. observed: the
@@ -93,7 +93,7 @@ def read_legibility(
     *,
     sampling: Sampling | None = None,
     vocabulary: int | None = None,
-    reader: Reader | None = None,
+    reader: TextReader | None = None,
     context: int | None = None,
     tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
@@ -254,7 +254,7 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
 
 
 def retokenised(
-    samples: Sequence[Sample], prompts: Sequence[Prompt], reader: Reader, longest: float
+    samples: Sequence[Sample], prompts: Sequence[Prompt], reader: TextReader, longest: float
 ) -> dict[int, Rollout]:
     """The texts to read, by the position of their sample, in another vocabulary than that of their authors."""
     texts = {}

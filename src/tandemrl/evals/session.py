@@ -15,7 +15,7 @@ from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
-from tandemrl.evals.reading import Reader
+from tandemrl.evals.reading import TextReader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
@@ -240,14 +240,14 @@ class Session:
             return make(), str(error)  # which raises what is not about the junior
 
     @property
-    def reader(self) -> Reader | None:
+    def reader(self) -> TextReader | None:
         """How a junior with a vocabulary of its own gets a text to read."""
         if self.junior_tokenizer is None:
             return None
         observed = None
         if self.episode_runner is not None and (rendering := self.episode_runner.junior_rendering) is not None:
             observed = partial(_observed, rendering)
-        return Reader(vocabulary_of(self.junior_tokenizer), partial(_turn_text, self.tokenizer), observed)
+        return TextReader(vocabulary_of(self.junior_tokenizer), partial(_turn_text, self.tokenizer), observed)
 
     @cached_property
     def judges(self) -> JudgePool:

@@ -24,8 +24,9 @@ class _Draw(torch.nn.Module):
     """The key of each row. None stands for keys of 0."""
     min_p: Tensor | None = None
     """The ``min_p`` of each row, if vLLM has not applied it already."""
+    keeps: bool = False
+    """Whether to keep ``drawn_from``, the log-probs that the last tokens were drawn from, (b, v)."""
     drawn_from: Tensor | None = None
-    """The log-probs that the last tokens were drawn from, (b, v)."""
 
     def forward(
         self, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -48,7 +49,7 @@ class _Draw(torch.nn.Module):
             logits = logits.masked_fill(~kept_tokens(logits, truncation), -torch.inf)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         keys = self.token_keys if self.token_keys is not None else torch.zeros(len(logits), dtype=torch.int64)
-        self.drawn_from = logprobs
+        self.drawn_from = logprobs if self.keeps else None
         return draw_token(logprobs, keys.to(logits.device)), logprobs
 
 
@@ -71,9 +72,9 @@ class TandemSampler(Sampler):
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         if logits.shape[-1] > self.vocabulary:
             logits[:, self.vocabulary :] = -torch.inf
+        self._draw.keeps, self._draw.drawn_from = bool(self.spans), None  # greedy decoding draws nothing
         if not self.spans:
             return super().forward(logits, *args, **kwargs)
-        self._draw.drawn_from = None  # greedy decoding draws nothing
         output = super().forward(self.spans.masked(logits), *args, **kwargs)
         return self.spans.ended(output, self._draw.drawn_from)
 
