@@ -11,25 +11,30 @@ from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet import events
 from tandemrl.rollout.fleet.engine import Described
 from tandemrl.rollout.fleet.events import INITIAL, Answered, Joined, Loaded, Lost, Unit
-from tandemrl.rollout.fleet.units import answer_of
+from tandemrl.rollout.fleet.units import WorkerEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 
 
 class LocalWorkers:
     """``faults``: by the number of a worker, what happens: "does not start"; at its first unit "dies", "dies later"
     (when ``go_on`` is set) or "keeps silent"; or "is stale": it never loads weights. ``acting``: makes what the
-    authors of a worker take turns with."""
+    authors of a worker take turns with. ``amid``: weights are loaded amid units."""
 
     def __init__(
         self,
         make: Callable[[], TorchEngine],
         faults: dict[int, str] | None = None,
         acting: Callable[[], EpisodeRunner] | None = None,
+        *,
+        amid: bool = False,
     ) -> None:
+        self.amid = amid
         self.make, self.faults, self.acting = make, faults or {}, acting
         self.runners: dict[int, EpisodeRunner] = {}
         self.engines: dict[int, TorchEngine] = {}
+        self.workers: dict[int, WorkerEngine] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
+        self.loading: dict[int, ThreadPoolExecutor] = {}
         self.kept: dict[int, list[tuple[str, Tensor]]] = {}
         self.done: list[tuple[int, Unit]] = []
         self.ended: list[int] = []
@@ -40,6 +45,7 @@ class LocalWorkers:
 
     def start(self, number: int) -> None:
         self.threads[number] = ThreadPoolExecutor(1)
+        self.loading[number] = ThreadPoolExecutor(1) if self.amid else self.threads[number]
 
         def start() -> None:
             if self.faults.get(number) == "does not start":
@@ -48,6 +54,7 @@ class LocalWorkers:
             engine = self.engines[number] = self.make()
             if self.acting is not None:
                 self.runners[number] = self.acting()
+            self.workers[number] = WorkerEngine(engine, self.runners.get(number))
             told = (engine.info, engine.vocabulary, engine.context, engine.has_junior, engine.policy_version)
             junior, acts = engine.fingerprint("junior"), self.acting is not None
             self.tell(Joined(number, Described(*told, junior, acts)))
@@ -56,16 +63,14 @@ class LocalWorkers:
 
     def load(self, number: int, version: int) -> None:
         def load() -> None:
-            engine = self.engines[number]
-            if version != INITIAL and self.faults.get(number) != "is stale":
-                engine.load_weights(self.kept[version], version)
-            self.tell(Loaded(number, version, engine.fingerprint()))
+            if version != INITIAL and self.faults.get(number) == "is stale":
+                self.tell(Loaded(number, version, self.engines[number].fingerprint()))
+            else:
+                self.tell(Loaded(number, version, self.workers[number].load(version, self.kept.get(version, ()))))
 
-        self.threads[number].submit(load)
+        self.loading[number].submit(load)
 
-    def generate(
-        self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request], turns: bool
-    ) -> None:
+    def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
         def generate() -> None:
             fault = self.faults.pop(number, None)
             if fault == "dies later":
@@ -73,10 +78,9 @@ class LocalWorkers:
             if fault in ("dies", "dies later"):
                 self.tell(Lost(number, "killed"))
             elif fault != "keeps silent":
-                engine = self.engines[number]
-                answer = answer_of(engine, requests, self.runners[number] if turns else None)
+                (first, *later), answer = self.workers[number].generate(requests, turns)
                 self.done.append((number, unit))
-                self.tell(Answered(number, unit, attempt, version, engine.fingerprint(), answer))
+                self.tell(Answered(number, unit, attempt, *first, answer, tuple(later)))
 
         self.threads[number].submit(generate)
 
@@ -93,5 +97,5 @@ class LocalWorkers:
         self.kept.pop(version, None)
 
     def close(self) -> None:
-        for thread in self.threads.values():
+        for thread in (*self.threads.values(), *self.loading.values()):
             thread.shutdown()

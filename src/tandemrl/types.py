@@ -8,7 +8,7 @@ Alignment: entry *i* of every per-token channel describes token *i*, never a shi
 in ``tandemrl.models.forward``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -66,6 +66,16 @@ class HasVersions(Protocol):
     def policy_version(self) -> int: ...
     @property
     def later_versions(self) -> tuple[Span, ...]: ...
+
+
+def extended(spans: Sequence[Span], start: int, version: int) -> tuple[Span, ...]:
+    """Spans to which one is added, without those that have written nothing before it.
+
+    Examples:
+        >>> extended([Span(0, 3), Span(5, 4)], 5, 6)
+        (Span(start=0, version=3), Span(start=5, version=6))
+    """
+    return *(span for span in spans if span.start < start), Span(start, version)
 
 
 def version_spans(written: HasVersions) -> tuple[Span, ...]:

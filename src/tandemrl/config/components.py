@@ -60,6 +60,7 @@ ENGINES: dict[str, EngineKind] = {
         reserves=True,
         drafts=True,
         apart=True,
+        renews=True,
         splits=True,
         section="vllm",
         package="vllm",

@@ -122,10 +122,7 @@ def _in_flight(c: Config) -> Iterator[Fault]:
     if not r.kind.renews:
         able = ", ".join(kind.name for kind in ENGINES.values() if kind.renews)
         yield Fault("rollout.in_flight", f"false with rollout.engine={r.engine}; or use {able}")
-    if r.workers:
-        why = "workers load weights between two units; smaller rollout.unit_groups make that more frequent"
-        yield Fault("rollout.in_flight", f"false with rollout.workers={r.workers}: {why}")
-    if r.unit_groups is not None:
+    if r.unit_groups is not None and not r.workers:
         yield Fault(
             "rollout.unit_groups", "null with rollout.in_flight=true: units are for equal bits, which it gives up"
         )
@@ -286,8 +283,8 @@ def _alone(c: Config) -> Iterator[Fault]:
 def _among_processes(c: Config) -> Iterator[Fault]:
     r, v, timeout = c.rollout, c.rollout.vllm, c.parallel.timeout_s
     unsupported = "with several processes, which do not support it"
-    if r.in_flight:
-        yield Fault("rollout.in_flight", f"false {unsupported} yet")
+    if r.in_flight and not r.workers:
+        yield Fault("rollout.in_flight", f"false {unsupported} without workers; or set rollout.workers")
     if r.kind.section == "vllm" and not r.workers:
         if not v.multiprocess:
             why = "vLLM would take the trainer's process group for its own"

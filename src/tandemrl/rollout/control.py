@@ -51,6 +51,11 @@ class Turnstile:
         with self._taken(loads=True):
             yield
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a load waits for the next ``pause``."""
+        return self._loaders > 0
+
     def pause(self) -> None:
         """Between two steps: let the loads that wait go first, and return after them."""
         if self._loaders:

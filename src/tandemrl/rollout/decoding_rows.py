@@ -14,7 +14,7 @@ from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
-from tandemrl.types import Span
+from tandemrl.types import Span, extended
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Row:
     """Between two turns: whether the strategy lets the senior write after the last token."""
     junior_context: Sequence[int] = ()
     """Between two turns: ``Reply.junior_context``."""
-    spans: list[Span] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
     """The columns of the output arrays by the weights that write them; none before the row is admitted."""
 
     @property
@@ -84,9 +84,7 @@ class Row:
 
     def span(self, start: int, version: int) -> None:
         """From column ``start`` on, the row is written by the weights of this version."""
-        while self.spans and self.spans[-1].start >= start:
-            self.spans.pop()  # which have written nothing
-        self.spans.append(Span(start, version))
+        self.spans = extended(self.spans, start, version)
 
     def end(self, reason: StopReason | None) -> None:
         """End the completion: no further turn follows."""

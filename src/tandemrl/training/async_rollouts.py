@@ -12,8 +12,9 @@ rollouts. So the check compares the same weights on both sides, as it does witho
 since then, for which importance sampling corrects. At most k + 1 copies exist: the kept ones, and the newer weights
 during that forward pass.
 With ``rollout.in_flight`` the weights of each update are loaded amid these rollouts, which go on with them. The version
-of each token is recorded, and so is its log-prob under it. Both versions that a rollout can have are at hand when it is
-taken: the kept weights and the trainer's own. The check compares each token with its own.
+of each token is recorded, and so is its log-prob under it. When a rollout is taken, the oldest and the newest version
+that it can have are at hand: the kept weights and the trainer's own. The check compares the tokens of these two, each
+with its own. (With k = 1 there are no others. With k > 1, every version is the oldest one of some rollouts.)
 """
 
 import time
@@ -265,24 +266,24 @@ def _completion(line: Mapping[str, Any]) -> Completion:
     return Completion(**values)
 
 
-def remember(setup: RunSetup, policy: PreTrainedModel, version: int) -> Compare:
-    """Keep a copy of the policy's weights, which have this version.
+def remember(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compare:
+    """Keep a copy of the policy's weights, which the engine has, too.
 
     Returns:
         a function that takes the completions which these weights wrote or began, and returns the metrics of
         ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if the sample has no senior token. With
         ``rollout.in_flight`` these are of the tokens that the kept weights wrote, and those that the policy's present
-        weights, which must be the next version, went on with are measured likewise as ``mismatch/later_…``. All
+        weights, which the engine must have got, went on with are measured likewise as ``mismatch/later_…``. All
         processes must call it together. It raises a TrainError if a mean is above ``setup.mismatch_limit`` or not a
         number.
     """
-    kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
+    kept, version = [part.to("cpu", copy=True) for part in trained_parts(policy)], engine.policy_version
 
     def compare(completions: CompletionBatch) -> Metrics:
         with exchanged(trained_parts(policy), kept):
             metrics = writer_mismatch(setup, policy, completions, version)
-        if setup.config.rollout.in_flight:
-            later = writer_mismatch(setup, policy, completions, version + 1)
+        if engine.policy_version != version and setup.config.rollout.in_flight:
+            later = writer_mismatch(setup, policy, completions, engine.policy_version)
             metrics |= {name.replace("writer_", "later_"): value for name, value in later.items()}
         for which in ("writer", "later"):
             check_mismatch(setup.mismatch_limit, metrics.get(f"mismatch/{which}_mean_abs", 0.0))

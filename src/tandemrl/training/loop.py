@@ -150,7 +150,7 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
         write,
         setup.prompts,
         models.engine,
-        lambda: remember(setup, models.policy, models.engine.policy_version),
+        lambda: remember(setup, models.policy, models.engine),
         train.async_steps,
     )
     with ahead as rollouts, Signals() as signals:

@@ -33,12 +33,15 @@ def run_of(seed: int) -> Run:
     return Run(workers=1 + seed % 4, units=1 + seed // 4 % 4, k=seed // 16 % 4, save_every=1 + seed // 64 % 3)
 
 
-def simulate(seeds: range, **planted: Any) -> Counter[str]:
+def simulate(seeds: range, *, in_flight: bool = False) -> Counter[str]:
     """Run the seeds. Returns what happened in all of them together."""
     happened = Counter[str]()
     for seed in seeds:
-        simulation = Simulation(seed, run_of(seed), **planted)
-        assert simulation.finish() == expected(run_of(seed)), seed
+        run = run_of(seed)._replace(in_flight=in_flight)
+        simulation = Simulation(seed, run)
+        consumed = simulation.finish()
+        assert in_flight or consumed == expected(run), seed
+        happened["renewed"] += simulation.renewed
         happened["events"] += simulation.events
         happened["redone"] += simulation.redone
         happened["workers"] += simulation.restarts
@@ -55,9 +58,17 @@ def test_whatever_happens_a_run_consumes_what_it_would_without_faults() -> None:
     assert happened["stale"] > 1000
 
 
+def test_with_in_flight_updates_each_answer_is_from_the_weights_that_it_names() -> None:
+    happened = simulate(range(200), in_flight=True)
+    assert happened["renewed"] > 200
+    assert happened["redone"] > 200
+    assert happened["trainers"] > 200
+
+
 @pytest.mark.slow
-def test_ten_thousand_seeds() -> None:
-    simulate(range(10_000))
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_ten_thousand_seeds(in_flight: bool) -> None:
+    simulate(range(10_000), in_flight=in_flight)
 
 
 def test_a_simulation_follows_from_its_seed() -> None:
@@ -164,7 +175,24 @@ class EagerRetire(Dispatcher):
             self._actions.append(Retire(version))
 
 
+class FirstWeights(Dispatcher):
+    """Of the weights that an answer names, only the first ones are checked."""
+
+    def handle(self, event: Any, now: float) -> Any:
+        if isinstance(event, Answered) and event.worker in self.workers:
+            event = event._replace(later=())
+        elif isinstance(event, Loaded) and event.version in self.checksums:
+            event = event._replace(checksum=self.checksums[event.version])
+        return super().handle(event, now)
+
+
+IN_FLIGHT = {"in_flight": True}
 PLANTED: dict[str, dict[str, Any]] = {
+    "in flight, no checksum": IN_FLIGHT | {"dispatcher": NoChecksum},
+    "in flight, the first weights checked only": IN_FLIGHT | {"dispatcher": FirstWeights},
+    "in flight, stale KV cache": IN_FLIGHT | {"prefix_cache": True},
+    "in flight, lost retry": IN_FLIGHT | {"dispatcher": LostRetry},
+    "in flight, one step too far ahead": IN_FLIGHT | {"ahead": 1},
     "no version check": {"dispatcher": NoVersionCheck},
     "no checksum": {"dispatcher": NoChecksum},
     "counter instead of versions": {"dispatcher": CountedVersions},
@@ -181,11 +209,11 @@ PLANTED: dict[str, dict[str, Any]] = {
 }
 
 
-def found_at(limit: int, **planted: Any) -> tuple[int, str]:
+def found_at(limit: int, *, in_flight: bool = False, **planted: Any) -> tuple[int, str]:
     """The first seed below the limit at which a planted bug is found, and how."""
     for seed in range(limit):
         try:
-            Simulation(seed, run_of(seed), **planted).finish()
+            Simulation(seed, run_of(seed)._replace(in_flight=in_flight), **planted).finish()
         except (BrokenInvariantError, DispatchError) as error:
             return seed, str(error)
     return limit, "not found"

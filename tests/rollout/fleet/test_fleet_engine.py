@@ -1,7 +1,9 @@
 """A fleet as an engine: the bits of the engine that decodes the same units alone, whatever happens to workers."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Thread
 from typing import Any
@@ -11,16 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from helpers import author_logits, flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
 from local_workers import LocalWorkers
 from tandemrl.config import ConfigError, load
-from tandemrl.rollout.engine import Engine, EngineError, Passes, Responder, Sampling, check_authors
+from tandemrl.rollout.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    Passes,
+    Responder,
+    Sampling,
+    check_authors,
+    generate_verified,
+)
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
 from tandemrl.rollout.fleet.events import Unit
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import before_word
 from tandemrl.selection.boundaries import start_table
+from tandemrl.types import token_versions
 
 STRATEGY = strategies()["word"]
 SAMPLING = Sampling(max_tokens=12)
@@ -83,6 +95,40 @@ def fleet() -> Iterator[Callable[..., FleetEngine]]:
     yield start
     for each in made:
         each.close()
+
+
+class Slow(TorchEngine):
+    """Other threads get something done between two of its tokens."""
+
+    def generate(self, requests: Any, **named: Any) -> list[list[Completion]]:
+        return super().generate(requests, **named | {"progress": lambda _: time.sleep(0.01)})
+
+
+def test_in_flight_updates_reach_workers_amid_their_units() -> None:
+    """Each token has the log-prob of the weights that wrote it, in forwards of transformers itself."""
+    versions, junior, _ = [qwen3(), qwen3(21), qwen3(22)], small_qwen3(), models()
+    workers = LocalWorkers(lambda: Slow(*copy.deepcopy(models()), tokenizer()), amid=True)
+    fleet = FleetEngine(workers, size=2, unit_groups=2, max_staleness=2, in_flight=True)
+    sync_weights(versions[0], fleet, version=0)
+    batch = requests(prompts(9), Sampling(max_tokens=40, ignore_eos=True), STRATEGY)
+    ahead = fleet.at_step(2)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(generate_verified, ahead, batch, STRATEGY)
+        assert ahead.begun.wait(60)
+        for version in (1, 2):
+            time.sleep(0.2)
+            sync_weights(versions[version], fleet, version)
+        written = flat(running.result()[0])
+    assert ahead.policy_version == fleet.policy_version == 2
+    assert {version for c in written for _, version in c.spans} == {0, 1, 2}
+    assert any(len(c.spans) > 1 for c in written)
+    for request, completion in zip(batch, written, strict=True):
+        for version in {version for _, version in completion.spans}:
+            logits = author_logits(versions[version], junior, request.prompt, completion)
+            logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()[range(40), completion.tokens]
+            mine = token_versions(completion) == version
+            np.testing.assert_allclose(completion.behaviour_logprobs[mine], logprobs[mine], atol=2e-4)
+    fleet.close()
 
 
 def workers_of(engine: FleetEngine) -> LocalWorkers:

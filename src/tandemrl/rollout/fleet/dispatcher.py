@@ -10,6 +10,8 @@ decoded together, so that an answer has the same bits whichever worker gives it.
   or often it is asked for: a worker that has other weights gets these first, and they are kept as long as a batch
   needs them.
 - Each answer repeats worker, unit, attempt, version and checksum. One that was not asked for like that is dropped.
+- With in-flight updates, that version is the oldest that a batch is generated with. Units begin with the newest
+  weights, and a worker that is generating loads newer ones amid its unit. Its answer names all of them.
 - Answers are delivered in the order of batches and units. Nothing is dropped for its age: a batch whose weights are
   more than ``max_staleness`` versions behind its step is refused when it is submitted.
 - A worker that is lost, is silent for ``timeout_s``, or has other weights than it should, is *fenced*: it is ended,
@@ -56,6 +58,8 @@ class _Worker:
     """The weights that it has, or is loading."""
     job: tuple[Unit, int] | None = None
     """The unit that it was asked for last, and the attempt."""
+    renewing: int | None = None
+    """The weights that it is loading amid its unit."""
 
 
 @dataclass
@@ -80,11 +84,20 @@ class Dispatcher:
         timeout_s: a worker that has not done in this time what it was asked for is replaced.
         patience: after so many lost workers without an answer in between, ``Fail``.
         numbers: the numbers of workers, none of which occurs twice.
+        in_flight: whether workers load newer weights amid a unit (``rollout.in_flight``).
     """
 
     def __init__(
-        self, workers: int, *, max_staleness: int, timeout_s: float, patience: int, numbers: Iterator[int]
+        self,
+        workers: int,
+        *,
+        max_staleness: int,
+        timeout_s: float,
+        patience: int,
+        numbers: Iterator[int],
+        in_flight: bool = False,
     ) -> None:
+        self.in_flight = in_flight
         self.size, self.max_staleness, self.timeout_s, self.patience = workers, max_staleness, timeout_s, patience
         self.redone = self.restarts = 0
         """Units that were assigned again, and workers that were replaced."""
@@ -123,12 +136,15 @@ class Dispatcher:
         match event:
             case Published(version, checksum):
                 self.checksums[version] = checksum
+                self._renew_all()
             case Submitted():
                 self._submit(event)
             case Joined(number) if self._state(number) == "starting":
                 self._become(number, "idle")
-            case Loaded(number, version) if self._state(number) == "loading":
+            case Loaded(number) if self._state(number) == "loading":
                 self._loaded(event)
+            case Loaded(number) if self._state(number) == "generating":
+                self._renewed(event)
             case Answered(number) if self.accepts(event):
                 self._answered(event)
             case Lost(number, why) if number in self.workers:
@@ -151,7 +167,7 @@ class Dispatcher:
         Everything that is looked up for an event is kept up to date here, so that no event costs a look at all workers.
         """
         worker = self.workers[number]
-        if state == "idle" and number in self._busy:
+        if state in ("idle", "loading") and number in self._busy:
             self.done[worker.state] += 1
             self.done_s[worker.state] += self._now - self._busy[number]
         self._unlist(number, worker)
@@ -210,15 +226,47 @@ class Dispatcher:
             return
         self._become(event.worker, "idle")
 
+    def _renew_all(self) -> None:
+        """Let every worker that is generating load the newest weights, one version after another."""
+        for number in [*self._busy] if self.in_flight else ():
+            self._renew(number)
+
+    def _renew(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.state == "generating" and worker.renewing is None and worker.version != self.newest:
+            worker.renewing = self.newest
+            self._actions.append(Load(number, self.newest))
+
+    def _renewed(self, event: Loaded) -> None:
+        worker = self.workers[event.worker]
+        if event.version != worker.renewing:
+            return  # a copy of an older message
+        if not self.trusts(event.version, event.checksum, worker.renewing):
+            self.fence(event.worker, f"weights {event.version} did not reach it: it has {event.checksum:#x}")
+            return
+        worker.version, worker.renewing = worker.renewing, None
+        self._renew(event.worker)
+
     def _answered(self, event: Answered) -> None:
         batch, worker = self.batches[event.unit.batch], self.workers[event.worker]
-        if not self.trusts(event.version, event.checksum, batch.version):
-            self.fence(event.worker, f"it answered with weights {event.version}, asked for {batch.version}")
+        used = (event.version, event.checksum), *event.later
+        asked = self.versions_for(batch.version)
+        if not all(self.trusts(*each, each[0] if each[0] in asked else None) for each in used):
+            versions, wanted = (", ".join(map(str, each)) for each in (dict(used), asked))
+            self.fence(event.worker, f"it answered with weights {versions}, asked for {wanted}")
             return
         worker.job, self._lost_in_a_row = None, 0
-        self._become(event.worker, "idle")
+        worker.version, renewing, worker.renewing = used[-1][0], worker.renewing, None
+        if renewing in (None, worker.version):
+            self._become(event.worker, "idle")
+        else:  # it loads them now that its unit has ended
+            self._become(event.worker, "loading", renewing)
         batch.answers[event.unit.index] = event.answer
         self.deliver()
+
+    def versions_for(self, version: int) -> list[int]:
+        """The weights that may generate a unit of a batch that was submitted with this version."""
+        return [each for each in self.checksums if each >= version] if self.in_flight else [version]
 
     def deliver(self) -> None:
         """Hand over the answers that are next."""
@@ -258,13 +306,14 @@ class Dispatcher:
     def _dispatch(self) -> None:
         """Give every worker something to do, the oldest batch first; without units, the newest weights."""
         for number, batch in self.batches.items():
-            ready = self._idle.get(batch.version, {})
+            wanted = self.newest if self.in_flight else batch.version
+            ready = self._idle.get(wanted, {})
             while batch.waiting and ready:
                 self.assign(next(iter(ready)), Unit(number, heappop(batch.waiting)))
-            for _ in range(len(batch.waiting) - self._coming[batch.version]):
+            for _ in range(len(batch.waiting) - self._coming[wanted]):
                 if not self._idle:
                     return
-                self._load(next(iter(next(iter(self._idle.values())))), batch.version)
+                self._load(next(iter(next(iter(self._idle.values())))), wanted)
         for version in [version for version in self._idle if self.checksums and version != self.newest]:
             for chosen in [*self._idle[version]]:
                 self._load(chosen, self.newest)
@@ -284,7 +333,7 @@ class Dispatcher:
 
     def _retire(self) -> None:
         """Forget the weights that no batch needs."""
-        needed = {self.newest, *(batch.version for batch in self.batches.values())}
+        needed = {self.newest}.union(*(self.versions_for(batch.version) for batch in self.batches.values()))
         for version in sorted(self.checksums.keys() - needed):
             del self.checksums[version]
             self._actions.append(Retire(version))

@@ -87,11 +87,9 @@ class Workers(Protocol):
         """Let a worker load the weights that were ``put`` under this version; ``INITIAL`` are those it starts with."""
         ...
 
-    def generate(
-        self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request], turns: bool
-    ) -> None:
-        """Let a worker generate, taking turns with its environment or not. The ``answer`` that is told is that of
-        ``units.answer_of``; an error has no other remedy than another request."""
+    def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
+        """Let a worker generate, taking turns with its environment or not. What is told is what
+        ``units.WorkerEngine.generate`` returns; an error has no other remedy than another request."""
         ...
 
     def abort(self, number: int, keys: Iterable[int] | None) -> None: ...
@@ -187,13 +185,21 @@ class FleetEngine:
         unit_groups: how many requests are a unit.
         max_staleness: see ``Dispatcher``.
         timeout_s: a worker that does not start, load or answer in this time is replaced.
+        in_flight: whether ``load_weights`` also reaches workers that are generating, amid their units.
 
     Raises:
         EngineError: no worker starts.
     """
 
     def __init__(
-        self, workers: Workers, *, size: int, unit_groups: int, max_staleness: int = 0, timeout_s: float = 600.0
+        self,
+        workers: Workers,
+        *,
+        size: int,
+        unit_groups: int,
+        max_staleness: int = 0,
+        timeout_s: float = 600.0,
+        in_flight: bool = False,
     ) -> None:
         self._workers, self._unit_groups = workers, unit_groups
         self._dispatcher = Dispatcher(
@@ -202,7 +208,9 @@ class FleetEngine:
             timeout_s=timeout_s,
             patience=LOST_PER_WORKER * size,
             numbers=count(),
+            in_flight=in_flight,
         )
+        self._in_flight, self._fleet = in_flight, self
         self._events: SimpleQueue[Event | _Abort | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
@@ -275,6 +283,8 @@ class FleetEngine:
         finally:
             del self._calls[number]
         self.passes = passes
+        if self._in_flight:
+            self.policy_version = self._fleet.policy_version
         return completions
 
     def _next(self, call: _Call) -> UnitAnswer:
@@ -295,7 +305,7 @@ class FleetEngine:
         self._events.put(_Abort(keys))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send weights. Workers that are generating load them before their next unit.
+        """Send weights. Workers that are generating load them before their next unit, or amid this one (``in_flight``).
 
         Raises:
             EngineError: the version is not newer than the one before; or no worker can load adapters.
@@ -332,7 +342,8 @@ class FleetEngine:
         return checksum
 
     def at_step(self, step: int) -> "FleetEngine":
-        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards.
+        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards. (With
+        ``in_flight``, they go on with those.)
 
         Once its ``generate`` has ``begun``, the workers can get those weights until it has all that it asks for.
         """
@@ -428,11 +439,13 @@ class FleetEngine:
                 self._fail(f"the rollout workers do not last: {why}")
 
     def _assign(self, number: int, unit: Unit, attempt: int) -> None:
-        call, version = self._calls.get(unit.batch), self._dispatcher.batches[unit.batch].version
+        call = self._calls.get(unit.batch)
         requests = [] if call is None else _without(call.units[unit.index], self._aborts)
         if call is not None and requests:
-            self._workers.generate(number, unit, attempt, version, requests, call.turns)
+            self._workers.generate(number, unit, attempt, requests, call.turns)
         else:  # nobody waits for it any more
+            version = self._dispatcher.workers[number].version
+            assert version is not None
             checksum, nothing = self._dispatcher.checksums[version], UnitAnswer([], Passes())
             self._events.put(Answered(number, unit, attempt, version, checksum or 0, nothing))
 

@@ -48,7 +48,10 @@ class Loaded(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A worker has generated a unit, with the weights of this version and checksum."""
+    """A worker has generated a unit, with the weights of this version and checksum.
+
+    ``later``: version and checksum of all weights that it has loaded in the meantime, in order.
+    """
 
     worker: int
     unit: Unit
@@ -56,6 +59,7 @@ class Answered(NamedTuple):
     version: int
     checksum: int
     answer: Any
+    later: tuple[tuple[int, int], ...] = ()
 
 
 class Lost(NamedTuple):
@@ -82,7 +86,7 @@ class Start(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Let a worker load the weights of this version."""
+    """Let a worker load the weights of this version, if it is generating, amid its unit."""
 
     worker: int
     version: int

@@ -21,18 +21,17 @@ from torch import Tensor
 
 from tandemrl.config import ConfigError
 from tandemrl.files import pip_install
-from tandemrl.rollout.engine import Completion, Engine, EngineError, Request
+from tandemrl.rollout.engine import Completion, Engine, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet.engine import Described
 from tandemrl.rollout.fleet.events import INITIAL, Answered, Event, Joined, Loaded, Lost, Unit
-from tandemrl.rollout.fleet.units import UnitAnswer, answer_of
+from tandemrl.rollout.fleet.units import Generated, UnitAnswer, WorkerEngine
 
 PART_BYTES = 2**28  # what is copied at once on the way of the weights
 LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
 
 Stored = tuple[str, str, tuple[int, ...], Any]
 """A tensor in the object store: its name, dtype, shape and bytes (a NumPy array, which Ray does not copy to read)."""
-Generated = tuple[int, int, UnitAnswer | EngineError]
 Acting = Callable[[], EpisodeRunner | None]
 """Makes what the authors of a worker take turns with; None = nothing."""
 
@@ -73,32 +72,24 @@ class RayWorker:
         torch.set_num_threads(threads)
         sys.path += [folder for folder in path if folder not in sys.path]  # before what is in them is unpickled
         engine, acting = ray.get(make[0])
-        self.engine, self.version = engine(), INITIAL
-        self.acting = None if acting is None else acting()
+        self.own = WorkerEngine(engine(), None if acting is None else acting())
 
     def describe(self) -> Described:
-        e = self.engine
+        e = self.own.engine
         junior = e.fingerprint("junior") if e.has_junior else None
         told = (e.info._replace(streams=False), e.vocabulary, e.context, e.has_junior, e.policy_version, junior)
-        return Described(*told, acts=self.acting is not None)
+        return Described(*told, acts=self.own.acting is not None)
 
     def load(self, version: int, parts: Sequence[Any]) -> int:
-        """Load weights. Returns the fingerprint of the engine's, read back."""
         import ray
 
-        if version != INITIAL:
-            self.engine.load_weights((named for part in parts for named in restored(ray.get(part))), version)
-        elif self.version != INITIAL:
-            raise EngineError("a worker does not go back to the weights that it started with")
-        self.version, self.checksum = version, self.engine.fingerprint("senior")
-        return self.checksum
+        return self.own.load(version, (named for part in parts for named in restored(ray.get(part))))
 
     def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
-        """Version and fingerprint of the weights, and what they generate, or why they cannot."""
-        return self.version, self.checksum, answer_of(self.engine, requests, self.acting if turns else None)
+        return self.own.generate(requests, turns)
 
     def abort(self, keys: Iterable[int] | None) -> None:
-        self.engine.abort(keys)
+        self.own.engine.abort(keys)
 
 
 class RayWorkers:
@@ -125,8 +116,8 @@ class RayWorkers:
         self._ray = require_ray(f"rollout.workers={cluster.workers}")
         self._ours = self._connect(cluster, address)
         options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        # Two calls at once, so that ``abort`` reaches a worker that generates.
-        self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
+        # Three calls at once, so that ``abort`` and ``load`` reach a worker that generates.
+        self._actor = self._ray.remote(max_concurrency=3, **options)(RayWorker)
         try:
             self._make = self._ray.put((make, acting))
         except (TypeError, PicklingError) as error:
@@ -178,15 +169,13 @@ class RayWorkers:
         answer = self._actors[number].load.remote(version, self._parts[version])
         self._then(number, answer, partial(Loaded, number, version))
 
-    def generate(
-        self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request], turns: bool
-    ) -> None:
+    def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
         def answered(answer: Generated) -> Event:
-            version, checksum, generated = answer
+            (first, *later), generated = answer
             if isinstance(generated, UnitAnswer):
                 own = [[_own(completion) for completion in group] for group in generated.completions]
                 generated = generated._replace(completions=own)
-            return Answered(number, unit, attempt, version, checksum, generated)
+            return Answered(number, unit, attempt, *first, generated, tuple(later))
 
         self._then(number, self._actors[number].generate.remote(requests, turns), answered)
 

@@ -21,6 +21,8 @@ BEAT_S = 10.0
 class _Answer(NamedTuple):
     completions: list[list[Completion]]
     passes: Passes
+    policy_version: int
+    """Of the fleet at the end."""
 
 
 class _Turns:
@@ -91,7 +93,7 @@ class SharedFleet:
             answer = self._generated(self._own, place, requests, progress, responder)
         if isinstance(answer, Exception):
             raise answer
-        self.passes = answer.passes
+        self.passes, self.policy_version = answer.passes, answer.policy_version
         return answer.completions
 
     def _generated(
@@ -111,7 +113,7 @@ class SharedFleet:
                     self._told(None)
                 error = running.exception()
                 if error is None:
-                    return cast(_Answer, self._told(_Answer(running.result(), own.passes)))
+                    return cast(_Answer, self._told(_Answer(running.result(), own.passes, own.policy_version)))
                 self._told(EngineError(f"rank 0: {error}"))
                 return error if isinstance(error, Exception) else EngineError(str(error))
             finally:

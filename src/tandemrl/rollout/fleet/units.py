@@ -1,10 +1,14 @@
-"""What an engine generates of a unit, and the turns that its authors take with an environment."""
+"""What the engine of a worker generates of a unit, and the turns that its authors take with an environment."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from tandemrl.rollout.engine import Completion, Engine, EngineError, Passes, Reply, Request, Responder, Turn
-from tandemrl.rollout.envs.episodes import EpisodeRunner, Tally
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes, Tally
+from tandemrl.rollout.fleet.events import INITIAL
 from tandemrl.types import Transcript
 
 
@@ -17,18 +21,53 @@ class UnitAnswer(NamedTuple):
     """Of the turns that were taken with an environment."""
 
 
-def answer_of(engine: Engine, requests: Sequence[Request], acting: EpisodeRunner | None) -> UnitAnswer | EngineError:
-    """What the engine of a worker generates of a unit, or why it cannot.
+class Generated(NamedTuple):
+    """What a worker has generated of a unit, or why it cannot."""
+
+    weights: tuple[tuple[int, int], ...]
+    """Version and fingerprint of the weights that it began with, and of those that it has loaded meanwhile."""
+    answer: UnitAnswer | EngineError
+
+
+class WorkerEngine:
+    """The engine of a worker. With ``rollout.in_flight``, ``load`` may run in another thread than ``generate``.
 
     Args:
-        acting: the worker's own, if the authors take turns. The episodes begin and end with the unit.
+        acting: what the authors take turns with; None = nothing.
     """
-    episodes = None if acting is None else acting.episodes()
-    try:
-        completions = engine.generate(requests, **turns_with(episodes))
-    except EngineError as error:
-        return error
-    return UnitAnswer(completions, engine.passes, Tally() if episodes is None else episodes.tally)
+
+    def __init__(self, engine: Engine, acting: EpisodeRunner | None) -> None:
+        self.engine, self.acting = engine, acting
+        self._loaded, self._loads = [(INITIAL, 0)], threading.Lock()
+
+    def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Load weights; ``INITIAL`` are those it has. Returns the fingerprint of the engine's, read back.
+
+        Raises:
+            EngineError: the weights do not fit, or are those that the engine no longer has.
+        """
+        with self._loads:
+            if version != INITIAL:
+                self.engine.load_weights(weights, version)
+            elif self._loaded[-1][0] != INITIAL:
+                raise EngineError("a worker does not go back to the weights that it started with")
+            self._loaded.append((version, self.engine.fingerprint("senior")))
+            return self._loaded[-1][1]
+
+    def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
+        """Generate a unit, taking ``turns`` or not. The episodes begin and end with the unit."""
+        with self._loads:
+            del self._loaded[:-1]
+        answer = self._answer(requests, self.acting.episodes() if turns and self.acting is not None else None)
+        with self._loads:  # a load whose weights wrote the last token may still be reading them back
+            return Generated(tuple(self._loaded), answer)
+
+    def _answer(self, requests: Sequence[Request], episodes: Episodes | None) -> UnitAnswer | EngineError:
+        try:
+            completions = self.engine.generate(requests, **turns_with(episodes))
+        except EngineError as error:
+            return error
+        return UnitAnswer(completions, self.engine.passes, Tally() if episodes is None else episodes.tally)
 
 
 def turns_with(responder: Responder | None, first: int = 0) -> dict[str, Any]:

@@ -155,17 +155,36 @@ class Backend:
             self.llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which no further step is made. Running requests go on afterwards.
+
+        vLLM in a process of its own makes steps without being asked, and may be ahead: see ``has_outputs``.
+        """
+        self.llm.sleep(level=0, mode="keep")
+        try:
+            yield
+        finally:
+            self.llm.wake_up(tags=["scheduling"])
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs of earlier steps wait for a call of ``llm.step``."""
+        client: Any = self.llm.engine_core
+        return not self.in_process and not client.outputs_queue.empty()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the senior's weights in place, and drop the prefix cache, which holds KV of the old weights.
+        """Replace the senior's weights in place, and drop the KV cache, which is that of the old weights.
+
+        Running requests, which must be ``paused``, are preempted: their tokens so far are read again.
 
         Raises:
-            EngineError: the weights do not match the engine's model, or requests are still running.
+            EngineError: the weights do not match the engine's model.
         """
         self.wake("weights")
         load, dtype = partial(self.call, "tandem_load"), getattr(torch, self.dtype)
         send_weights(weights, load, in_process=self.in_process, shares_gpu=self._shares_gpu, dtype=dtype)
-        if not self.llm.reset_prefix_cache():
-            raise EngineError("vLLM kept KV of the old weights: requests are still running")
+        self.llm.reset_prefix_cache(reset_running_requests=True)
 
 
 _RUNNING: set[int] = set()

@@ -20,7 +20,7 @@ from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.models.lora import AdapterPlan
-from tandemrl.rollout.control import Aborts
+from tandemrl.rollout.control import Aborts, Turnstile
 from tandemrl.rollout.engine import (
     Completion,
     EngineError,
@@ -37,6 +37,7 @@ from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of, history_arguments
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who
+from tandemrl.types import Span
 
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -74,7 +75,7 @@ class VllmEngine:
         self._adapters = adapters
         self.policy_version = 0
         self.passes = Passes()
-        self._aborts = Aborts()
+        self._aborts, self._turnstile = Aborts(), Turnstile()
         self._row_ids = count()
 
     @classmethod
@@ -175,7 +176,7 @@ class VllmEngine:
         for i, request in enumerate(requests):
             check_request(i, request, self)
         self._aborts.clear()
-        with self.backend.awake():
+        with self._turnstile.decoding(), self.backend.awake():
             before = self.stats()
             try:
                 rows = self._rows(requests)
@@ -192,7 +193,7 @@ class VllmEngine:
         done = []
         for row, authors in zip(rows, authors_of(rows), strict=True):
             transcript = None if responder is None else responder.transcript(row.number)
-            done.append(row.completion(authors, self.policy_version, transcript))
+            done.append(row.completion(authors, transcript))
         completions = iter(done)
         return [[next(completions) for _ in request.keys] for request in requests]
 
@@ -202,9 +203,10 @@ class VllmEngine:
         names = {known: str(i) for i, known in enumerate(strategies)}
         named = {names[known]: strategy for known, strategy in strategies.items()}
         self.backend.call("tandem_register", named if self.backend.in_process else cloudpickle.dumps(named))
+        first = Span(0, self.policy_version)
         asked = [(i, request, key) for i, request in enumerate(requests) for key in request.keys]
         return [
-            Row(number, next(self._row_ids), i, request, key, names[id(request.strategy)])
+            Row(number, next(self._row_ids), i, request, key, names[id(request.strategy)], (first,))
             for number, (i, request, key) in enumerate(asked)
         ]
 
@@ -224,11 +226,9 @@ class VllmEngine:
             waiting = set[int]()  # numbers of rows whose turn was submitted
             ended = reported = 0  # tokens of turns that have ended; of all of them, as they were reported
             while flying or waiting:
-                for output in llm.step() if flying else ():
-                    row, written = rows[int(output.request_id)], output.outputs[0]
-                    del flying[row.number]
-                    self._end_turn(row, written.token_ids, written.logprobs, self._reason(row.request, written))
-                    ended += len(written.token_ids)
+                renews = responder is None and self._turnstile.awaited
+                for row in self._renew(rows, flying) if renews else self._step(rows, flying):
+                    ended += len(row.turns[-1])
                     if responder is not None:
                         waiting.add(row.number)
                         responder.submit(row.turn)
@@ -261,6 +261,29 @@ class VllmEngine:
             # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
             llm.reset_prefix_cache()
             raise
+
+    def _step(self, rows: Sequence[Row], flying: dict[int, str]) -> list[Row]:
+        """Make a step, or take the outputs of one that was made. Returns the rows whose turn it ends, which are removed
+        from ``flying``."""
+        ended = []
+        for output in self.backend.llm.step() if flying else ():
+            row, written = rows[int(output.request_id)], output.outputs[0]
+            del flying[row.number]
+            self._end_turn(row, written.token_ids, written.logprobs, self._reason(row.request, written))
+            ended.append(row)
+        return ended
+
+    def _renew(self, rows: Sequence[Row], flying: dict[int, str]) -> list[Row]:
+        """Let other threads load weights, with which all rows go on. Returns the rows whose turn had ended before."""
+        ended = []
+        with self.backend.paused():
+            while self.backend.has_outputs:
+                ended += self._step(rows, flying)
+            self._turnstile.pause()
+            for number, name in flying.items():
+                state = self.backend.llm.output_processor.request_states[name]
+                rows[number].renew(state.detokenizer.num_output_tokens(), self.policy_version)
+        return ended
 
     def _begin_turn(self, row: Row) -> str:
         """Start the next turn of a row in vLLM, and return vLLM's name of the turn.
@@ -355,12 +378,14 @@ class VllmEngine:
     # ---------------------------------------------------------------------------------------------------------- weights
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.backend.load_weights(weights)
-        self.policy_version = version
+        with self._turnstile.loading():
+            self.backend.load_weights(weights)
+            self.policy_version = version
 
     def fingerprint(self, who: Who = "senior") -> int:
-        self.backend.wake("weights")
-        checksums = set(self.backend.call("tandem_fingerprint", who))
+        with self._turnstile.loading():  # the worker reads them between two steps, too
+            self.backend.wake("weights")
+            checksums = set(self.backend.call("tandem_fingerprint", who))
         if len(checksums) > 1:
             ranks = sorted(map(hex, checksums))
             raise EngineError(f"the ranks of the engine hold different weights of the {who}: {ranks}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, StopReason, Turn, replay_turns
-from tandemrl.types import Transcript
+from tandemrl.types import Span, Transcript, extended
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,8 @@ class Row:
     request: Request
     key: int
     strategy: str
+    spans: tuple[Span, ...]
+    """Its tokens by the weights that write them."""
     reason: StopReason = "abort"
     """Why its last turn ended. Once the completion is over, why it is over."""
     turns: list[np.ndarray] = field(default_factory=list)
@@ -58,6 +60,11 @@ class Row:
     def turn(self) -> Turn:
         """The last turn, as the ``Responder`` gets it."""
         return Turn(self.number, self.request.task, len(self.turns) - 1, self.turns[-1], self.reason)
+
+    def renew(self, written: int, version: int) -> None:
+        """Go on with the weights of this version after the tokens that are ``written`` in this turn."""
+        if self.spans[-1].version != version:
+            self.spans = extended(self.spans, len(self.tokens) + written, version)
 
     def end_turn(self, tokens: Sequence[int], logprobs: Sequence[float], reason: StopReason) -> None:
         """Append the own tokens of a turn that has ended.
@@ -97,12 +104,11 @@ class Row:
         self.logprobs += [0.0] * len(reply.context)
         return True
 
-    def completion(self, authors: np.ndarray, version: int, transcript: Transcript | None) -> Completion:
+    def completion(self, authors: np.ndarray, transcript: Transcript | None) -> Completion:
         """The finished completion. An answer of the environment after which nothing was written is left out.
 
         Args:
             authors: the author of each own token, 0 for the junior and 1 for the senior.
-            version: the policy version of the senior that wrote it.
             transcript: the messages of the episode, if there is one.
         """
         own = np.array(self.own, dtype=bool)
@@ -111,7 +117,9 @@ class Row:
         author[own[:end]] = authors
         tokens = np.array(self.tokens[:end], dtype=np.int64)
         logprobs = np.array(self.logprobs[:end], dtype=np.float32)
-        return Completion(self.key, tokens, author, logprobs, self.reason, version, transcript)
+        (_, first), *later = self.spans
+        channels = tokens, author, logprobs
+        return Completion(self.key, *channels, self.reason, first, transcript, later_versions=tuple(later))
 
 
 def authors_of(rows: Sequence[Row]) -> list[np.ndarray]:
