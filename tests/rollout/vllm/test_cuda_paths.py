@@ -86,7 +86,7 @@ def test_an_engine_that_sleeps_wakes_what_is_needed_and_no_more() -> None:
         ("sleep", 1),
         ("wake_up", ["weights"]),
         ("tandem_load", []),
-        ("reset_prefix_cache",),
+        ("reset_prefix_cache", True),
         ("tandem_fingerprint", "senior"),
         ("wake_up", ["kv_cache"]),
         ("tandem_register",),
@@ -145,7 +145,7 @@ def test_an_engine_with_devices_of_its_own_sees_them_alone_and_gets_weights_by_f
     seen: list[tuple[str | None, str | None]] = []
     calls = Calls()
     llm = SimpleNamespace(
-        engine_core=SimpleNamespace(shutdown=lambda: None), reset_prefix_cache=lambda: True,
+        engine_core=SimpleNamespace(shutdown=lambda: None), reset_prefix_cache=lambda **_: True,
         collective_rpc=lambda method, args: calls(method, [0])(*args),
     )  # fmt: skip
 
