@@ -152,8 +152,8 @@ STUBS = {
     "sleep": ":",
     # Without cgroups, the devices of a node need not begin with 0.
     "srun": 'while [[ $1 == --* ]]; do shift; done; CUDA_VISIBLE_DEVICES=$DEVICES exec "$@"',
-    "ray": 'echo "ray $2 $CUDA_VISIBLE_DEVICES $SRUN_CPUS_PER_TASK" >>"$SEEN"',
-    "tandemrl": 'echo "tandemrl $* $CUDA_VISIBLE_DEVICES" >>"$SEEN"',
+    "ray": 'echo "ray $2 $CUDA_VISIBLE_DEVICES $SRUN_CPUS_PER_TASK" >>"$SEEN"; echo $RAY_AUTH_TOKEN >>"$SEEN.tokens"',
+    "tandemrl": 'echo "tandemrl $* $CUDA_VISIBLE_DEVICES" >>"$SEEN"; echo $RAY_AUTH_TOKEN >>"$SEEN.tokens"',
 }
 
 
@@ -179,6 +179,8 @@ def test_in_the_slurm_cluster_no_worker_gets_the_trainers_gpu(tmp_path, devices,
         f"ray --head {head} 16",
         f"tandemrl train --config my run rollout.ray=node1:6379 rollout.workers=5 {trainer}",
     ]
+    [token] = set((tmp_path / "seen.tokens").read_text().split())  # the same for all, and nobody else's
+    assert re.fullmatch("[0-9a-f]{64}", token)
 
 
 def test_the_kubernetes_job_is_a_cluster_of_one_image_whose_command_is_a_valid_run():

@@ -207,6 +207,10 @@ def test_in_flight_rollouts_go_on_with_the_update_and_resume(
     assert [line["weights/version_lag"] <= 1 for line in lines] == [True] * 4
     assert lines[1]["mismatch/writer_mean_abs"] < 1e-5
     assert lines[1]["mismatch/later_mean_abs"] < 1e-5
+    for i, line in enumerate(lines):
+        these = rollouts[16 * i : 16 * i + 16]
+        newer = sum(len(r.tokens) - r.later_versions[0].start for r in these if r.later_versions)
+        assert line.get("weights/newer_frac", 0.0) == newer / sum(len(r.tokens) - r.context_tokens for r in these)
     second = rollouts[16:32]
     assert {tuple(version for _, version in version_spans(r)) for r in second} >= {(0, 1)}
     assert all(r.context_tokens < start < len(r.tokens) for r in second for start, _ in r.later_versions)

@@ -5,7 +5,6 @@ numbers are of rank 0, which has the most where something cannot be divided even
 """
 
 import math
-from dataclasses import replace
 from functools import cache
 from json import loads
 from typing import Any, Literal, NamedTuple
@@ -104,9 +103,9 @@ def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
 
     Raises:
         ConfigError, ModelError: the mesh does not have ``ranks`` processes, the config does not work with so many, or a
-            model is unknown or cannot be split. Rollout workers beside several processes are planned, and noted.
+            model is unknown or cannot be split.
     """
-    check_processes(replace(config, rollout=replace(config.rollout, workers=0)), ranks)
+    check_processes(config, ranks)
     with imagined_world(config.parallel, ranks) as world:
         return _plan(config, world, device)
 
@@ -159,8 +158,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
 
     engine, cache = _engine(config, senior, partner if tandem else None, world, device, vocabulary)
     if rollout.workers:
-        where = "rollout workers are on devices of their own, which this memory does not count"
-        notes.append(where + ("; a run has one trainer process with them so far" if world.size > 1 else ""))
+        notes.append("rollout workers are on devices of their own, which this memory does not count")
     else:
         items += engine
     if cache.rows < 1:

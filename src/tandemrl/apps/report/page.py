@@ -149,7 +149,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
         if setting.claims:
             parts += ["### Claims", claims_table(setting.claims)]
         if workers := worker_rows(setting.arms):
-            parts += ["### Rollout workers", markdown_table(HEAD, workers)]
+            parts += ["### Workers and staleness", markdown_table(HEAD, workers)]
         for metric in TREND:
             rows = [row for arm in setting.arms if (row := _trend(arm, metric))]
             if rows:

@@ -1,7 +1,9 @@
-"""What the rollout workers of runs did: a table from the ``fleet/…`` metrics of runs that had some."""
+"""How old the weights were that generated the rollouts, and what workers did: a table of the runs that had workers, or
+generated rollouts ahead (``train.async_steps``)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from tandemrl.apps.report.records import ArmRecord, RunRecord
 from tandemrl.apps.report.tables import MISSING
@@ -12,6 +14,7 @@ HEAD = (
     "weights of the last rollouts, oldest",
     "staleness, mean",
     "most",
+    "tokens by newer weights",
     "trainer idle",
     "workers idle",
     "units redone",
@@ -20,7 +23,7 @@ HEAD = (
 
 
 def worker_rows(arms: Sequence[ArmRecord]) -> list[list[str]]:
-    """A row of cells under ``HEAD`` for each run with rollout workers."""
+    """A row of cells under ``HEAD`` for each run with rollout workers, or with rollouts that were generated ahead."""
     return [
         [f"{arm.title}, seed {run.seed}" if run.seed else arm.title, *cells]
         for arm in arms
@@ -30,16 +33,29 @@ def worker_rows(arms: Sequence[ArmRecord]) -> list[list[str]]:
 
 
 def _cells(run: RunRecord) -> list[str]:
-    steps = [step for step in run.steps if step.get("fleet/staleness") is not None]
-    if not steps:
+    rollout, train = (run.config.get(section) or {} for section in ("rollout", "train"))
+    steps = [step for step in run.steps if step.get("weights/version_lag") is not None]
+    if not steps or not (train.get("async_steps") or any("fleet/staleness" in step for step in steps)):
         return []
     oldest = [step["weights/version_lag"] for step in steps]
     last = steps[-1]["step"]
+    newer = [step.get("weights/newer_frac", 0.0) for step in steps]
     return [
-        str((run.config.get("rollout") or {}).get("workers", MISSING)),
+        str(rollout.get("workers", MISSING)),
         f"version {last - 1 - oldest[-1]:g}, for step {last}",
-        f"{fmean(step['fleet/staleness'] for step in steps):.2f}",
+        _mean(steps, "fleet/staleness", "{:.2f}"),
         f"{max(oldest):g}",
-        *(f"{100 * fmean(step[f'fleet/{what}'] for step in steps):.0f} %" for what in ("idle_trainer", "idle_workers")),
-        *(f"{sum(step[f'fleet/{what}'] for step in steps):.0f}" for what in ("redone", "restarts")),
+        f"{100 * fmean(newer):.0f} %" if rollout.get("in_flight") else MISSING,
+        *(_mean(steps, f"fleet/idle_{who}", "{:.0%}").replace("%", " %") for who in ("trainer", "workers")),
+        *(_total(steps, f"fleet/{what}") for what in ("redone", "restarts")),
     ]
+
+
+def _mean(steps: Sequence[Mapping[str, Any]], name: str, form: str) -> str:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return form.format(fmean(values)) if values else MISSING
+
+
+def _total(steps: Sequence[Mapping[str, Any]], name: str) -> str:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return f"{sum(values):.0f}" if values else MISSING

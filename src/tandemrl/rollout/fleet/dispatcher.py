@@ -116,6 +116,10 @@ class Dispatcher:
         self._coming = Counter[int | None]()
         """How many workers are loading each version."""
         self._numbers, self._lost_in_a_row, self._last_batch, self._now = numbers, 0, -1, 0.0
+        self._silent_at = 0.0
+        """Before this time, no worker is silent for too long."""
+        self._needed_anew = False
+        """Whether other weights may be needed than before."""
         self._actions: list[Action] = []
 
     @property
@@ -135,7 +139,7 @@ class Dispatcher:
         self.worker_s += elapsed * len(self.workers)
         match event:
             case Published(version, checksum):
-                self.checksums[version] = checksum
+                self.checksums[version], self._needed_anew = checksum, True
                 self._renew_all()
             case Submitted():
                 self._submit(event)
@@ -279,12 +283,14 @@ class Dispatcher:
             if batch.delivered < len(batch.attempts):
                 return
             del self.batches[number]
+            self._needed_anew = True
 
     def check_time(self) -> None:
         """Fence workers that are silent for too long."""
-        while self._busy:
+        while self._busy and self._now > self._silent_at:
             number, since = next(iter(self._busy.items()))
             if self._now - since <= self.timeout_s:
+                self._silent_at = since + self.timeout_s  # those that follow are busy since later
                 return
             self.fence(number, f"no sign of it for {self.timeout_s:g} s while {self.workers[number].state}")
 
@@ -332,7 +338,10 @@ class Dispatcher:
         self._actions.append(Load(number, version))
 
     def _retire(self) -> None:
-        """Forget the weights that no batch needs."""
+        """Forget the weights that no batch needs any more."""
+        if not self._needed_anew:
+            return
+        self._needed_anew = False
         needed = {self.newest}.union(*(self.versions_for(batch.version) for batch in self.batches.values()))
         for version in sorted(self.checksums.keys() - needed):
             del self.checksums[version]

@@ -103,7 +103,7 @@ class RayWorkers:
         acting: makes what the authors take turns with in a worker. It is pickled, too.
 
     Raises:
-        ConfigError: Ray is not installed, there is no cluster at the address, or something cannot be pickled.
+        ConfigError: Ray is not installed, no cluster at the address lets us in, or something cannot be pickled.
     """
 
     def __init__(self, make: Callable[[], Engine], cluster: Cluster, acting: Acting | None = None) -> None:
@@ -139,8 +139,11 @@ class RayWorkers:
         if address != "local":
             try:
                 ray.init(address, log_to_driver=False, logging_level="error", namespace="tandemrl")
-            except ConnectionError as error:
-                raise ConfigError(f"rollout.ray={cluster.address}: no Ray cluster answers there: {error}") from None
+            except (ConnectionError, ray.exceptions.RayError) as error:
+                raise ConfigError(
+                    f"rollout.ray={cluster.address}: no Ray cluster there lets this process in: {_why(error)}; start "
+                    "one, and if it has a token, set RAY_AUTH_MODE=token and the same token here"
+                ) from None
             return True
         from ray._private import ray_constants
 
