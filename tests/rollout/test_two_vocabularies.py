@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.models.sampling import Truncation, race_times
 from tandemrl.rollout import two_vocabularies
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, EngineError, Request, Responder, Sampling, check_authors
 from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, before_word, boundaries, draws, solo, word
@@ -367,6 +368,24 @@ def test_what_cannot_be_expressed_ends_a_text_and_is_named() -> None:
         assert None in texts or not set(written.decode(errors="replace")) <= set("ab ")
 
 
+def test_a_stop_string_ends_the_same_text_wherever_it_is_completed() -> None:
+    """By the senior, inside of what the junior writes, or by both together."""
+    plain = Sampling(max_tokens=16)
+    stops, decode = ("a ", " a", "bb b"), tokenizers()[1].decode
+    whole = flat(engine().generate([request(plain, 400)]))
+    cut = flat(engine().generate([request(dataclasses.replace(plain, stop=stops), 400)]))
+    ends = Counter[tuple[int, ...]]()
+    for one, other in zip(whole, cut, strict=True):
+        texts = [decode(one.tokens[: n + 1]) for n in range(len(one.tokens))]
+        hits = [n for n, text in enumerate(texts, start=1) if any(stop in text for stop in stops)]
+        assert other.tokens.tolist() == one.tokens[: hits[0] if hits else None].tolist()
+        assert other.author.tolist() == one.author[: len(other.tokens)].tolist()
+        assert other.stop_reason == ("stop" if hits else one.stop_reason)
+        if hits:
+            ends[tuple(other.author[-2:].tolist())] += 1
+    assert min(ends[ways] for ways in ((0, 0), (0, 1), (1, 0), (1, 1))) > 5
+
+
 def test_what_cannot_be_done_is_refused_by_name() -> None:
     by_ids = before_word(P, boundaries.start_table(tokenizers()[1]))
     one = TorchEngine(prepared(qwen3(5)), prepared(small_qwen3(6)), tokenizer())
@@ -374,12 +393,15 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         (engine(), {"strategy": by_ids}, r"two vocabularies, .* use selection\.strategy=before_word, or a junior of"),
         (engine(), {"strategy": solo("junior")}, "two vocabularies"),
         (engine(), {"junior_prompt": ()}, "set junior_prompt"),
-        (engine(), {"sampling": dataclasses.replace(PLAIN, stop=("a",))}, "leave out stop strings"),
+        (engine(), {"sampling": dataclasses.replace(PLAIN, stop_token_ids=(1,))}, "leave out stop ids"),
         (one, {"strategy": before_text_word(P, text_tables(tokenizer()))}, "this engine has one; use before_word"),
     ):
         with pytest.raises(EngineError, match=reason):
             running.generate([dataclasses.replace(request(PLAIN, 1), **asked)])
     assert one.generate([dataclasses.replace(request(PLAIN, 1), strategy=word(P, 3, torch.ones(VOCABULARY) > 0))])
     assert engine().generate([dataclasses.replace(request(PLAIN, 1), strategy=solo("senior"))])
+    stopped = request(dataclasses.replace(PLAIN, stop=("a",)), 1)
+    with pytest.raises(EngineError, match=r"stop strings in an environment .* leave them out"):
+        engine().generate([stopped], responder=Mock(spec=Responder))
     with pytest.raises(EngineError, match="cannot draft"):
         TorchEngine(engine().senior, engine().junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], draft_tokens=2)

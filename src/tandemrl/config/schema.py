@@ -65,7 +65,17 @@ class JuniorEndpointConfig:
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
     leave_out: tuple[
-        Literal["top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"],
+        Literal[
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "skip_special_tokens",
+            "samplers",
+            "mirostat",
+            "dynatemp_range",
+        ],
         ...,
     ] = ()
     """Fields of a request that the endpoint refuses, by HTTP 400. Each is sent with the value that switches it off,

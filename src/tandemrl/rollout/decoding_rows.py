@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -68,7 +68,7 @@ class Row:
         """How many own tokens further turns may have."""
         return self.request.sampling.max_tokens - self.own
 
-    def hits_stop_string(self, tokens: Int64[Tensor, " n"], decode: Callable[..., str]) -> bool:
+    def hits_stop_string(self, tokens: Int64[Tensor, " n"], decode: Callable[..., Any]) -> bool:
         """Whether the last of the ``tokens`` (all that follow the prompt) completes a stop string of this turn."""
         stops = self.request.sampling.stop
         if not stops:
@@ -78,7 +78,7 @@ class Row:
         text = decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
-    def first_stop(self, texts: Sequence[Int64[Tensor, " _"]], decode: Callable[..., str]) -> int:
+    def first_stop(self, texts: Sequence[Int64[Tensor, " _"]], decode: Callable[..., Any]) -> int:
         """The number, from 1, of the first text that completes a stop string of this turn; 0 if none does."""
         return next((n for n, text in enumerate(texts, start=1) if self.hits_stop_string(text, decode)), 0)
 

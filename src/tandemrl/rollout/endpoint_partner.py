@@ -27,6 +27,12 @@ from tandemrl.selection.words import Vocabulary, spell, vocabulary_of, word_star
 SECTION = "model.junior_endpoint"
 TOKENS_PER_WORD, TOKENS_MORE = 4, 8
 """How many tokens are asked for at first, for each word and on top; twice as many each time that they do not do."""
+NEUTRAL = {
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False},
+    **{"samplers": ["temperature", "min_p", "top_k", "top_p"], "mirostat": 0, "dynatemp_range": 0.0},
+}
+"""What switches off all else that a server may do. The last three are llama.cpp's, which would cut before it divides by
+the temperature, and takes a repetition penalty, among others, from its model's file."""
 _CUT = "\ufffd"  # what a server makes of the bytes of a character that is not complete
 
 
@@ -95,7 +101,7 @@ class EndpointJunior:
 
 def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
     """How an endpoint is asked to sample. What is not sent would be as the server likes: vLLM takes the
-    ``generation_config.json`` of its model, llama.cpp cuts with top_k=40 and min_p.
+    ``generation_config.json`` of its model, llama.cpp what is in its GGUF file, or else top_k=40 and min_p.
 
     Raises:
         EngineError: there are penalties, which a server would count from each request on, or a setting that is not
@@ -113,8 +119,7 @@ def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
             f"{set_anyway[0]}={getattr(s, set_anyway[0])}: {SECTION}.leave_out keeps it from the endpoint; sample "
             "without it, or remove it there"
         )
-    more = {"top_k": s.top_k, "min_p": s.min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0}
-    more |= {"frequency_penalty": 0.0, "skip_special_tokens": False}
+    more = {"top_k": s.top_k, "min_p": s.min_p} | NEUTRAL
     sent = {name: value for name, value in more.items() if name not in leave_out}
     return {"temperature": s.temperature, "top_p": s.top_p, **sent}
 
@@ -190,7 +195,7 @@ class Writer:
             if answer.ended:
                 whole = len(starts) == words and not text[-1:].isspace()  # the end is a proposal, and is dropped
                 return Span(number, written, "word" if whole else "eos")
-            if text == known:
+            if text == known and (not text or spent < room):
                 return None
         return Span(number, text.encode(), "length")
 

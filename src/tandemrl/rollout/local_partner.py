@@ -40,7 +40,9 @@ class LocalPartner:
     ) -> None:
         over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
         self._requests = {
-            id(r): replace(r, prompt=r.junior_prompt, strategy=over[id(r.strategy)])
+            id(r): replace(
+                r, prompt=r.junior_prompt, strategy=over[id(r.strategy)], sampling=replace(r.sampling, stop=())
+            )  # the senior's half looks for stop strings
             for r in requests
             if id(r.strategy) in over
         }

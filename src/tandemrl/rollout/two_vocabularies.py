@@ -316,6 +316,11 @@ class TwoVocabularies(Half):
         make_partner: MakePartner,
     ) -> None:
         super().__init__(decoder, requests, total, senior=True, vocabulary=vocabulary, turns=turns)
+        if turns and self.stop_strings:
+            raise EngineError(
+                "stop strings in an environment with a junior of another vocabulary: there, a turn ends by EOS or a "
+                "limit on tokens; leave them out"
+            )
         self.partner = make_partner(requests, total)
         self.away: dict[int, Row] = {}
         """By number: the rows that may have a further turn."""
@@ -410,11 +415,23 @@ class TwoVocabularies(Half):
             tokens = (*tokens, self.end_of_text if end is None else end)
         if len(tokens) > room or (len(tokens) == room and reason is None):
             tokens, reason = tokens[:room], "length"
+        hit = self._first_stop(i, tokens)
+        if hit and (hit < len(tokens) or reason != "eos"):
+            tokens, reason = tokens[:hit], "stop"
         if not tokens:  # it can read no more, so that there is no further turn either
             self.stop(i, "length")
             self._forget([self.rows[i]])
             return None
         return Received(i, text, tokens, reason)
+
+    def _first_stop(self, i: int, tokens: Sequence[int]) -> int:
+        """The number, from 1, of the first of the ``tokens`` that completes a stop string in a row; 0 if none does."""
+        if not self.stop_strings:
+            return 0
+        known = int(self.written[i])
+        whole = torch.cat([self.tokens[self.number[i], :known], torch.tensor(tokens, dtype=torch.int64)])
+        texts = [whole[:end] for end in range(known + 1, len(whole) + 1)]
+        return self.rows[i].first_stop(texts, self.decoder.tokenizer.decode)
 
 
 _REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}

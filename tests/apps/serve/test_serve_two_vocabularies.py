@@ -117,6 +117,25 @@ def test_a_stream_tells_what_the_whole_response_tells(client: TestClient) -> Non
     assert len([part for part in parts if part.get("token_ids")]) > 2  # as it is written
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_a_text_of_both_authors(client: TestClient, stream: bool) -> None:
+    texts = {seed: ask(client, COMPLETIONS, seed=seed)["choices"][0]["text"] for seed in range(8)}
+    texts = {seed: text for seed, text in texts.items() if len(text) > 8 and "\ufffd" not in text}
+    assert len(texts) > 2
+    for seed, text in texts.items():
+        stop = text[len(text) // 2 :][:4]
+        body = {"prompt": "Mia has 3 figs", "max_tokens": 24, "seed": seed, "stop": [stop, "never"]}
+        if stream:
+            *chunks, _ = events(client.post(COMPLETIONS, json=body | {"stream": True}).content)
+            parts = [part for chunk in chunks for part in chunk["choices"]]
+            said, last = "".join(part.get("text") or "" for part in parts), parts[-1]
+        else:
+            [last] = ask(client, COMPLETIONS, **body)["choices"]
+            said = last["text"]
+        assert said == text[: text.index(stop)]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+
+
 def test_one_author_may_write_alone(client: TestClient, engine: TorchEngine, pair: Any, other_junior: Path) -> None:
     """The senior also where two vocabularies would not do; the junior as it writes by itself."""
     prompt = pair[0]("Mia has 3 figs")["input_ids"]
@@ -211,8 +230,8 @@ def test_a_text_that_was_given_up_says_so(stream: bool) -> None:
         ({"prompt": [3, 4]}, "prompt: token ids belong to one vocabulary, and the junior has another; send a text"),
         ({"prompt": ["Mia", [3]], "seed": 1}, "prompt: token ids belong to one vocabulary"),
         (
-            {"stop": "."},
-            "stop: with a junior of another vocabulary, a text ends by EOS or max_tokens alone; leave it out",
+            {"stop_token_ids": [3], "stop": "."},
+            "stop_token_ids: with a junior of another vocabulary, a text ends by EOS, stop or max_tokens; leave it out",
         ),
         ({"stop_token_ids": [3]}, 'stop_token_ids: with a junior .*, or let the senior write alone: "tandem": {"solo'),
         ({"ignore_eos": True}, "ignore_eos: with a junior of another vocabulary"),

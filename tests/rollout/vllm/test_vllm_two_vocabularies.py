@@ -91,6 +91,8 @@ def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_e
     penalised = replace(requests(folders)[0], sampling=Sampling(max_tokens=8, presence_penalty=0.5))
     with pytest.raises(EngineError, match="counts the tokens of each span alone; leave out repetition_penalty"):
         vllm_engine.generate([penalised])
+    with pytest.raises(EngineError, match="looks for no stop strings; leave them out"):
+        vllm_engine.generate([replace(penalised, sampling=Sampling(max_tokens=8, stop=("a",)))])
     senior, junior = folders
 
     def checked(*more: str) -> str:

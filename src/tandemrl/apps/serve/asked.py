@@ -186,9 +186,9 @@ class Reader:
         assert self.junior is not None  # else there are no strategies of two vocabularies
         tokenizer, context, takes_tools, _ = self.junior
         alone = 'leave it out, or let the senior write alone: "tandem": {"solo": "senior"}'
-        for name in ("stop", "stop_token_ids", "ignore_eos"):
+        for name in ("stop_token_ids", "ignore_eos"):
             if body.get(name):
-                why = "with a junior of another vocabulary, a text ends by EOS or max_tokens alone"
+                why = "with a junior of another vocabulary, a text ends by EOS, stop or max_tokens"
                 raise Refused(f"{name}: {why}; {alone}")
         if _logprobs(body, chat=chat):
             raise Refused(f"logprobs: the junior's words have none, being drawn in another vocabulary; {alone}")

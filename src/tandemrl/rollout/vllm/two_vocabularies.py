@@ -248,6 +248,11 @@ class VllmTwoVocabularies(TorchEngine):
                     f"request {i}: with two vocabularies vLLM counts the tokens of each span alone; leave out "
                     "repetition_penalty, presence_penalty and frequency_penalty, or use rollout.engine=torch"
                 )
+            if request.sampling.stop:
+                raise EngineError(
+                    f"request {i}: with two vocabularies vLLM looks for no stop strings; leave them out, or use "
+                    "rollout.engine=torch"
+                )
             if request.strategy.removed is None:
                 raise EngineError(
                     f"request {i}: the senior writes alone, but not in other requests of the call; generate them in a "

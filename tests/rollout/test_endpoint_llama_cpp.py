@@ -1,0 +1,330 @@
+"""A junior behind llama.cpp's own server, which the package xllamacpp has: what it draws, a run, and real faults."""
+
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import artefacts
+from helpers import chi_square_bound, flat, reference_distribution
+from runs import config, metrics, samples
+from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
+from tandemrl.config.schema import JuniorEndpointConfig
+from tandemrl.evals import evaluate
+from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.processes.http import Client
+from tandemrl.processes.server import serving
+from tandemrl.rollout.endpoint_partner import EndpointJunior, _answer, body_of, client_of
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.training.loop import train
+from tandemrl.training.preflight import Preflight
+
+pytestmark = pytest.mark.slow
+
+SERVE = """
+import json, os, signal, sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+for path, value in json.loads(sys.argv[1]).items():
+    *parents, name = path.split(".")
+    owner = params
+    for parent in parents:
+        owner = getattr(owner, parent)
+    setattr(owner, name, value)
+print("PID", os.getpid(), flush=True)
+server = xllamacpp.Server(params)
+signal.pause()
+"""
+WRITE = """
+import json, sys
+from pathlib import Path
+import gguf
+from safetensors.numpy import load_file
+folder, out, more = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+config, tokenizer = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer.json"))
+writer = gguf.GGUFWriter(out, "qwen3")
+writer.add_block_count(config["num_hidden_layers"])
+writer.add_context_length(config["max_position_embeddings"])
+writer.add_embedding_length(config["hidden_size"])
+writer.add_feed_forward_length(config["intermediate_size"])
+writer.add_head_count(config["num_attention_heads"])
+writer.add_head_count_kv(config["num_key_value_heads"])
+writer.add_key_length(config["head_dim"])
+writer.add_value_length(config["head_dim"])
+writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+control = {each["id"] for each in tokenizer["added_tokens"]}
+tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
+kinds = [gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for _, token in tokens]
+writer.add_tokenizer_model("gpt2")
+writer.add_tokenizer_pre("qwen2")  # how texts are split; prompts come as ids
+writer.add_token_list([text for text, _ in tokens])
+writer.add_token_types(kinds)
+writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]])
+writer.add_eos_token_id(config["eos_token_id"])
+for key, value in more.items():
+    (writer.add_int32 if isinstance(value, int) else writer.add_float32)(f"general.sampling.{key}", value)
+names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+for name, tensor in load_file(folder / "model.safetensors").items():
+    writer.add_tensor(names.get_name(name, (".weight",)), tensor.astype("float32"))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+CONTEXT = 512  # tokens of each slot, of which llama.cpp makes a multiple of 256
+PATIENCE = {"retries": 1, "backoff_s": 0.1, "timeout_s": 60.0}
+
+
+def gguf_of(folder: Path, file: Path, **sampling: float) -> Path:
+    """A tiny Qwen3 as a GGUF file in float32. sampling: what its converter takes from ``generation_config.json``."""
+    command = [sys.executable, "-c", WRITE, str(folder), str(file), json.dumps(sampling)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(artefacts.llama_cpp())})
+    return file
+
+
+class Running(NamedTuple):
+    """A server. pid: of its process."""
+
+    url: str
+    pid: int
+
+
+@contextmanager
+def llama_cpp(model: Path, log: Path, **settings: Any) -> Iterator[Running]:
+    """llama.cpp's server. settings: of its ``common_params``; ``__`` stands for a dot."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"model__path": str(model), "model_alias": ["other"], "hostnames": ["127.0.0.1"], "port": port}
+    given |= {"cpuparams__n_threads": 1, "cpuparams_batch__n_threads": 1} | settings
+    said = json.dumps({name.replace("__", "."): value for name, value in given.items()})
+    run = ["env", f"PYTHONPATH={artefacts.llama_cpp()}", sys.executable, "-c", SERVE, said]
+    url = f"http://127.0.0.1:{port}/v1"
+    with serving(shlex.join(run), log, key="llama.cpp", error=RuntimeError) as check:
+        client_of(JuniorEndpointConfig(url=url)).wait(120, check)
+        lines = log.read_text(errors="replace").splitlines()
+        yield Running(url, int([line for line in lines if line.startswith("PID ")][-1].split()[1]))
+
+
+@pytest.fixture(scope="module")
+def other_gguf(other_junior: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The other junior, whose file says that it is to be sampled greedily, and with a repetition penalty."""
+    return gguf_of(other_junior, tmp_path_factory.mktemp("gguf") / "other.gguf", top_k=1, penalty_repeat=1.8)
+
+
+@pytest.fixture(scope="module")
+def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A junior, with its GGUF file ``model.gguf``, that writes a text of long words byte by byte, and does not end."""
+    folder = tmp_path_factory.mktemp("bytes")
+    tokenizer = train_tokenizer("plain", 1, vocab_size=290)
+    plain, own = ("is", "plus", "7.\n\nNext 4", "minus", "1"), ("日本語日本語", "éééééééé", "😀😀😀")
+    draw = random.Random(0)
+    text = torch.tensor(tokenizer.encode(" ".join(draw.choice(side) for _ in range(250) for side in (plain, own))))
+    model = new_model(tokenizer, 1)
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
+    for _ in range(120):
+        starts = torch.randint(len(text) - 280, (2,), generator=generator)
+        batch = torch.stack([text[start : start + 280] for start in starts.tolist()])
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    gguf_of(folder, folder / "model.gguf")
+    return folder
+
+
+SAMPLINGS = (
+    Sampling(8),
+    Sampling(8, temperature=0.7, top_p=0.95),
+    Sampling(8, temperature=1.7, top_p=0.8),
+    Sampling(8, temperature=1.7, top_k=6, min_p=0.02),
+)
+
+
+def test_the_server_draws_from_the_model_s_distribution(other_junior: Path, other_gguf: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(other_junior)
+    model = AutoModelForCausalLM.from_pretrained(other_junior, dtype=torch.float32)
+    with llama_cpp(other_gguf, tmp_path / "log", sampling__mirostat=2, sampling__dry_multiplier=0.9) as server:
+        junior = EndpointJunior(JuniorEndpointConfig(url=server.url, **PATIENCE), tokenizer)
+        prompt = junior.vocabulary.encode("First 3 plus 4 is 7.\n\nNext 7")
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].numpy()
+
+        def found(sampling: Sampling, leave_out: tuple[str, ...] = ()) -> np.ndarray:
+            body = {"prompt": prompt, "max_tokens": 1, "n_probs": len(logits), "post_sampling_probs": True}
+            native = Client(replace(junior.client.service, url=server.url.removesuffix("/v1")))
+            said = native.post("/completion", body | body_of(sampling, leave_out), lambda response: response.json())
+            p = np.zeros(len(logits))
+            for each in said["completion_probabilities"][0]["top_probs"]:
+                p[each["id"]] = each["prob"]
+            return p
+
+        for sampling in SAMPLINGS:
+            wanted = reference_distribution(logits, sampling, prompt, [])
+            assert np.abs(found(sampling) - wanted).max() < 1e-3  # it keeps keys and values in 16 bits
+        assert np.abs(found(sampling, ("samplers", "mirostat")) - wanted).max() > 0.1  # what it would do
+        assert found(Sampling(8, temperature=0.0)).argmax() == logits.argmax()
+
+        body = {"model": "other", "prompt": prompt, "max_tokens": 1} | body_of(SAMPLINGS[2], ())
+        drawn = Counter(junior.client.post("/completions", body | {"seed": seed}, _answer).text for seed in range(500))
+        texts = Counter[str]()
+        for token, p in enumerate(reference_distribution(logits, SAMPLINGS[2], prompt, [])):
+            texts[junior.vocabulary.pieces.get(token, b"").decode(errors="replace")] += p
+        assert drawn.keys() <= texts.keys()
+        statistic, bound = chi_square_bound(np.array([drawn[t] for t in texts]), np.array([*texts.values()]))
+        assert statistic < bound
+        junior.close()
+
+
+def settings_of(pair: Path, out: Path, junior: Path, url: str, *more: str) -> Any:
+    knobs = [f"model.junior={junior}", f"model.junior_endpoint.url={url}", "selection.strategy=before_word"]
+    knobs += ["train.eval_every=0", "data.eval=[synthetic:plain:heldout:4]", "eval.samples=2", "eval.k=[1]"]
+    return config(pair, out, *knobs, "selection.max_untranslatable=0.5", *more)
+
+
+def test_training_and_evaluation(tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path) -> None:
+    with llama_cpp(other_gguf, tmp_path / "log", n_parallel=4, n_ctx=4 * CONTEXT) as server:
+        junior = EndpointJunior(JuniorEndpointConfig(url=server.url), load_tokenizer(other_junior))
+        assert (junior.model, junior.context) == ("other", CONTEXT)
+        junior.close()
+        settings = settings_of(tiny_pair, tmp_path / "out", other_junior, server.url)
+        out = train(settings, quiet=True)
+        results = evaluate(settings, model=str(tiny_pair / "senior"), out=tmp_path / "eval", phases=["tandem"])
+    assert len(metrics(out)) == 3
+    for step in metrics(out):
+        assert step["mismatch/mean_abs"] < 1e-5
+        assert step["tandem/failed"] <= 1 / 16
+        assert 1 <= step["tandem/asks_per_span"] < 2
+    assert {0, 1} <= {author for line in samples(out) for author in line["author"]}
+    assert results["tandem"]["metrics"]["macro"]["failed"] <= 1
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, server: Running, answers: int) -> list[float]:
+    """The server is killed after some answers. Returns where the time of it will be."""
+    post, count, died = Client.post, iter(range(10**9)), list[float]()
+
+    def counted(*arguments: Any) -> Any:
+        found = post(*arguments)
+        if next(count) == answers:
+            os.kill(server.pid, signal.SIGKILL)
+            died.append(time.monotonic())
+        return found
+
+    monkeypatch.setattr(Client, "post", counted)
+    return died
+
+
+def written(pair: Path, junior: Path, url: str, text: str = "First 3 plus 4", **settings: Any) -> list[Completion]:
+    """32 completions of a text by the tiny senior and a junior behind an endpoint."""
+    senior, tokenizer = load_model(str(pair / "senior")), load_tokenizer(pair / "senior")
+    partner = EndpointJunior(JuniorEndpointConfig(url=url, **PATIENCE | settings), load_tokenizer(junior))
+    engine = TorchEngine(senior, None, tokenizer, partner=partner)
+    rule = before_text_word(0.5, text_tables(tokenizer))
+    prompts = tuple(tokenizer.encode(text)), tuple(partner.vocabulary.encode(text))
+    request = Request(prompts[0], tuple(range(32)), Sampling(48), rule, junior_prompt=prompts[1])
+    try:
+        found = flat(engine.generate([request]))
+    finally:
+        engine.close()
+    check_authors(found, rule)
+    return found
+
+
+def test_a_server_that_is_killed_ends_the_run_and_another_one_goes_on_with_it(
+    tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = [f"model.junior_endpoint.{name}={value}" for name, value in PATIENCE.items()]
+    with llama_cpp(other_gguf, tmp_path / "log", n_parallel=4, n_ctx=2048) as server:
+        settings = settings_of(tiny_pair, tmp_path / "out", other_junior, server.url, *patience)
+        with monkeypatch.context() as patched:
+            died = dying(patched, server, answers=100)
+            with pytest.raises(EngineError, match=r"max_failure_rate=0\.1; .*failed 2 time.*Is it running \("):
+                train(settings, quiet=True)
+        assert time.monotonic() - died[0] < 20
+    done = metrics(tmp_path / "out")
+    assert len(done) < 3
+    with llama_cpp(other_gguf, tmp_path / "log2", n_parallel=4, n_ctx=2048) as server:
+        train(settings_of(tiny_pair, tmp_path / "out", other_junior, server.url, *patience), quiet=True)
+    assert [step["step"] for step in metrics(tmp_path / "out")] == [1, 2, 3]
+
+
+def test_what_a_server_that_is_killed_leaves_has_failed(
+    tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with llama_cpp(other_gguf, tmp_path / "log", n_parallel=4, n_ctx=2048) as server:
+        died = dying(monkeypatch, server, answers=60)
+        found = written(tiny_pair, other_junior, server.url, max_failure_rate=0.99)
+        assert time.monotonic() - died[0] < 20
+    reasons = Counter(completion.stop_reason for completion in found)
+    assert reasons["failed"] > 8
+    assert reasons["failed"] + reasons["eos"] + reasons["length"] + reasons["untranslatable"] == 32
+
+
+def test_what_the_context_of_a_slot_cannot_hold_is_cut(tiny_pair: Path, by_bytes: Path, tmp_path: Path) -> None:
+    with llama_cpp(by_bytes / "model.gguf", tmp_path / "log", n_parallel=2, n_ctx=2 * 256) as server:
+        found = written(tiny_pair, by_bytes, server.url, "plus éééééééé is 日本語日本語 " * 6, max_failure_rate=0.9)
+    assert "exceed" not in (tmp_path / "log").read_text(errors="replace")
+    assert sum(c.stop_reason == "length" and len(c.tokens) < 40 for c in found) > 8
+
+
+def test_slots_that_share_a_context_that_is_too_small_are_named(
+    tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path
+) -> None:
+    shared = {"n_parallel": 16, "n_ctx": 256, "kv_unified": True}
+    with (
+        llama_cpp(other_gguf, tmp_path / "log", **shared) as server,
+        pytest.raises(EngineError, match=r"rollouts got no words .*Context size has been exceeded"),
+    ):
+        written(tiny_pair, other_junior, server.url, "First 3 plus 4 is 7. " * 5)
+
+
+def test_characters_of_several_bytes_come_whole(
+    tiny_pair: Path, by_bytes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, post = list[str](), Client.post
+
+    def heard(*arguments: Any) -> Any:
+        said.append((answer := post(*arguments)).text)
+        return answer
+
+    monkeypatch.setattr(Client, "post", heard)
+    with llama_cpp(by_bytes / "model.gguf", tmp_path / "log", n_parallel=4, n_ctx=4 * CONTEXT) as server:
+        found = written(tiny_pair, by_bytes, server.url, max_failure_rate=0.9)
+    assert sum(text.endswith("\ufffd") for text in said) > 20
+    its = [load_tokenizer(tiny_pair / "senior").decode(c.tokens[c.author == 0]) for c in found]
+    assert sum("日本語日" in text or "éé" in text or "😀😀" in text for text in its) > 16
+    assert not any("\ufffd" in text[:-1] for text in its)  # the last one may be cut at max_tokens of the senior
+
+
+def test_a_training_step_with_gemma(tiny_pair: Path, tmp_path: Path) -> None:
+    """Gemma 3 270M in 4 bits, with its 262 144 tokens and its chat template."""
+    gemma = artefacts.tokenizer_folder("gemma3")
+    with llama_cpp(artefacts.gemma3_gguf(), tmp_path / "log", n_parallel=8, n_ctx=8 * CONTEXT) as server:
+        few = ["train.steps=1", "train.prompts_per_step=2", "model.junior_endpoint.max_failure_rate=0.3"]
+        settings = settings_of(tiny_pair, tmp_path / "out", gemma, server.url, *few)
+        assert Preflight(settings).checks["model.junior_endpoint.url"]() == f"{server.url} serves other"
+        out = train(settings, quiet=True)
+    [step] = metrics(out)
+    assert step["mismatch/mean_abs"] < 1e-5
+    assert step["tandem/senior_frac"] < 0.9
+    assert {0, 1} <= {author for line in samples(out) for author in line["author"]}
