@@ -293,7 +293,8 @@ def _sequences(config: Config, prompts: int, samples: int, world: World) -> int:
 
 def _adapters_alone(config: Config) -> bool:
     """Whether the engine's senior is adapters on the junior's weights, as in ``training.build.build_engine``."""
-    return config.model.lora.rank > 0 and not config.selection.kind.solo and shares_base(config)
+    kind = config.selection.kind
+    return config.model.lora.rank > 0 and not kind.solo and shares_base(config, whole_words=kind.drops)
 
 
 def _vllm(
