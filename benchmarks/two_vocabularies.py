@@ -106,11 +106,11 @@ def prepare(path: Path, rows: int, options: argparse.Namespace) -> dict[str, Cal
     vocabulary = senior.get_output_embeddings().weight.shape[0]
     if options.engine == "vllm":
         from tandemrl.rollout.vllm.engine import VllmEngine
-        from tandemrl.rollout.vllm.two_vocabularies import BLOCK_SIZE, VllmTwoVocabularies
+        from tandemrl.rollout.vllm.two_engines import BLOCK_SIZE, VllmTwoEngines
 
         config = RolloutConfig(max_rows=rows, vllm=VllmConfig(kv_cache_gb=0.1))
         together = VllmEngine.start(path, path, tokenizer, config, engine_args={"block_size": BLOCK_SIZE})
-        apart = VllmTwoVocabularies.start(path, path, tokenizer, load_tokenizer(path), config)
+        apart = VllmTwoEngines.start(path, path, tokenizer, load_tokenizer(path), config)
         return {
             "one": contestant(together, word(0.5, 32, word_boundary_table(tokenizer, vocabulary))),
             "two": contestant(apart, before_text_word(0.5, text_tables(tokenizer, vocabulary))),

@@ -192,7 +192,7 @@ def _one_vocabulary(tokenizer: Any) -> list[Line]:
         except ValueError as error:
             refused.append(Line(f"selection.strategy={name}", f"not with this pair: {error}", "", False))
     limited = ", ".join(name for name in works if KINDS[name].drops)
-    limits = f"{limited}: with rollout.engine=torch and rollout.draft_tokens=0" if limited else ""
+    limits = f"{limited}: with rollout.draft_tokens=0" if limited else ""
     return [
         Line("pair", f"one vocabulary of {len(tokenizer):,} tokens", "", False),
         Line("selection.strategy", f"{', '.join(works)}", limits, False),

@@ -680,7 +680,7 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     assert lines["senior"] == lines["junior"] == ["27 tokens begin a word; a word begins inside of 0", ""]
     assert lines["pair"][0].startswith("one vocabulary of ")
     assert {"word", "before_word", "solo"} <= set(lines["selection.strategy"][0].split(", "))
-    assert "before_word: with rollout.engine=torch" in lines["selection.strategy"][1]
+    assert "before_word: with rollout.draft_tokens=0" in lines["selection.strategy"][1]
 
     code, last, lines = check("letters", "more")
     assert (code, last) == (0, "ready")

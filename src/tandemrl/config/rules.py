@@ -122,6 +122,9 @@ def _in_flight(c: Config) -> Iterator[Fault]:
     if not r.kind.renews:
         able = ", ".join(kind.name for kind in ENGINES.values() if kind.renews)
         yield Fault("rollout.in_flight", f"false with rollout.engine={r.engine}; or use {able}")
+    if c.selection.kind.drops and r.kind.spans:
+        why = "whose spans end before weights are loaded; train.async_steps=1 works without it, or use torch"
+        yield Fault("rollout.in_flight", f"false with rollout.engine={r.engine} and {c.selection.strategy}, {why}")
     if r.unit_groups is not None and not r.workers:
         yield Fault(
             "rollout.unit_groups", "null with rollout.in_flight=true: units are for equal bits, which it gives up"
@@ -135,15 +138,26 @@ def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if not c.selection.kind.drops:
         return
     name = f"selection.strategy={c.selection.strategy}"
-    if not c.rollout.kind.drops and not c.rollout.kind.apart:
+    if not c.rollout.kind.drops:
         why = "which cannot drop what an author proposes; or use rollout.engine=torch"
         yield Fault("selection.strategy", f"another, such as word, with rollout.engine={c.rollout.engine}, {why}")
+    if c.rollout.kind.spans:
+        yield from _in_two_engines(c, name)
     if c.rollout.draft_tokens != 0:
         why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
         yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
     if c.loss.word_ends and c.loss.kind.critic:
         why = "a critic has no value for the end of a word; group recipes such as grpo need none"
         yield Fault("loss.word_ends", f"false with {name} and loss.recipe={c.loss.recipe}: {why}")
+
+
+def _in_two_engines(c: Config, why: str) -> Iterator[Fault]:
+    """What needs both models in one engine, where each has its own."""
+    more = f"with rollout.engine={c.rollout.engine} and {why}: each model has an engine of its own; or use torch"
+    if c.rollout.tensor_parallel > 1:
+        yield Fault("rollout.tensor_parallel", f"1 {more}")
+    if c.rollout.vllm.junior_device is not None:
+        yield Fault("rollout.vllm.junior_device", f"null {more}")
 
 
 def _batches(c: Config) -> Iterator[Fault]:
@@ -251,16 +265,13 @@ def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Iterator[Fa
     if not solo and not apart(c.rollout.kind):
         able = ", ".join(kind.name for kind in ENGINES.values() if apart(kind))
         yield Fault("rollout.engine", f"{able}, {two}; {same}")
-    if not solo and c.rollout.kind.section == "vllm":
+    if not solo and c.rollout.kind.spans:
         if asked:
             yield Fault("rollout.engine", f"torch, {two}, of which {c.rollout.engine} writes whole spans; {same}")
-        more = f"with rollout.engine={c.rollout.engine}, {two}; {same}, or use rollout.engine=torch"
         if c.has_episodes:
+            more = f"with rollout.engine={c.rollout.engine}, {two}; {same}, or use rollout.engine=torch"
             yield Fault("rollout.environment", f"single {more}")
-        if c.rollout.tensor_parallel > 1:
-            yield Fault("rollout.tensor_parallel", f"1 {more}")
-        if c.rollout.vllm.junior_device is not None:
-            yield Fault("rollout.vllm.junior_device", f"null {more}")
+        yield from _in_two_engines(c, "two vocabularies")
     if not solo and c.rollout.draft_tokens != 0:
         yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
     if not solo and c.rollout.in_flight:

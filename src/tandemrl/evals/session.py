@@ -195,7 +195,7 @@ class Session:
         if self.has_episodes and (why := self._acting[1]) is not None:
             return reasons | dict.fromkeys(BY_TEXT, f"needs both in the environment: {why}")
         able: tuple[Phase, ...] = ("tandem",) if self.endpoint is not None else BY_TEXT
-        if self.endpoint is None and rollout.kind.section == "vllm":
+        if self.endpoint is None and rollout.kind.spans:
             able = ("tandem", "legibility")
             why = f"needs rollout.engine=torch, since {other}, and in vLLM it is told how many words to write"
             reasons["handoff"] = f"{why}; {family}"

@@ -43,6 +43,9 @@ class ModelSource(NamedTuple):
     """That of a junior with a vocabulary of its own, which only some engines can have (``EngineKind.apart``)."""
     endpoint: JuniorEndpointConfig | None = None
     """Where such a junior is served. Then nothing is loaded."""
+    whole_words: bool = False
+    """Of a junior: whether strategies drop what an author proposes (``Strategy.starts``). The vLLM engine then decodes
+    each model in an engine of its own, as with two vocabularies."""
 
     def elsewhere(self, dtype: str, device: str) -> "ModelSource":
         """The source for a worker: of what ``load`` holds in this process, nothing is sent there."""
@@ -185,15 +188,15 @@ def vllm_engine(
     try:
         from tandemrl.rollout.vllm.backend import platform_device
         from tandemrl.rollout.vllm.engine import VllmEngine
-        from tandemrl.rollout.vllm.two_vocabularies import VllmTwoVocabularies
+        from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
     except ImportError as error:
         raise cannot_import("rollout.engine=vllm", error) from None
     kind = resolve_device(device).type if device == "auto" else device.partition(":")[0]
     if (platform := platform_device()) != kind:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     number = resolve_device(device).index or 0  # this process's, which holds the trainer, too
-    if junior is not None and junior.tokenizer is not None:
-        return VllmTwoVocabularies.start(
+    if junior is not None and (junior.tokenizer is not None or junior.whole_words):
+        return VllmTwoEngines.start(
             *(senior.path, junior.path, tokenizer, junior.tokenizer, config),
             longest=longest,
             dtype=dtype,

@@ -4,6 +4,7 @@ The rows being decoded are a ``DecodingBatch`` (``decoding``). Between two steps
 begins join it. A row that waits for the environment takes no place in the batch: its keys and values are kept apart.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -43,107 +44,52 @@ from tandemrl.selection.words import vocabulary_of
 POLL_EVERY = 4  # steps between two polls for observations: rows whose turns begin share a forward
 
 
-class TorchEngine:
-    """Tandem decoding with two models; see ``rollout.engine.Engine`` for the contract.
+class BatchEngine(ABC):
+    """An engine that decodes a ``DecodingBatch`` step by step: the loop of a call.
 
     Args:
-        senior: a model from ``load_model`` or ``prepare``. The engine owns it, since ``load_weights`` changes it. A
-            senior with adapters may share its other weights with the junior (``models.lora.adapted_alias``), since only
-            the adapters are loaded then.
-        junior: the frozen partner, of any size, family or device. None if only the senior ever writes.
-        tokenizer: the tokenizer of both, used for stop strings only; or that of the senior.
-        max_rows: how many completions are decoded at once. Further ones join when an eighth of the rows is free. As
-            many again may wait between two turns, in the memory of the device.
-        compile: compile each model's decoding step with ``torch.compile``, all layers in one graph. The first steps
-            then take long. The pass in which the senior reads a draft is not compiled.
-        draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
-        junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
-        partner: the junior, if it is not in this process (``endpoint_partner``).
-
-    Raises:
-        EngineError: the models cannot cover the tokenizer's vocabulary, or are to draft with two vocabularies.
-        ModelError: ``compile`` is asked for on a CPU without a C++ compiler.
+        decoder: what its batches decode with.
+        context: how many tokens prompt and completion may have together.
+        make_partner: makes the junior of a call, if it has a vocabulary of its own.
     """
+
+    renews = True
+    """Whether weights may be loaded amid a call without turns."""
 
     def __init__(
         self,
-        senior: PreTrainedModel,
-        junior: PreTrainedModel | None,
-        tokenizer: PreTrainedTokenizerBase,
+        decoder: Decoder,
+        context: int,
         *,
-        max_rows: int = 256,
+        max_rows: int,
+        has_junior: bool,
         policy_version: int = 0,
-        compile: bool = False,
-        draft_tokens: int | str = 0,
-        junior_tokenizer: PreTrainedTokenizerBase | None = None,
-        partner: EndpointJunior | None = None,
+        make_partner: MakePartner | None = None,
     ) -> None:
-        self.senior, self.junior = senior, junior
-        self.max_rows, self.policy_version = max_rows, policy_version
-        self.endpoint, self.has_junior = partner, junior is not None or partner is not None
+        self._decoder, self.vocabulary, self.context = decoder, decoder.vocabulary, context
+        self.max_rows, self.has_junior, self.policy_version = max_rows, has_junior, policy_version
         self.passes = Passes()
-        self.models = {1: senior} | ({0: junior} if junior is not None else {})
-        apart = junior is not None and junior_tokenizer is not None
-        self._decoder = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
-        self.vocabulary = self._decoder.vocabulary
-        self.context = min(context_of(model.config) for model in self._decoder.models.values())
-        make_partner: MakePartner | None = partner
-        if junior is not None and junior_tokenizer is not None:
-            decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
-            tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
-            make_partner = partial(LocalPartner, decoder, own, tables, context_of(junior.config))
         self._make_partner = make_partner
-        if make_partner is not None:
-            if draft_tokens:
-                raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
-            if compile:
-                raise EngineError("compile: a junior of another vocabulary needs steps of any length; use false")
-            self._spelling = vocabulary_of(tokenizer)
-        self._adapted = frozenset(adapted_layers(senior))
+        self._spelling = None if make_partner is None else vocabulary_of(decoder.tokenizer)
         self._aborts, self._turnstile = Aborts(), Turnstile()
-        self._draft_length = None
-        if draft_tokens and junior is not None:
-            tokens = None if draft_tokens == "auto" else int(draft_tokens)
-            costs = CPU if self._decoder.heads[1].weight.device.type == "cpu" else CUDA
-            self._draft_length = DraftLength(tokens, Size.of(senior), Size.of(junior), costs)
+        self._draft_length: DraftLength | None = None
 
     @property
-    def info(self) -> EngineInfo:
-        dtype = str(self._decoder.heads[1].weight.dtype).removeprefix("torch.")
-        return EngineInfo("torch", dtype, bool(self._adapted), streams=True, drops=self._draft_length is None)
+    @abstractmethod
+    def info(self) -> EngineInfo: ...
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        own = {
-            name: parameter
-            for name, parameter in self.senior.named_parameters()
-            if not self._adapted or is_adapter(name, self._adapted)
-        }
-        new = dict(weights)
-        if own.keys() != new.keys():
-            missing = sorted(own.keys() ^ new.keys())
-            raise EngineError(
-                f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
-            )
-        for name, parameter in own.items():
-            if parameter.shape != new[name].shape:
-                raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
-        with self._turnstile.loading(), torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(new[name])
-            self.policy_version = version
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
-    def fingerprint(self, who: Who = "senior") -> int:
-        model = self.models.get(1 if who == "senior" else 0)
-        if model is None and self.endpoint is not None:
-            return self.endpoint.fingerprint
-        if model is None:
-            raise EngineError("this engine has no junior")
-        return fingerprint(model.named_parameters())
+    @abstractmethod
+    def fingerprint(self, who: Who = "senior") -> int: ...
 
-    def close(self) -> None:
-        """End the threads that ask an endpoint. The models belong to whoever loaded them."""
-        if self.endpoint is not None:
-            self.endpoint.close()
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool) -> DecodingBatch:
+        """The empty batch of a call; see ``DecodingBatch``."""
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self._aborts.add(keys)
@@ -176,8 +122,9 @@ class TorchEngine:
         waiting, steps = list(rows), 0
         length = self._draft_length_for(requests, len(rows))
         batch = self._batch(requests, len(rows), turns=responder is not None, drafts=length is not None)
-        renews, version = responder is None and not isinstance(batch, TwoVocabularies), self.policy_version
-        between = _BetweenTurns(responder, self.vocabulary, apart=isinstance(batch, TwoVocabularies))
+        apart, version = isinstance(batch, TwoVocabularies), self.policy_version
+        renews = self.renews and responder is None and not apart
+        between = _BetweenTurns(responder, self.vocabulary, apart=apart)
         while waiting or batch.rows or between:
             if renews:
                 self._turnstile.pause()
@@ -227,13 +174,6 @@ class TorchEngine:
         )
         return [[next(completions) for _ in request.keys] for request in requests]
 
-    def _batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool) -> DecodingBatch:
-        """The empty batch of a call; see ``DecodingBatch``."""
-        if self._make_partner is None or all(request.strategy.removed is None for request in requests):
-            return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts)
-        spelling, partner = self._spelling, self._make_partner
-        return TwoVocabularies(self._decoder, requests, total, turns=turns, vocabulary=spelling, make_partner=partner)
-
     def _draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
         """The function (live rows, passes so far) -> length of the next draft, or None for a call without drafts."""
         writers = {request.strategy.writers for request in requests}
@@ -242,6 +182,115 @@ class TorchEngine:
         length = partial(self._draft_length, solo=writers == {"senior"})
         # Alone, the senior has no reader beside it unless that pays from the beginning.
         return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
+
+
+class TorchEngine(BatchEngine):
+    """Tandem decoding with two models; see ``rollout.engine.Engine`` for the contract.
+
+    Args:
+        senior: a model from ``load_model`` or ``prepare``. The engine owns it, since ``load_weights`` changes it. A
+            senior with adapters may share its other weights with the junior (``models.lora.adapted_alias``), since only
+            the adapters are loaded then.
+        junior: the frozen partner, of any size, family or device. None if only the senior ever writes.
+        tokenizer: the tokenizer of both, used for stop strings only; or that of the senior.
+        max_rows: how many completions are decoded at once. Further ones join when an eighth of the rows is free. As
+            many again may wait between two turns, in the memory of the device.
+        compile: compile each model's decoding step with ``torch.compile``, all layers in one graph. The first steps
+            then take long. The pass in which the senior reads a draft is not compiled.
+        draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
+        junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
+        partner: the junior, if it is not in this process (``endpoint_partner``).
+
+    Raises:
+        EngineError: the models cannot cover the tokenizer's vocabulary, or are to draft with two vocabularies.
+        ModelError: ``compile`` is asked for on a CPU without a C++ compiler.
+    """
+
+    def __init__(
+        self,
+        senior: PreTrainedModel,
+        junior: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_rows: int = 256,
+        policy_version: int = 0,
+        compile: bool = False,
+        draft_tokens: int | str = 0,
+        junior_tokenizer: PreTrainedTokenizerBase | None = None,
+        partner: EndpointJunior | None = None,
+    ) -> None:
+        self.senior, self.junior, self.endpoint = senior, junior, partner
+        self.models = {1: senior} | ({0: junior} if junior is not None else {})
+        apart = junior is not None and junior_tokenizer is not None
+        ours = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
+        make_partner: MakePartner | None = partner
+        if junior is not None and junior_tokenizer is not None:
+            decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
+            tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
+            make_partner = partial(LocalPartner, decoder, own, tables, context_of(junior.config))
+        if make_partner is not None:
+            if draft_tokens:
+                raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
+            if compile:
+                raise EngineError("compile: a junior of another vocabulary needs steps of any length; use false")
+        super().__init__(
+            ours,
+            min(context_of(model.config) for model in ours.models.values()),
+            max_rows=max_rows,
+            has_junior=junior is not None or partner is not None,
+            policy_version=policy_version,
+            make_partner=make_partner,
+        )
+        self._adapted = frozenset(adapted_layers(senior))
+        if draft_tokens and junior is not None:
+            tokens = None if draft_tokens == "auto" else int(draft_tokens)
+            costs = CPU if ours.heads[1].weight.device.type == "cpu" else CUDA
+            self._draft_length = DraftLength(tokens, Size.of(senior), Size.of(junior), costs)
+
+    @property
+    def info(self) -> EngineInfo:
+        dtype = str(self._decoder.heads[1].weight.dtype).removeprefix("torch.")
+        return EngineInfo("torch", dtype, bool(self._adapted), streams=True, drops=self._draft_length is None)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        own = {
+            name: parameter
+            for name, parameter in self.senior.named_parameters()
+            if not self._adapted or is_adapter(name, self._adapted)
+        }
+        new = dict(weights)
+        if own.keys() != new.keys():
+            missing = sorted(own.keys() ^ new.keys())
+            raise EngineError(
+                f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
+            )
+        for name, parameter in own.items():
+            if parameter.shape != new[name].shape:
+                raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
+        with self._turnstile.loading(), torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(new[name])
+            self.policy_version = version
+
+    def fingerprint(self, who: Who = "senior") -> int:
+        model = self.models.get(1 if who == "senior" else 0)
+        if model is None and self.endpoint is not None:
+            return self.endpoint.fingerprint
+        if model is None:
+            raise EngineError("this engine has no junior")
+        return fingerprint(model.named_parameters())
+
+    def close(self) -> None:
+        """End the threads that ask an endpoint. The models belong to whoever loaded them."""
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+    def _batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool) -> DecodingBatch:
+        if self._make_partner is None or all(request.strategy.removed is None for request in requests):
+            return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts)
+        spelling, partner = self._spelling, self._make_partner
+        assert spelling is not None
+        return TwoVocabularies(self._decoder, requests, total, turns=turns, vocabulary=spelling, make_partner=partner)
 
 
 class _BetweenTurns:

@@ -180,24 +180,6 @@ class Half(DecodingBatch):
             self.texts[number] += text
         return text
 
-    def runs(self, slots: Int64[Tensor, " k"], room: int, begin: int, *, senior: bool) -> list[int]:
-        """How many words the draws give an author from here on, at most ``room``.
-
-        Args:
-            slots: of the rows, by number.
-            begin: a token that begins a word.
-            senior: whose words are counted.
-        """
-        before, count = self.selection.mark(slots), torch.zeros_like(slots)
-        runs, begins = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, begin)
-        for _ in range(room):
-            runs = runs & (self.selection.step(slots, begins) == senior)  # as if every token began a word
-            count += runs
-            if not bool(runs.any()):
-                break
-        self.selection.rewind(slots, [before], torch.zeros_like(slots))
-        return count.tolist()
-
     def reading(self, i: int, text: bytes) -> tuple[int, ...] | None:
         """What the other model wrote in a row, in this vocabulary; None if it cannot be read."""
         before = self.texts[int(self.number[i])]
@@ -397,7 +379,7 @@ class TwoVocabularies(Half):
                 asks.append(Ask(number, self.texts[number], int(self.limit[i] - self.written[i])))
         if asks and self.partner.counts:
             slots, room = torch.tensor([each.number for each in asks]), max(each.room for each in asks)
-            runs = self.runs(slots, room, self.end_of_text, senior=False)
+            runs = self.selection.runs(slots, room, self.end_of_text, senior=False)
             asks = [each._replace(words=words) for each, words in zip(asks, runs, strict=True)]
         self.partner.ask(asks)
 

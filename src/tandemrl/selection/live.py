@@ -122,6 +122,24 @@ class LiveSelection:
             state = _map(chosen, *(part[2] for part in parts))
             _map(lambda x, new, at=slots[mine]: x.index_copy_(0, at, new), self._states[group], state)
 
+    def runs(self, slots: Int64[Tensor, " k"], room: int, begin: int, *, senior: bool) -> list[int]:
+        """How many words the draws give an author from here on in each slot, at most ``room``. No state changes.
+
+        Args:
+            slots: the slots, whose strategies have ``starts``.
+            begin: a token that begins a word.
+            senior: whose words are counted.
+        """
+        before, count = self.mark(slots), torch.zeros_like(slots)
+        runs, begins = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, begin)
+        for _ in range(room):
+            runs = runs & (self.step(slots, begins) == senior)  # as if every token began a word
+            count += runs
+            if not bool(runs.any()):
+                break
+        self.rewind(slots, [before], torch.zeros_like(slots))
+        return count.tolist()
+
     def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:
         kept = self._gathered
         if kept is not None and kept[0] == group and torch.equal(kept[1], slots):

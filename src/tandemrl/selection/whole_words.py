@@ -168,6 +168,13 @@ def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
     return TextTables(starts, removed, width, tail, blank_line, newline)
 
 
+def id_tables(starts: Bool[Tensor, " v"]) -> TextTables:
+    """The tables of a vocabulary where alone the id decides: each of ``starts`` begins a word, whatever it follows."""
+    none = torch.zeros_like(starts)
+    letter = torch.full(starts.shape, ord("a"))  # every text ends in one, hence not in whitespace
+    return TextTables(starts, none, torch.ones_like(letter), letter, none, none)
+
+
 def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     """``before_word`` where a word is a property of the text, for models of two vocabularies.
 

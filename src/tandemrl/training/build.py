@@ -109,12 +109,13 @@ def build(
     if strategy is not None:
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
     recipe = preflight.recipe
-    if schedule.strategy(1).starts is not None and config.loss.word_ends and recipe.advantage is None:
+    first = schedule.strategy(1)
+    if first.starts is not None and config.loss.word_ends and recipe.advantage is None:
         raise ConfigError(
             f"loss.word_ends=true: must be false with before_word and recipe {recipe.name}, whose critic has no value "
             "for the end of a word; group recipes such as grpo need none"
         )
-    tandem = strategy is not None or schedule.strategy(1).writers != "senior"
+    tandem = strategy is not None or first.writers != "senior"
     critic = recipe.advantage is None
     models = build_models(
         config,
@@ -125,6 +126,7 @@ def build(
         critic=critic,
         factory=engine,
         junior_tokenizer=apart,
+        whole_words=first.starts is not None,
         acting=None if preflight.episode_runner is None else preflight.episode_runner.elsewhere(config),
     )
     sampling = Sampling(
@@ -135,7 +137,6 @@ def build(
         min_p=rollout.min_p,
     )
     device, vocabulary = resolve_device(model.device), models.engine.vocabulary
-    first = schedule.strategy(1)
     starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
     # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
     measure = partial(
@@ -183,6 +184,7 @@ def build_models(
     critic: bool,
     factory: EngineFactory | None = None,
     junior_tokenizer: PreTrainedTokenizerBase | None = None,
+    whole_words: bool = False,
     acting: Acting | None = None,
 ) -> Models:
     """Make all models of a run around the policy of ``load_policy``, which is changed in place.
@@ -192,6 +194,7 @@ def build_models(
         critic: whether the recipe needs a critic.
         factory: makes the engine, instead of ``rollout.engine``.
         junior_tokenizer: that of a junior with a vocabulary of its own.
+        whole_words: whether the strategy drops what an author proposes.
         acting: see ``make_engine``.
     """
     model, loss = config.model, config.loss
@@ -218,7 +221,7 @@ def build_models(
     in_a_worker = partial(base_of_worker, partner, model.dtype, model.device)
     load = partial(freeze, partner, model.dtype, sharded=False)
     endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
-    decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint)
+    decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint, whole_words)
     writer = decoder if tandem else None
     shared = config.rollout.workers > 0 and world.size > 1
     engine = None if shared and not world.main else build_engine(config, writer, tokenizer, factory, acting)
@@ -251,13 +254,18 @@ def _of_all(engine: Engine | None, world: World) -> Engine:
     return engine if world.size == 1 else SpreadEngine(engine, world)
 
 
-def shares_base(config: Config) -> bool:
-    """Whether the engine's junior holds the very weights that the senior began with: same model, dtype and device."""
+def shares_base(config: Config, *, whole_words: bool) -> bool:
+    """Whether the engine's junior holds the very weights that the senior began with: same engine, model, dtype and
+    device.
+
+    Args:
+        whole_words: whether the strategy drops what an author proposes, for which some engines take one per model.
+    """
     v, dtype = config.rollout.vllm, config.model.dtype
     apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
     if config.model.junior_endpoint.url is not None:
         return False
-    return self_paired(config.model) and not (config.rollout.kind.section == "vllm" and apart)
+    return self_paired(config.model) and not (config.rollout.kind.spans and (apart or whole_words))
 
 
 @cache
@@ -289,7 +297,7 @@ def build_engine(
         acting: see ``make_engine``.
     """
     model = config.model
-    shared = model.lora.rank > 0 and junior is not None and shares_base(config)
+    shared = model.lora.rank > 0 and junior is not None and shares_base(config, whole_words=junior.whole_words)
     longest = config.longest_sequence
     if config.data.eval:
         observed = config.response_tokens - config.rollout.max_tokens

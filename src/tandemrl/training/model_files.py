@@ -120,12 +120,6 @@ def vocabularies(
                 "strategy: the senior and the junior have two vocabularies, and a strategy looks at tokens; pass none, "
                 "and use selection.strategy=before_word"
             )
-    elif config.selection.kind.drops and not config.rollout.kind.drops:
-        raise ConfigError(
-            f"selection.strategy={config.selection.strategy}: must be another, such as word, with rollout.engine="
-            f"{config.rollout.engine}, which cannot drop what an author proposes in one vocabulary; or use "
-            "rollout.engine=torch"
-        )
     logits = files.configuration(model.senior).get_text_config().vocab_size
     ends = stored_eos_token_ids(model.senior, tokenizer, download=files.downloads)
     if not any(0 <= token < logits for token in ends):

@@ -14,7 +14,7 @@ from tandemrl.apps.experiments.tiny import SIZES, WARM_STARTS
 from tandemrl.apps.planning.accelerators import GIB, accelerator
 from tandemrl.apps.planning.architectures import architecture, packaged
 from tandemrl.apps.planning.page import PlanError, described, require_fit
-from tandemrl.apps.planning.plan import kv_bytes, parameters, plan
+from tandemrl.apps.planning.plan import Cache, kv_bytes, parameters, plan
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.models.attention import ModelError
@@ -165,6 +165,26 @@ def test_a_trainers_card_has_its_part_of_a_split_engine() -> None:
     elsewhere = ["rollout.vllm.multiprocess=true", "rollout.tensor_parallel=2"]
     assert engine_bytes(*elsewhere, "rollout.vllm.devices='2,3'") == 0
     assert engine_bytes(*elsewhere, "rollout.vllm.devices='0,1'") == engine_bytes("rollout.tensor_parallel=2")
+
+
+def test_whole_words_on_vllm_take_an_engine_for_each_model() -> None:
+    """Each with a KV cache, and no weights in common."""
+    keys = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
+
+    def planned(*more: str) -> tuple[int, Cache]:
+        found = plan(load("quickstart", [*keys, *more]), 1, accelerator("h100"))
+        return sum(item.size for item in found.items if item.name.startswith("engine")), found.cache
+
+    (one, cache), (two, caches) = planned(), planned("selection.strategy=before_word")
+    assert caches.size == cache.size + 2**30 == 2 * 2**30
+    assert caches.token == cache.token
+    assert two - one > 2**30
+    assert planned("selection.strategy=before_word", "model.lora.rank=8")[0] == two
+    (_, shared), (_, halves) = (
+        planned("rollout.vllm.kv_cache_gb=null", *more) for more in ((), ("selection.strategy=before_word",))
+    )
+    assert halves.size < shared.size
+    assert halves.blocks == pytest.approx(2 * shared.blocks, rel=0.01)  # each of half as many bytes
 
 
 def test_heads_that_cannot_be_split_over_an_engines_ranks_are_refused() -> None:

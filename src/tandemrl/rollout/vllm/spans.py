@@ -1,9 +1,9 @@
 """Spans inside vLLM: a request goes on with a text for some words, and ends before a word of the other author.
 
-The text belongs to a model of another vocabulary, too, and ``two_vocabularies`` has both write it. Whoever asks says
-how many words the draws give this model. The first token is then drawn from those that begin a word, after a handover.
-The proposal that begins a word too many is dropped: in its place the request ends with an EOS whose log-prob is above
-0, so that it stands for the handover (``HANDOVER``).
+Another engine writes the text, too, maybe in another vocabulary (``two_engines``). Whoever asks says how many words the
+draws give this model. The first token is then drawn from those that begin a word, after a handover. The proposal that
+begins a word too many is dropped: in its place the request ends with an EOS whose log-prob is above 0, so that it
+stands for the handover (``HANDOVER``).
 """
 
 from collections.abc import Mapping, Sequence

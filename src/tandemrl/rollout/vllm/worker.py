@@ -81,11 +81,13 @@ class _TandemWorker:
         """From now on, requests are spans of texts (``spans``).
 
         Args:
-            tables: of the senior's vocabulary, pickled if they come from another process.
+            tables: of the senior's vocabulary, pickled if they come from another process. Other ids are never drawn.
         """
         known = cloudpickle.loads(tables) if isinstance(tables, bytes) else tables
         runner = self.model_runner
-        runner.spans = runner.runners[SENIOR].sampler.spans = Spans(known)
+        sampler = runner.runners[SENIOR].sampler
+        runner.spans = sampler.spans = Spans(known)
+        sampler.vocabulary = min(runner.vocabulary, len(known.starts))
         runner.strategies[SPAN] = solo("senior")
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
