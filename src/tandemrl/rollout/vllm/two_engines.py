@@ -187,7 +187,7 @@ class WholeWords(DecodingBatch):
         before, own = self.tokens[self.rows[i].number, : int(self.written[i])], torch.tensor(span.tokens)
         texts = [torch.cat([before, own[:count]]) for count in range(1, len(own) + 1)]
         decode = self.decoder.tokenizer.decode
-        stop = self.rows[i].first_stop(texts, decode)  # type: ignore[arg-type]  # of one text, a string
+        stop = self.rows[i].first_stop(texts, decode)
         return Written(span.tokens[:stop], span.logprobs[:stop], None) if stop else span
 
 
