@@ -198,3 +198,7 @@ def test_the_kubernetes_job_is_a_cluster_of_one_image_whose_command_is_a_valid_r
         mounts = {mount["mountPath"]: mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
         assert volumes[mounts["/runs"]] == {"claimName": "runs"}
     assert config.output_dir.startswith("/runs/")
+    howto = (EXAMPLES.parent / "docs" / "howto" / "nodes.md").read_text()
+    [given] = re.findall(r"--runtime-env-json '(.*)'", howto)  # with the command that a test runs
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"].items() >= json.loads(given)["env_vars"].items()
+    assert config.rollout.ray == "auto"
