@@ -25,6 +25,7 @@ from tandemrl.selection.draws import mix64
 from tandemrl.selection.words import Vocabulary, spell, vocabulary_of, word_starts
 
 SECTION = "model.junior_endpoint"
+START = "vllm serve MODEL, or llama-server -m MODEL.gguf"
 TOKENS_PER_WORD, TOKENS_MORE = 4, 8
 """How many tokens are asked for at first, for each word and on top; twice as many each time that they do not do."""
 NEUTRAL = {
@@ -45,7 +46,7 @@ def client_of(endpoint: JuniorEndpointConfig) -> Client:
     assert endpoint.url is not None
     e = endpoint
     patience = (e.timeout_s, e.retries, e.backoff_s, e.concurrency)
-    return Client(Service(SECTION, "vllm serve MODEL", EngineError, endpoint.url, e.api_key_env, *patience))
+    return Client(Service(SECTION, START, EngineError, endpoint.url, e.api_key_env, *patience))
 
 
 def served(endpoint: JuniorEndpointConfig) -> str:
