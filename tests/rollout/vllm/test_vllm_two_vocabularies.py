@@ -18,14 +18,17 @@ from scripted_world import ScriptedWorld
 from tandemrl import evals
 from tandemrl.config import ConfigError, RolloutConfig, VllmConfig
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import encode_prompts
+from tandemrl.data.messages import Message
+from tandemrl.data.rows import Row, encode_prompts
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.envs.environment import Answer, Environment, State
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
 from tandemrl.selection import before_word, solo, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
-from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.selection.whole_words import before_text_word, text_alternating_turns, text_tables, text_turn
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 
@@ -73,10 +76,16 @@ def requests(folders: tuple[Path, Path], p: float = 0.5) -> list[Request]:
     ]
 
 
-def test_vllm_writes_what_the_reference_engine_writes(folders: tuple[Path, Path], vllm_engine: Any) -> None:
+@pytest.fixture(scope="module")
+def reference(folders: tuple[Path, Path]) -> TorchEngine:
     senior, junior = (load_model(folder) for folder in folders)
     ours, theirs = (load_tokenizer(folder) for folder in folders)
-    reference = TorchEngine(senior, junior, ours, junior_tokenizer=theirs)
+    return TorchEngine(senior, junior, ours, junior_tokenizer=theirs)
+
+
+def test_vllm_writes_what_the_reference_engine_writes(
+    folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any
+) -> None:
     asked = requests(folders)
     assert assert_same(flat(vllm_engine.generate(asked)), flat(reference.generate(asked))) > 20
 
@@ -94,6 +103,36 @@ def assert_same(found: Sequence[Completion], wanted: Sequence[Completion]) -> in
         assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-4)
         handed += int((one.handover_logprobs != 0).sum())
     return handed
+
+
+class Counts(Environment):
+    """Says how long a turn was."""
+
+    def reply(self, row: Row, state: State, message: Message) -> Answer:
+        return Answer([{"role": "user", "content": f"{len(message['content'])} so far"}], {})
+
+
+def test_in_an_environment_too(folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any) -> None:
+    """Where limits cut turns, and either author ends some."""
+    ours, theirs = (load_tokenizer(folder) for folder in folders)
+    limits = RolloutConfig(max_turns=3, turn_tokens=14, observation_tokens=60, tool_timeout_s=60.0)
+    reader, tables = Reader(theirs, (theirs.eos_token_id,)), text_tables(ours)
+    rows, handed, reasons, turns = load_rows(["synthetic:plain:train:4"]), 0, set[str](), set[int]()
+    with EpisodeRunner(Counts(), ours, limits, eos_token_ids=(ours.eos_token_id,), junior=reader) as runner:
+        for strategy in before_text_word(0.5, tables), text_turn(0.5, tables), text_alternating_turns("junior", tables):
+            asked = [
+                runner.episode(replace(request, strategy=strategy), row)
+                for request, row in zip(requests(folders), rows, strict=False)
+            ]
+            wanted = flat(reference.generate(asked, responder=runner.episodes()))
+            found = flat(vllm_engine.generate(asked, responder=runner.episodes()))
+            handed += assert_same(found, wanted)
+            assert [each.transcript for each in found] == [each.transcript for each in wanted]
+            reasons |= {each.stop_reason for each in wanted}
+            turns |= {len(each.turns) for each in wanted}
+    assert handed > 10
+    assert {"turns"} < reasons
+    assert 3 in turns
 
 
 def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
