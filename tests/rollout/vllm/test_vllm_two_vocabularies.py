@@ -28,7 +28,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
 from tandemrl.selection import before_word, solo, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
-from tandemrl.selection.whole_words import before_text_word, text_alternating_turns, text_tables, text_turn
+from tandemrl.selection.whole_words import before_text_word, text_tables, text_turn
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 
@@ -115,24 +115,27 @@ class Counts(Environment):
 def test_in_an_environment_too(folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any) -> None:
     """Where limits cut turns, and either author ends some."""
     ours, theirs = (load_tokenizer(folder) for folder in folders)
-    limits = RolloutConfig(max_turns=3, turn_tokens=14, observation_tokens=60, tool_timeout_s=60.0)
+    limits = RolloutConfig(max_turns=3, turn_tokens=40, observation_tokens=60, tool_timeout_s=60.0)
     reader, tables = Reader(theirs, (theirs.eos_token_id,)), text_tables(ours)
-    rows, handed, reasons, turns = load_rows(["synthetic:plain:train:4"]), 0, set[str](), set[int]()
+    rows, ends, reasons, handed = load_rows(["synthetic:plain:train:4"]), set[tuple[bool, int]](), set[str](), 0
     with EpisodeRunner(Counts(), ours, limits, eos_token_ids=(ours.eos_token_id,), junior=reader) as runner:
-        for strategy in before_text_word(0.5, tables), text_turn(0.5, tables), text_alternating_turns("junior", tables):
+        for strategy in before_text_word(0.5, tables), text_turn(0.5, tables):
             asked = [
-                runner.episode(replace(request, strategy=strategy), row)
-                for request, row in zip(requests(folders), rows, strict=False)
+                replace(request, strategy=strategy, sampling=replace(request.sampling, max_tokens=70))
+                for request in requests(folders)[:4]
             ]
+            asked = [runner.episode(request, row) for request, row in zip(asked, rows, strict=True)]
             wanted = flat(reference.generate(asked, responder=runner.episodes()))
             found = flat(vllm_engine.generate(asked, responder=runner.episodes()))
             handed += assert_same(found, wanted)
             assert [each.transcript for each in found] == [each.transcript for each in wanted]
             reasons |= {each.stop_reason for each in wanted}
-            turns |= {len(each.turns) for each in wanted}
+            for each in wanted:
+                last = np.flatnonzero(np.diff(each.author >= 0, append=False) & (each.author >= 0))
+                ends |= {(int(each.tokens[i]) == ours.eos_token_id, int(each.author[i])) for i in last}
     assert handed > 10
-    assert {"turns"} < reasons
-    assert 3 in turns
+    assert reasons == {"turns", "length"}
+    assert ends == {(by_token, who) for by_token in (False, True) for who in (0, 1)}
 
 
 def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
