@@ -268,9 +268,6 @@ def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Iterator[Fa
     if not solo and c.rollout.kind.spans:
         if asked:
             yield Fault("rollout.engine", f"torch, {two}, of which {c.rollout.engine} writes whole spans; {same}")
-        if c.has_episodes:
-            more = f"with rollout.engine={c.rollout.engine}, {two}; {same}, or use rollout.engine=torch"
-            yield Fault("rollout.environment", f"single {more}")
         yield from _in_two_engines(c, "two vocabularies")
     if not solo and c.rollout.draft_tokens != 0:
         yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")

@@ -408,7 +408,7 @@ class DecodingBatch:
         """Keep what a further turn of an ended row would need, if it may have one."""
         row = self.rows[i]
         row.own += row.written - row.start
-        if self.turns and row.own_left and row.observed < row.request.observation_tokens:
+        if self.turns and row.stays:
             row.senior_next = bool(self.author[i])
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
 

@@ -49,6 +49,8 @@ class Row:
     """How many own tokens the finished turns have."""
     stop_reason: StopReason | None = None
     """Why the turn, and at last the completion, has ended. None while the row is being written or waits to be."""
+    over: bool = False
+    """Whether no further turn follows."""
     kept: dict[int, Layers] = field(default_factory=dict)
     """Between two turns: the keys and values of all tokens but the last, by author."""
     senior_next: bool = False
@@ -67,6 +69,11 @@ class Row:
     def own_left(self) -> int:
         """How many own tokens further turns may have."""
         return self.request.sampling.max_tokens - self.own
+
+    @property
+    def stays(self) -> bool:
+        """Whether a further turn may follow. Valid between two turns only."""
+        return not self.over and self.own_left > 0 and self.observed < self.request.observation_tokens
 
     def hits_stop_string(self, tokens: Int64[Tensor, " n"], decode: Callable[..., Any]) -> bool:
         """Whether the last of the ``tokens`` (all that follow the prompt) completes a stop string of this turn."""
@@ -88,7 +95,7 @@ class Row:
 
     def end(self, reason: StopReason | None) -> None:
         """End the completion: no further turn follows."""
-        self.stop_reason, self.kept = reason, {}
+        self.stop_reason, self.over, self.kept = reason, True, {}
 
 
 def sampling_parameters(rows: Sequence[Row]) -> Float[Tensor, "b 7"]:

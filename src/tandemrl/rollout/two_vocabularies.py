@@ -360,7 +360,7 @@ class TwoVocabularies(Half):
 
     def _forget_over(self) -> None:
         """Tell the partner of the rows that have no further turn."""
-        over = [row for row in self.away.values() if not row.kept]
+        over = [row for row in self.away.values() if not (self.turns and row.stays)]
         self._forget(over)
         for row in over:
             del self.away[row.number]

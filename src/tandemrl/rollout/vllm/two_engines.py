@@ -66,31 +66,34 @@ class SpanWriter:
             self._llm.abort_request([self._flying.pop(number)[0] for number in gone], internal=True)
         return [number for number in numbers if number not in self._flying]
 
-    def begin(self, batch: DecodingBatch, i: int, *, senior: bool, opening: int | None, before: bytes = b"") -> None:
-        """Go on with a row.
+    def begin(self, batch: DecodingBatch, rows: Mapping[int, tuple[int | None, bytes]], *, senior: bool) -> None:
+        """Go on with some rows.
 
         Args:
-            batch, i: the row, by its place in the batch.
+            rows: by their places in the batch: the kind of stream that the first token is drawn with, after a handover
+                (None where a turn begins), and the text before it, where words are a property of that.
             senior: whether it is the senior who goes on.
-            opening: the kind of stream that the first token is drawn with, after a handover; None where a turn begins.
-            before: the end of the text, where words are a property of it.
 
         Raises:
             EngineError: the draws give the author no word here, or vLLM cannot sample like this.
         """
-        row, number, written = batch.rows[i], int(batch.number[i]), int(batch.written[i])
-        room, end, sampling = int(batch.limit[i]) - written, batch.decoder.eos[0], row.request.sampling
-        words = batch.selection.runs(torch.tensor([number]), room, end, senior=senior)[0]
-        if not words:
-            raise _disagreement(row)
-        first = None if opening is None else int(stream(torch.tensor([row.key]), opening))
-        counter, tail = written + int(batch.shift[i]), int.from_bytes(before[-3:])
-        span = Span(words, tail, counter, int(batch.stream[i]), end, first)
-        arguments = {"tandem_key": row.key, **span.arguments()}
-        params = sampling_params(f"completion {number}", sampling, batch.decoder.eos, room, arguments)
-        prompt = [*row.request.prompt, *batch.tokens[number, :written].tolist()]
-        name = self._llm.add_request(str(number), {"prompt_token_ids": prompt}, params, priority=number)
-        self._flying[number] = name, sampling.temperature == 0
+        if not rows:
+            return
+        at, end = torch.tensor([*rows]), batch.decoder.eos[0]
+        rooms = (batch.limit - batch.written)[at].tolist()
+        runs = batch.selection.runs(batch.number[at], max(rooms), end, senior=senior)
+        for (i, (opening, before)), room, words in zip(rows.items(), rooms, runs, strict=True):
+            row, number, written = batch.rows[i], int(batch.number[i]), int(batch.written[i])
+            if not words:
+                raise _disagreement(row)
+            first = None if opening is None else int(stream(torch.tensor([row.key]), opening))
+            counter, tail = written + int(batch.shift[i]), int.from_bytes(before[-3:])
+            span = Span(words, tail, counter, int(batch.stream[i]), end, first)
+            sampling, arguments = row.request.sampling, {"tandem_key": row.key, **span.arguments()}
+            params = sampling_params(f"completion {number}", sampling, batch.decoder.eos, room, arguments)
+            prompt = {"prompt_token_ids": [*row.request.prompt, *batch.tokens[number, :written].tolist()]}
+            name = self._llm.add_request(str(number), prompt, params, priority=number)
+            self._flying[number] = name, sampling.temperature == 0
 
     def step(self) -> dict[int, Written]:
         """Let the engine make a step, and return the spans that are whole."""
@@ -124,6 +127,7 @@ def _block(batch: DecodingBatch, spans: Mapping[int, Written], authors: Bool[Ten
     """
     shape = len(batch.rows), max((len(span.tokens) for span in spans.values()), default=1)
     tokens, logprobs, most = torch.zeros(shape).long(), torch.zeros(shape), torch.zeros_like(batch.written)
+    tokens[:, 0] = batch.last  # of the other rows it stays as it is
     for i, span in spans.items():
         most[i] = count = len(span.tokens)
         tokens[i, :count], logprobs[i, :count] = torch.tensor(span.tokens), torch.tensor(span.logprobs)
@@ -165,9 +169,9 @@ class WholeWords(DecodingBatch):
         places = {self.rows[i].number: i for i in self.live.nonzero().squeeze(1).tolist()}
         spans = dict[int, Written]()
         for who, writer in self.writers.items():
-            for number in writer.keep([number for number, i in places.items() if bool(self.author[i]) == bool(who)]):
-                opening = draws.HANDOVER if number in self._opening else None
-                writer.begin(self, places[number], senior=bool(who), opening=opening)
+            new = writer.keep([number for number, i in places.items() if bool(self.author[i]) == bool(who)])
+            opened = {places[number]: (draws.HANDOVER if number in self._opening else None, b"") for number in new}
+            writer.begin(self, opened, senior=bool(who))
             self.passes += Passes(**{("junior", "senior")[who]: len(writer)})
             spans |= {places[number]: span for number, span in writer.step().items()}
         if self.stop_strings:
@@ -206,11 +210,11 @@ class SpanHalf(Half):
     def _one_token(self) -> Block:
         """The spans that are whole after a step of the engine, and no token in the other rows."""
         writing, places = self.live & ~self.paused, self.places()
-        for number in self.writer.keep([number for number, i in places.items() if writing[i]]):
-            i = places[number]
-            opening = self.handover_stream if self.opening[i] else None
-            self.writer.begin(self, i, senior=self.senior, opening=opening, before=self.texts[number])
-            self.unread[number] = []
+        new = self.writer.keep([number for number, i in places.items() if writing[i]])
+        kinds = {number: self.handover_stream if self.opening[places[number]] else None for number in new}
+        opened = {places[number]: (kind, self.texts[number]) for number, kind in kinds.items()}
+        self.writer.begin(self, opened, senior=self.senior)
+        self.unread |= {number: [] for number in new}
         self.passes += Passes(senior=len(self.writer))
         spans = {places[number]: span for number, span in self.writer.step().items()}
         block = _block(self, spans, torch.full_like(self.live, self.senior))
