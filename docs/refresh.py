@@ -46,6 +46,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "speed.md")
 PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
+    ("quickstart", ("jargon",)): "quickstart_three_seeds.json",
     ("quickstart rollout.workers=1 train.async_steps=2", ("jargon",)): "two_steps_ahead.json",
     ("two-tokenizers", ("jargon_two_tokenizers",)): "two_tokenizers.json",
     ("ablations", ("jargon",)): "ablations.json",
@@ -53,6 +54,7 @@ PUBLISHED = {
     ("hops", ("hops",)): "hops.json",
     ("hops", ("hops_jargon",)): "hops_jargon.json",
     ("smollm2", ("word_problems",)): "smollm2.json",
+    ("smollm2", ("word_problems_terse",)): "smollm2_terse.json",
 }
 """Where the results of an experiment, with its overrides, and its pairs are committed."""
 ENVIRONMENTS = DOCS / "environments"
@@ -714,6 +716,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2": lambda: headline("smollm2.json"),
     "smollm2-differences": lambda: differences("smollm2.json"),
     "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
+    "three-seeds": lambda: headline("quickstart_three_seeds.json", JARGON_RATE),
+    "three-seeds-verdicts": lambda: claims_table(results("quickstart_three_seeds.json")[1].claims),
+    "smollm2-terse": lambda: headline("smollm2_terse.json"),
+    "smollm2-terse-differences": lambda: differences("smollm2_terse.json"),
     "countdown": countdown,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
