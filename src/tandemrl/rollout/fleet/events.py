@@ -86,7 +86,7 @@ class Start(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Let a worker load the weights of this version, if it is generating, amid its unit."""
+    """Let a worker load the weights of this version; one that is generating loads them amid its unit."""
 
     worker: int
     version: int
