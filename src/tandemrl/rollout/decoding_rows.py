@@ -89,6 +89,12 @@ class Row:
         """The number, from 1, of the first text that completes a stop string of this turn; 0 if none does."""
         return next((n for n, text in enumerate(texts, start=1) if self.hits_stop_string(text, decode)), 0)
 
+    def first_stop_within(self, known: Int64[Tensor, " n"], tokens: Sequence[int], decode: Callable[..., Any]) -> int:
+        """The number, from 1, of the first of the ``tokens`` after the ``known`` ones (all that follow the prompt) that
+        completes a stop string of this turn; 0 if none does."""
+        whole = torch.cat([known, torch.tensor(tokens, dtype=torch.int64)])
+        return self.first_stop([whole[:end] for end in range(len(known) + 1, len(whole) + 1)], decode)
+
     def span(self, start: int, version: int) -> None:
         """From column ``start`` on, the row is written by the weights of this version."""
         self.spans = extended(self.spans, start, version)

@@ -410,10 +410,8 @@ class TwoVocabularies(Half):
         """The number, from 1, of the first of the ``tokens`` that completes a stop string in a row; 0 if none does."""
         if not self.stop_strings:
             return 0
-        known = int(self.written[i])
-        whole = torch.cat([self.tokens[self.number[i], :known], torch.tensor(tokens, dtype=torch.int64)])
-        texts = [whole[:end] for end in range(known + 1, len(whole) + 1)]
-        return self.rows[i].first_stop(texts, self.decoder.tokenizer.decode)
+        known = self.tokens[self.number[i], : int(self.written[i])]
+        return self.rows[i].first_stop_within(known, tokens, self.decoder.tokenizer.decode)
 
 
 _REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}

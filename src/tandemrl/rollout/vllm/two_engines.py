@@ -188,10 +188,8 @@ class WholeWords(DecodingBatch):
 
     def _up_to_a_stop(self, i: int, span: Written) -> Written:
         """A span up to a stop string."""
-        before, own = self.tokens[self.rows[i].number, : int(self.written[i])], torch.tensor(span.tokens)
-        texts = [torch.cat([before, own[:count]]) for count in range(1, len(own) + 1)]
-        decode = self.decoder.tokenizer.decode
-        stop = self.rows[i].first_stop(texts, decode)
+        known = self.tokens[self.rows[i].number, : int(self.written[i])]
+        stop = self.rows[i].first_stop_within(known, span.tokens, self.decoder.tokenizer.decode)
         return Written(span.tokens[:stop], span.logprobs[:stop], None) if stop else span
 
 
