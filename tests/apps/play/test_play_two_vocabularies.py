@@ -102,6 +102,47 @@ def test_another_text_in_between_changes_nothing(duo: Duo) -> None:
         duo.write(replace(begun, seed=8), 4)
 
 
+@pytest.mark.parametrize("selection", [WORDS, ALONE], ids=["before_word", "solo"])
+def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo, selection: SelectionConfig) -> None:
+    draft = longer(Draft(ASKED, 7, selection), duo.write(Draft(ASKED, 7, selection), 4))
+    typed = " which makes é seven"
+    piece = duo.say(draft, typed)
+    assert "".join(token.text for token in piece.tokens) == typed
+    assert {token.author for token in piece.tokens} == {0}
+    assert None not in [token.surprisal for token in piece.tokens]
+    after = longer(draft, piece)
+    after = replace(after, given=len(after.tokens))
+    pieces = in_pieces(duo, after, [2, 5])
+    text = duo.text(draft.tokens) + typed
+    own_tokens = tuple(duo.tokenizer(TOLD)["input_ids"]) + after.tokens
+    strategy = solo() if selection == ALONE else before_text_word(0.6, text_tables(duo.tokenizer))
+    request = Request(
+        own_tokens,
+        (request_key(7, 0, after.given, 0),),
+        Sampling(max_tokens=duo.longest - len(own_tokens)),
+        strategy,
+        junior_prompt=tuple(own(duo)(TOLD + text)["input_ids"]),
+    )
+    duo._free_engine()
+    [[expected]] = duo.engine.generate([request])
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert [token.id for token in tokens] == expected.tokens.tolist()
+    assert [token.author for token in tokens] == expected.author.tolist()
+    assert pieces[-1].stop == expected.stop_reason
+    assert piece.next == tokens[0].author
+    twice = duo.say(longer(after, pieces[0]), "!")
+    assert [token.text for token in twice.tokens] == ["!"]
+
+
+def test_nothing_is_inserted_after_half_a_character(duo: Duo) -> None:
+    half = tuple(duo.tokenizer.encode("é", add_special_tokens=False)[:1])
+    draft = Draft(ASKED, 7, WORDS, tokens=half, authors=(1,))
+    with pytest.raises(
+        ValueError, match="text: the junior cannot read it in its vocabulary; insert other characters, or"
+    ):
+        duo.say(draft, " c")
+
+
 def test_an_engine_that_breaks_is_said_and_asked_again(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, generate = Draft(ASKED, 9, WORDS), duo.engine.generate
 
@@ -152,7 +193,7 @@ def test_the_page_offers_what_works(duo: Duo, tiny_pair: Path) -> None:
         base_url="http://127.0.0.1:8765",
     )
     begun = asking.post("/begin", json={}).json()
-    assert (begun["strategies"], begun["inserts"]) == (["before_word", "solo"], False)
+    assert begun["strategies"] == ["before_word", "solo"]
     draft: dict[str, Any] = {"prompt": ASKED, "seed": 7, "tokens": [], "authors": [], "selection": {"prob_senior": 0.6}}
     piece = asking.post("/write", json=draft | {"count": 4}).json()
     assert [token["id"] for token in piece["tokens"]] == [t.id for t in duo.write(Draft(ASKED, 7, WORDS), 4).tokens]
@@ -161,9 +202,10 @@ def test_the_page_offers_what_works(duo: Duo, tiny_pair: Path) -> None:
         400,
         "selection.strategy: expected one of before_word, solo",
     )
-    said = asking.post("/say", json=draft | {"text": "c"})
-    assert said.status_code == 400
-    assert said.json()["error"].startswith("text: nothing can be inserted, since the junior has another vocabulary")
+    said = asking.post("/say", json=draft | {"text": " c"})
+    assert "".join(token["text"] for token in said.json()["tokens"]) == " c"
+    refused = asking.post("/write", json=draft | {"count": 4, "given": 1})
+    assert (refused.status_code, refused.json()["error"]) == (400, "given: expected a whole number from 0 to 0")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def application(
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:
         offered = {"strategies": strategies_of(begin_with, apart=duo.apart), "problems": problems.prompts}
         defaults = asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}
-        return {**about, **offered, "inserts": not duo.apart, "defaults": defaults}
+        return {**about, **offered, "defaults": defaults}
 
     routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say, grade)]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
@@ -191,8 +191,8 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, 
     temperature = body.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise Refused("temperature: expected a number")
-    seed = _whole(body, "seed", 0, 2**53)
-    return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors))
+    seed, given = _whole(body, "seed", 0, 2**53), _whole(body, "given", 0, len(tokens))
+    return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors), given)
 
 
 def _selection(given: Any, begin_with: SelectionConfig, *, apart: bool) -> SelectionConfig:

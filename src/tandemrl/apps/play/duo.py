@@ -5,7 +5,8 @@ the engine as ``Request.history``, so that strategy and draws continue where the
 of any length is therefore the one that a single request would have given.
 
 With two vocabularies, an engine cannot go on from tokens. There, a single request writes the text, and waits until more
-of it is asked for. Where another draft is asked for, it begins anew, and writes the same text again, by its seed.
+of it is asked for. Where another draft is asked for, it begins anew, and writes the same text again, by its seed. After
+what a person inserts, a new request goes on from the text up to there, which each model reads in its own tokens.
 """
 
 import threading
@@ -39,7 +40,9 @@ from tandemrl.types import Author
 class Draft:
     """A text that is being written.
 
-    tokens: the tokens after the prompt. authors: the author of each of them (1 senior, 0 junior).
+    tokens: the tokens after the prompt. authors: the author of each of them (1 senior, 0 junior). given: where what a
+    person inserted last ends. With two vocabularies, the models go on from there with new draws; else it changes
+    nothing.
     """
 
     prompt: str
@@ -48,10 +51,13 @@ class Draft:
     temperature: float = 1.0
     tokens: tuple[int, ...] = ()
     authors: tuple[int, ...] = ()
+    given: int = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.authors):
             raise ValueError(f"{len(self.tokens)} tokens with {len(self.authors)} authors")
+        if not 0 <= self.given <= len(self.tokens):
+            raise ValueError(f"given: expected a whole number from 0 to {len(self.tokens)}, the number of tokens")
 
 
 FURTHER = 64
@@ -215,20 +221,18 @@ class Duo:
         """Append what a person typed as the junior's text. It is encoded here, once.
 
         Raises:
-            ValueError: there is no room for it, or the junior has a vocabulary of its own.
+            ValueError: there is no room for it, or a junior with a vocabulary of its own cannot read the text.
         """
         self._check(draft.tokens)
-        if self.apart:
-            raise ValueError(
-                "text: nothing can be inserted, since the junior has another vocabulary than the senior and the two "
-                "cannot go on from a text; use a junior of the senior's tokenizer family"
-            )
         typed = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         prompt = self._prompt(draft.prompt)
         if len(prompt) + len(draft.tokens) + len(typed) > self.longest:
             raise ValueError(f"the text would be longer than {self.longest} tokens")
         authors = (*draft.authors, *[int(Author.JUNIOR)] * len(typed))
-        longer = replace(draft, tokens=(*draft.tokens, *typed), authors=authors)
+        tokens = (*draft.tokens, *typed)
+        longer = replace(draft, tokens=tokens, authors=authors, given=len(tokens))
+        if self.apart:
+            self._junior_prompt(draft.prompt, tokens)  # refuses what the junior cannot read
         return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -242,17 +246,30 @@ class Duo:
 
     def next_author(self, draft: Draft) -> Author:
         """Who writes the token after the draft; with ``before_word``, who proposes it."""
-        keys = torch.tensor([request_key(draft.seed, 0, 0, 0)], dtype=torch.int64)
-        history = [draft.tokens] if draft.tokens else []
+        keys, own = torch.tensor([self._key(draft)], dtype=torch.int64), draft.tokens[self._given(draft) :]
+        history = [own] if own else []
         senior, _ = resumed(self._strategy(draft.selection), keys, [history])
         return Author.SENIOR if bool(senior) else Author.JUNIOR
 
+    def _given(self, draft: Draft) -> int:
+        """How many tokens of a draft a request goes on from without a history, as from a longer prompt."""
+        return draft.given if self.apart else 0
+
+    def _key(self, draft: Draft) -> int:
+        return request_key(draft.seed, 0, self._given(draft), 0)
+
     def _request(self, draft: Draft, prompt: Sequence[int], count: int) -> Request:
-        sampling = Sampling(max_tokens=count, temperature=draft.temperature)
-        history = (draft.tokens,) if draft.tokens else ()
-        key, strategy = request_key(draft.seed, 0, 0, 0), self._strategy(draft.selection)
-        read = self._junior_prompt(draft.prompt) if strategy.removed is not None else ()
-        return Request([*prompt, *draft.tokens], (key,), sampling, strategy, history=history, junior_prompt=read)
+        sampling, strategy = Sampling(max_tokens=count, temperature=draft.temperature), self._strategy(draft.selection)
+        own = draft.tokens[self._given(draft) :]
+        read = self._junior_prompt(draft.prompt, draft.tokens) if strategy.removed is not None else ()
+        return Request(
+            [*prompt, *draft.tokens],
+            (self._key(draft),),
+            sampling,
+            strategy,
+            history=(own,) if own else (),
+            junior_prompt=read,
+        )
 
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
         # A text is one turn, though the engine gets what is there of it as one that was written before.
@@ -265,24 +282,26 @@ class Duo:
         Raises:
             ValueError: the draft is not what the two write with its settings.
         """
-        text, end = self._lazy_completion(draft, prompt), len(draft.tokens) + count
+        given, known = draft.tokens[: draft.given], draft.tokens[draft.given :]
+        text, end = self._lazy_completion(draft, prompt), len(known) + count
         tokens = text.upto(end + 1)
-        while len(tokens) > end < len(draft.tokens) + count + FURTHER and not self._begins_word(tokens):
+        while len(tokens) > end < len(known) + count + FURTHER and not self._begins_word(tokens):
             end += 1
             tokens = text.upto(end + 1)
         stop = text.stop if len(tokens) <= end else None
         tokens = tokens[:end]
-        if tokens[: len(draft.tokens)] != draft.tokens:
+        if tokens[: len(known)] != known:
             raise ValueError("tokens: not what the two write with these settings; generate the text anew")
-        keys, lengths = torch.tensor([request_key(draft.seed, 0, 0, 0)]), torch.tensor([len(tokens)])
+        keys, lengths = torch.tensor([self._key(draft)]), torch.tensor([len(tokens)])
         ids = torch.tensor([tokens], dtype=torch.int64)
         authors = replay(self._strategy(draft.selection), keys, ids, lengths).author[0].tolist()
-        return replace(draft, tokens=tokens, authors=tuple(authors)), stop
+        every = (*draft.authors[: draft.given], *authors)
+        return replace(draft, tokens=(*given, *tokens), authors=every), stop
 
     def _lazy_completion(self, draft: Draft, prompt: Sequence[int]) -> LazyCompletion:
-        begun = replace(draft, tokens=(), authors=())
+        begun = replace(draft, tokens=draft.tokens[: draft.given], authors=draft.authors[: draft.given])
         if self._lazy is None or self._lazy[0] != begun or self._lazy[1].error is not None:
-            request = self._request(begun, prompt, self.longest - len(prompt))
+            request = self._request(begun, prompt, self.longest - len(prompt) - draft.given)
             self._free_engine()
             self._lazy = begun, LazyCompletion(self.engine, request)
         return self._lazy[1]
@@ -305,13 +324,34 @@ class Duo:
         asked = [{"role": "user", "content": text}]
         return [*chat_tokens(self.tokenizer, asked, "the prompt", self._template_arguments)]
 
-    def _junior_prompt(self, text: str) -> list[int]:
-        """The prompt in the vocabulary that a junior has for itself."""
+    def _junior_prompt(self, text: str, tokens: Sequence[int] = ()) -> list[int]:
+        """The prompt, and the text of some ``tokens`` after it, in the vocabulary that a junior has for itself.
+
+        Raises:
+            ValueError: they are too long, or the text cannot be read.
+        """
         asked, limit = [{"role": "user", "content": text}], context_of(self.junior.config)
         ids = [*chat_tokens(self._junior_tokenizer, asked, "the prompt", DEFAULT_ARGUMENTS)]
+        if tokens:
+            known = self._reading(b"".join(self._pieces.get(token, b"") for token in tokens))
+            if known is None:
+                raise ValueError(
+                    "text: the junior cannot read it in its vocabulary; insert other characters, or first let the two "
+                    "complete the last one"
+                )
+            ids += known
         if len(ids) >= limit:
             raise ValueError(f"the prompt has {len(ids)} tokens of the junior's, whose context is {limit}; shorten it")
         return ids
+
+    def _reading(self, text: bytes) -> list[int] | None:
+        """A text in the vocabulary that a junior has for itself; None if it cannot be expressed there."""
+        assert self._reader is not None
+        try:
+            ids = [*self._reader.encode(text.decode())]
+        except UnicodeDecodeError:  # a poor model has written half a character
+            return None
+        return ids if b"".join(self._reader.pieces.get(token, b"") for token in ids) == text else None
 
     @torch.no_grad()
     def _read(self, draft: Draft, start: int, prompt: Sequence[int], *, over: bool = False) -> list[Token]:
@@ -348,14 +388,10 @@ class Duo:
         edges, text = [*accumulate(map(len, pieces))], whole_characters(b"".join(pieces))
         told = len(whole_characters(text[: edges[start - 1]])) if start else 0
         found: list[float | None] = [0.0 if piece else None for piece in pieces[start:]]
-        try:
-            ids = self._reader.encode(text.decode())
-        except UnicodeDecodeError:  # a poor model has written half a character
+        ids, prompt = self._reading(text), self._junior_prompt(draft.prompt)
+        if ids is None or len(prompt) + len(ids) > context_of(self.junior.config):
             return [None] * len(found)
-        spelled, prompt = [self._reader.pieces.get(token, b"") for token in ids], self._junior_prompt(draft.prompt)
-        if b"".join(spelled) != text or len(prompt) + len(ids) > context_of(self.junior.config):
-            return [None] * len(found)
-        ends = [*accumulate(map(len, spelled))]
+        ends = [*accumulate(len(self._reader.pieces[token]) for token in ids)]
         new = bisect_left(ends, told + 1)
         if new < len(ids):
             for end, value in zip(ends[new:], self._surprisals([*prompt, *ids], len(prompt) + new), strict=True):

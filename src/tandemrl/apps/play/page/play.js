@@ -13,7 +13,7 @@ const at = (id) => document.getElementById(id);
 let place = ""; // in the tab's storage: other models have other texts
 let names = {};
 let problems = []; // prompts whose answers are known
-let draft = null; // prompt, seed, selection, temperature, tokens, authors: what the next tokens depend on
+let draft = null; // prompt, seed, selection, temperature, tokens, authors, given: what the next tokens depend on
 let shown = []; // a span each: text, special, kind (senior, junior, person), surprisal
 let held = 0; // the surprisal of tokens at the end that are no whole character yet; null: unknown
 let verdict = null; // correct, answer, expected
@@ -157,6 +157,7 @@ at("settings").addEventListener("submit", (event) => {
     selection: { strategy, first: at("first").value, prob_senior: Number(at("prob_senior").value) },
     tokens: [],
     authors: [],
+    given: 0, // where what a person inserted last ends
   };
   at("text").scrollIntoView({ block: "nearest" });
   write();
@@ -181,6 +182,7 @@ at("takeover").addEventListener("submit", async (event) => {
   try {
     const piece = await ask("say", { ...draft, text });
     for (const token of piece.tokens) add(token, "person");
+    draft.given = draft.tokens.length;
     at("typed").value = "";
     say(`${draft.tokens.length} tokens; the last ones are yours. Insert more, or continue.`);
     at("error").textContent = "";
@@ -223,7 +225,6 @@ ask("begin", {}).then((about) => {
   at("prompt").value = problems[0];
   at("seed").value = new URLSearchParams(location.search).get("seed") ?? 0;
   at("another").hidden = problems.length < 2;
-  at("takeover").hidden = at("inserting").hidden = !about.inserts;
   restore();
   update();
 }).catch((error) => {
