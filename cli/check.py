@@ -223,7 +223,7 @@ def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
             "training; of eval pass-at-k, tandem, handoff and legibility; play and serve, by the torch engine; a judge "
             "of any family",
             "not rollout.draft_tokens, loss.junior_kl_coef, loss.junior_weight; of eval not drift: these need a junior "
-            "of the senior's tokenizer family. With rollout.engine=vllm no handoff",
+            "of the senior's tokenizer family",
             False,
         ),
     ]

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="config overrides, e.g. train.steps=4")
     parser.add_argument("--out", type=Path, default=Path("runs/other-family"), help="where everything goes")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     models = [f"model.senior={args.senior}", f"model.junior={args.junior}"]
     settings = [*SETTINGS, *models, f"output_dir={args.out}/run", *args.overrides]
     config = tandemrl.load("smollm2", settings)

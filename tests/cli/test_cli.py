@@ -694,7 +694,7 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     )
     assert lines["features"][0] == able
     assert "not rollout.draft_tokens" in lines["features"][1]
-    assert "With rollout.engine=vllm no handoff" in lines["features"][1]
+    assert "of eval not drift" in lines["features"][1]
 
     code, last, lines = check("wordless", "wordless")
     assert (code, last) == (0, "ready")

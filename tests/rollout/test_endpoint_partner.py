@@ -23,7 +23,7 @@ from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, 
 from tandemrl.rollout.engine import Reply as Answer
 from tandemrl.rollout.partner import Ask
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables
 from tandemrl.training.checkpoint.identity import check_same_config
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
@@ -93,6 +93,27 @@ def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> Non
         assert set(text.split()[:-1]) <= {"caf\u00e9", "go", "on", "and"}  # the last one may be cut at max_tokens
     assert {c.stop_reason for c in found} <= {"eos", "length", "untranslatable"}
     assert len({each["seed"] for each in server.bodies}) > 0.9 * len(server.bodies)
+
+
+def test_a_junior_that_finishes_steps_is_cut_at_the_first_word_after_a_blank_line() -> None:
+    """However little comes at a time. Where the text ends with a step, its end belongs to the senior's."""
+    rule, step = text_sentence("junior", text_tables(tokenizer())), "a b\n\nc"
+
+    def answer(prompt: list[int], number: int) -> Reply:
+        text = tokenizer().decode(prompt[3:])
+        if text.endswith(step[:4]):  # amid the blank line
+            return reply(f"{step[4:]} d\n\ne f")
+        said = f" {step}" if text else step
+        return (reply(said[:-2]), reply(f"{said} d\n\ne f", "stop"), reply(said, "stop"))[number % 3]
+
+    with endpoint(answer) as server:
+        asked = Request((3, 4), KEYS, SAMPLING, rule, junior_prompt=(5, 6, 7))
+        found = flat(engine_of(junior(server.url)).generate([asked]))
+    check_authors(found, rule)
+    own = {text for c in found for _, text in spans(c)}
+    assert own >= {step, f" {step}"}
+    assert all(step.startswith(text.lstrip()) for text in own)  # the last one may be cut at max_tokens
+    assert not any(c.stop_reason == "eos" and c.author[-1] == 0 for c in found)
 
 
 class World:

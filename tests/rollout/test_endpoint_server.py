@@ -65,6 +65,7 @@ def test_training_and_evaluation_with_a_stock_vllm_server(
             assert step["tandem/failed"] <= 1 / 16  # a junior of random words may begin none in all its attempts
             assert 1 <= step["tandem/asks_per_span"] < 2
         assert {0, 1} <= {author for line in samples(out) for author in line["author"]}
-        results = evaluate(settings, model=str(tiny_pair / "senior"), out=tmp_path / "eval", phases=["tandem"])
-        assert results["tandem"]["metrics"]["macro"]["failed"] <= 1
+        both = ["tandem", "handoff"]
+        results = evaluate(settings, model=str(tiny_pair / "senior"), out=tmp_path / "eval", phases=both)
+        assert all(results[phase]["metrics"]["macro"]["failed"] <= 1 for phase in both)
         assert results["tandem"]["config"]["junior_endpoint"]["model"] == "other"

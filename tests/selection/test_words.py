@@ -32,6 +32,7 @@ from tandemrl.selection.words import (
     last_word,
     read,
     spell,
+    step_words,
     vocabulary_of,
     whole_characters,
     word_starts,
@@ -103,6 +104,9 @@ def test_steps_change_hands_at_the_first_word_after_a_blank_line(text: str, firs
     tokens = torch.tensor([[*text.encode()]])
     found = replay(text_sentence(first, TABLES), torch.zeros(1).long(), tokens, torch.tensor([tokens.shape[1]]))
     assert found.author.tolist() == [wanted]
+    starts, changes = word_starts(text.encode()), (np.flatnonzero(np.diff(wanted)) + 1).tolist()
+    ended = starts.index(changes[0]) if changes else len(starts) + ("\n\n" not in text[since:])
+    assert step_words(text.encode(), starts) == ended
     tokenizer = byte_level()  # in which tokens hold several newlines
     tokens = torch.tensor([tokenizer.encode(text)], dtype=torch.int64)
     widths = torch.tensor([len(token_bytes(tokenizer)[token]) for token in tokens[0].tolist()])

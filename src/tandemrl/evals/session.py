@@ -36,8 +36,7 @@ from tandemrl.selection.words import vocabulary_of
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
 BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
-"""Those of them in which the two may have vocabularies of their own. From a junior behind an endpoint there are no
-probabilities, and it is told beforehand how many words to write, so it can take part in ``tandem`` alone."""
+"""Those of them in which the two may have vocabularies of their own."""
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -194,11 +193,7 @@ class Session:
             return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
         if self.has_episodes and (why := self._acting[1]) is not None:
             return reasons | dict.fromkeys(BY_TEXT, f"needs both in the environment: {why}")
-        able: tuple[Phase, ...] = ("tandem",) if self.endpoint is not None else BY_TEXT
-        if self.endpoint is None and rollout.kind.spans:
-            able = ("tandem", "legibility")
-            why = f"needs rollout.engine=torch, since {other}, and in vLLM it is told how many words to write"
-            reasons["handoff"] = f"{why}; {family}"
+        able = WRITTEN_TOGETHER if self.endpoint is not None else BY_TEXT  # a server gives no log-probs of a text
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 
     @cached_property

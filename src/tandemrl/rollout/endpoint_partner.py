@@ -22,12 +22,13 @@ from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
 from tandemrl.rollout.partner import Ask, Ended, Span
 from tandemrl.selection.draws import mix64
-from tandemrl.selection.words import Vocabulary, spell, vocabulary_of, word_starts
+from tandemrl.selection.words import Vocabulary, spell, step_words, vocabulary_of, word_starts
 
 SECTION = "model.junior_endpoint"
 START = "vllm serve MODEL, or llama-server -m MODEL.gguf"
-TOKENS_PER_WORD, TOKENS_MORE = 4, 8
-"""How many tokens are asked for at first, for each word and on top; twice as many each time that they do not do."""
+TOKENS_PER_WORD, TOKENS_MORE, WORDS_PER_STEP = 4, 8, 12
+"""How many tokens are asked for at first, for each word and on top; twice as many each time that they do not do. A step
+of the solution is taken for some words."""
 NEUTRAL = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False},
     **{"samplers": ["temperature", "min_p", "top_k", "top_p"], "mirostat": 0, "dynatemp_range": 0.0},
@@ -167,9 +168,9 @@ class Writer:
 
     def _attempt(self, prompt: Sequence[int], attempt: int) -> Span | None:
         """The span, or None if what comes is not usable."""
-        (number, before, room, words), junior = self.ask, self.junior
+        (number, before, room, asked_words), junior = self.ask, self.junior
         seed = mix64(self.key, self.turn, len(before), attempt) & 0x7FFFFFFF
-        text, spent, asked = "", 0, TOKENS_PER_WORD * words + TOKENS_MORE
+        text, spent, asked = "", 0, TOKENS_PER_WORD * (asked_words or WORDS_PER_STEP) + TOKENS_MORE
         while spent < room:
             more = [*prompt, *junior.vocabulary.encode(text)]
             asked = min(asked, room - spent, junior.context - len(more))
@@ -187,6 +188,7 @@ class Writer:
             if _CUT in text or (before and text and not text.startswith(" ")):
                 return None
             starts = word_starts(written, before)
+            words = step_words(written, starts) if asked_words is None else asked_words
             own = written[: starts[words]] if len(starts) > words else written
             shown = own.decode()
             if any(token in shown for token in junior.control):

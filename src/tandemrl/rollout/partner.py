@@ -16,13 +16,14 @@ class Ask(NamedTuple):
     """The junior is to go on with a text, as many words as the draws give it.
 
     number: the completion. text: its turn so far. room: how many tokens the turn may still have, in the senior's
-    vocabulary. words: how many words the draws give the junior, for a partner that ``counts``.
+    vocabulary. words: for a partner that ``counts``, how many words the draws give the junior; None: those up to the
+    end of a step (``selection.words.step_words``).
     """
 
     number: int
     text: bytes
     room: int
-    words: int = 0
+    words: int | None = 0
 
 
 class Ended(NamedTuple):
@@ -48,7 +49,7 @@ class Span(NamedTuple):
 
 class Partner(Protocol):
     """A junior, for one call of ``generate``. counts: whether it does not draw authors itself, and has to be told how
-    many words to write."""
+    many words to write, or that it is to finish a step."""
 
     counts: bool
 

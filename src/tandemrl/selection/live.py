@@ -122,8 +122,9 @@ class LiveSelection:
             state = _map(chosen, *(part[2] for part in parts))
             _map(lambda x, new, at=slots[mine]: x.index_copy_(0, at, new), self._states[group], state)
 
-    def runs(self, slots: Int64[Tensor, " k"], room: int, begin: int, *, senior: bool) -> list[int]:
-        """How many words the draws give an author from here on in each slot, at most ``room``. No state changes.
+    def runs(self, slots: Int64[Tensor, " k"], room: int, begin: int, *, senior: bool) -> list[int | None]:
+        """How many words the draws give an author from here on in each slot, at most ``room``; None: those up to the
+        end of a step (``Strategy.by_steps``). No state changes.
 
         Args:
             slots: the slots, whose strategies have ``starts``.
@@ -131,14 +132,15 @@ class LiveSelection:
             senior: whose words are counted.
         """
         before, count = self.mark(slots), torch.zeros_like(slots)
-        runs, begins = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, begin)
+        by_steps = torch.tensor([self._strategies[group].by_steps for group in self._strategy_of[slots].tolist()])
+        runs, begins = ~by_steps, torch.full_like(slots, begin)
         for _ in range(room):
             runs = runs & (self.step(slots, begins) == senior)  # as if every token began a word
             count += runs
             if not bool(runs.any()):
                 break
         self.rewind(slots, [before], torch.zeros_like(slots))
-        return count.tolist()
+        return [None if steps else words for steps, words in zip(by_steps.tolist(), count.tolist(), strict=True)]
 
     def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:
         kept = self._gathered

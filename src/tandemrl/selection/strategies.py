@@ -47,7 +47,9 @@ class Strategy(NamedTuple):
 
     With ``removed``, words are a property of the text, for models of two vocabularies (``whole_words``). Nobody draws
     these ids: their logits are masked before truncation, by engine and trainer. An engine takes a step back where a
-    token is dropped. ``over`` gives the same strategy for the ids of the other vocabulary, by its tables.
+    token is dropped. ``over`` gives the same strategy for the ids of the other vocabulary, by its tables. With
+    ``by_steps``, authors change at the first word after a blank line, and within a turn nowhere else: one who writes a
+    run of words elsewhere is told so, and else how many words there are.
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
@@ -57,6 +59,7 @@ class Strategy(NamedTuple):
     starts: Bool[Tensor, " v"] | None = None
     removed: Bool[Tensor, " v"] | None = None
     over: Callable[[Any], "Strategy"] | None = None
+    by_steps: bool = False
 
 
 class WordState(NamedTuple):

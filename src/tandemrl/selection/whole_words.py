@@ -216,6 +216,7 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
         starts=texts.starts,
         removed=texts.removed,
         over=partial(text_sentence, first),
+        by_steps=True,
     )
 
 
@@ -277,6 +278,23 @@ class TextTails:
         """The last three bytes of a text, once a token is appended."""
         return ((tail << 8 * self._width.at(token)) & 0xFFFFFF) | self._tail.at(token)
 
+    def have_blank_line(
+        self,
+        known: Bool[Tensor, " b"],
+        begins: Bool[Tensor, " b"],
+        tail: Int64[Tensor, " b"],
+        token: Int64[Tensor, " b"],
+    ) -> Bool[Tensor, " b"]:
+        """Whether the last word of a text contains a blank line, once a token is appended.
+
+        Args:
+            known: whether it did before.
+            begins: whether the token begins a word.
+            tail: the last three bytes before the token.
+        """
+        joined = self.newline.at(token) & ((tail & 0xFF) == _NEWLINE)
+        return (known & ~begins) | self.blank_line.at(token) | joined
+
     def end_in_space(self, tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Whether a text with these last bytes ends in whitespace, so that no word begins after it."""
         return _ends_in_space(tail)
@@ -299,8 +317,7 @@ def _text_sentence_step(
 ) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
     begins = texts.starts.at(last_token) & ~_ends_in_space(state.tail)
     senior = state.senior ^ (begins & state.blank_line)
-    joined = texts.newline.at(last_token) & ((state.tail & 0xFF) == _NEWLINE)
-    blank_line = (state.blank_line & ~begins) | texts.blank_line.at(last_token) | joined
+    blank_line = texts.have_blank_line(state.blank_line, begins, state.tail, last_token)
     return senior, TextSentenceState(senior, blank_line, texts.appended(state.tail, last_token))
 
 

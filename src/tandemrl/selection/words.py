@@ -34,6 +34,17 @@ def word_starts(text: bytes, before: bytes = b"") -> list[int]:
     return [0, *found] if text and not before and found[:1] != [0] else found
 
 
+def step_words(text: bytes, starts: Sequence[int]) -> int:
+    """How many words end a step, the last of them with a blank line ("\\n\\n"); one more than there are if none does.
+
+    Args:
+        starts: where the words begin in ``text`` (``word_starts``).
+    """
+    ends = [*starts, len(text)][1:]
+    whole = (k for k, word in enumerate(zip(starts, ends, strict=True), 1) if b"\n\n" in text[slice(*word)])
+    return next(whole, len(starts) + 1)
+
+
 def last_word(text: bytes) -> bytes:
     """The end of a text, from where its last word begins; empty if there is none."""
     starts = word_starts(text)

@@ -28,7 +28,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
 from tandemrl.selection import before_word, solo, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
-from tandemrl.selection.whole_words import before_text_word, text_tables, text_turn
+from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables, text_turn
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 
@@ -88,6 +88,19 @@ def test_vllm_writes_what_the_reference_engine_writes(
 ) -> None:
     asked = requests(folders)
     assert assert_same(flat(vllm_engine.generate(asked)), flat(reference.generate(asked))) > 20
+
+
+def test_it_hands_over_by_steps_too(folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any) -> None:
+    tables = text_tables(load_tokenizer(folders[0]))
+    by_steps = [text_sentence(who, tables) for who in ("senior", "junior")]
+    asked = [
+        replace(each, strategy=by_steps[i % 4 // 2], sampling=replace(each.sampling, max_tokens=80))
+        for i, each in enumerate(requests(folders))
+    ]
+    wanted = flat(reference.generate(asked))
+    assert assert_same(flat(vllm_engine.generate(asked)), wanted) > 3
+    assert {int(each.author[0]) for each in wanted} == {0, 1}
+    assert sum((np.diff(each.author) != 0).sum() for each in wanted) > 8
 
 
 def assert_same(found: Sequence[Completion], wanted: Sequence[Completion]) -> int:
@@ -235,9 +248,8 @@ def test_it_evaluates_what_the_reference_engine_does(
         own = [*keys, f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=0.05", "eval.samples=2", "eval.k=[1]"]
         made = config(senior.parent, tmp_path / engine, *own)
         found[engine] = evals.evaluate(made, model=senior, out=tmp_path / engine)
-    both = {"pass-at-k", "tandem", "legibility"}
-    assert set(found["vllm"]) == (both if vocabularies == 2 else set(found["torch"])) >= both
-    for phase in ("pass-at-k", "tandem"):
+    assert set(found["vllm"]) == set(found["torch"]) >= {"pass-at-k", "tandem", "handoff", "legibility"}
+    for phase in ("pass-at-k", "tandem", "handoff"):
         one, other = (evals.read_samples(tmp_path / engine / f"{phase}.samples.jsonl") for engine in found)
         assert [(s.tokens, s.author) for s in one] == [(s.tokens, s.author) for s in other]
     for one, other in zip(*(evals.read_samples(tmp_path / e / "legibility.samples.jsonl") for e in found), strict=True):

@@ -1,9 +1,9 @@
 """Spans inside vLLM: a request goes on with a text for some words, and ends before a word of the other author.
 
 Another engine writes the text, too, maybe in another vocabulary (``two_engines``). Whoever asks says how many words the
-draws give this model. The first token is then drawn from those that begin a word, after a handover. The proposal that
-begins a word too many is dropped: in its place the request ends with an EOS whose log-prob is above 0, so that it
-stands for the handover (``HANDOVER``).
+draws give this model, or that it is to finish a step. The first token is then drawn from those that begin a word, after
+a handover. The proposal that begins a word too many is dropped: in its place the request ends with an EOS whose
+log-prob is above 0, so that it stands for the handover (``HANDOVER``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,18 +29,20 @@ the log-prob of a token is at most 0."""
 class Span:
     """A request that goes on with a text.
 
-    words: how many words it may begin. tail: the text's last three bytes as a number. counter: the number of its first
-    draw. stream: of its draws. end: an id that ends the request. opening: the stream of its first draw after a
-    handover; None where a turn begins. written: how many tokens it has.
+    words: how many words it may begin; None: those up to the first one after a blank line. tail: the text's last three
+    bytes as a number. counter: the number of its first draw. stream: of its draws. end: an id that ends the request.
+    opening: the stream of its first draw after a handover; None where a turn begins. written: how many tokens it has.
+    blank_line: whether its last word contains a blank line.
     """
 
-    words: int
+    words: int | None
     tail: int
     counter: int
     stream: int
     end: int
     opening: int | None = None
     written: int = 0
+    blank_line: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """It as ``SamplingParams.extra_args``."""
@@ -114,13 +116,16 @@ class Spans:
         tails = torch.tensor([row.tail for row in self._rows], dtype=torch.int64)
         begins = self._tables.starts[tokens] & ~self._tails.end_in_space(tails)
         after = self._tails.appended(tails, tokens).tolist()
+        blank = torch.tensor([row.blank_line for row in self._rows])
+        blank_after = self._tails.have_blank_line(blank, begins, tails, tokens).tolist()
         over = list[int]()
         for i in at.tolist():
             row = self._rows[i]
-            row.words -= int(begins[i]) or not row.written
-            if row.words < 0:
+            if row.words is not None:
+                row.words -= int(begins[i]) or not row.written
+            if row.blank_line and begins[i] if row.words is None else row.words < 0:
                 over.append(i)
-            row.tail, row.written = after[i], row.written + 1
+            row.tail, row.written, row.blank_line = after[i], row.written + 1, blank_after[i]
         told = output.logprobs_tensors
         for i in over:
             output.sampled_token_ids[i, 0] = told.logprob_token_ids[i, 0] = self._rows[i].end

@@ -1,8 +1,8 @@
 """Tandem rollouts of whole words on vLLM: an engine for each model, which write one text span by span.
 
 Each model is alone in a vLLM engine, with its own KV cache and scheduler. A batch asks the engine of a row's author to
-go on with the row for as many words as the draws give the author (``spans``), and takes the span when it is whole. What
-the other one wrote is part of the next request's prompt, of which the prefix cache holds all but the end. With one
+go on with the row for as many words as the strategy gives the author (``spans``), and takes the span when it is whole.
+What the other one wrote is part of the next request's prompt, of which the prefix cache holds all but the end. With one
 vocabulary there is one batch (``WholeWords``), with two there is a half for each (``rollout.two_vocabularies``).
 """
 
@@ -84,7 +84,7 @@ class SpanWriter:
         runs = batch.selection.runs(batch.number[at], max(rooms), end, senior=senior)
         for (i, (opening, before)), room, words in zip(rows.items(), rooms, runs, strict=True):
             row, number, written = batch.rows[i], int(batch.number[i]), int(batch.written[i])
-            if not words:
+            if words == 0:
                 raise _disagreement(row)
             first = None if opening is None else int(stream(torch.tensor([row.key]), opening))
             counter, tail = written + int(batch.shift[i]), int.from_bytes(before[-3:])
