@@ -104,10 +104,11 @@ def test_a_junior_that_finishes_steps_is_cut_at_the_first_word_after_a_blank_lin
         if text.endswith(step[:4]):  # amid the blank line
             return reply(f"{step[4:]} d\n\ne f")
         said = f" {step}" if text else step
-        return (reply(said[:-2]), reply(f"{said} d\n\ne f", "stop"), reply(said, "stop"))[number % 3]
+        seed = server.bodies[number - 1]["seed"]
+        return (reply(said[:-2]), reply(f"{said} d\n\ne f", "stop"), reply(said, "stop"))[seed % 3]
 
     with endpoint(answer) as server:
-        asked = Request((3, 4), KEYS, SAMPLING, rule, junior_prompt=(5, 6, 7))
+        asked = Request((3, 4), KEYS, Sampling(60), rule, junior_prompt=(5, 6, 7))
         found = flat(engine_of(junior(server.url)).generate([asked]))
     check_authors(found, rule)
     own = {text for c in found for _, text in spans(c)}
