@@ -20,7 +20,8 @@ Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift"
 COMMANDS: dict[Command, str] = {
     "all": "Every phase that the junior and the judge allow. One file each; rerun to resume.",
     "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
-    "tandem": "Senior and junior generate together, by words as in training.",
+    "tandem": "Senior and junior generate together, by word; agents that were trained by turns, by turns; with two "
+    "vocabularies, by whole words.",
     "handoff": "Senior and junior take turns, one step each. Either of them starts.",
     "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token and per byte, in "
     "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
@@ -50,7 +51,9 @@ def _command(name: Command) -> Callable[..., None]:
         ] = None,
         k: Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4,8.")] = None,
         samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
-        profile: Annotated[str | None, typer.Option(help="tiny, paper or custom (eval.temperature=… etc.).")] = None,
+        profile: Annotated[
+            str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.).")
+        ] = None,
         limit: Annotated[
             int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")
         ] = None,
@@ -126,7 +129,9 @@ def qa(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples per question; predictions are the first ones.")] = 1,
     k: Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4.")] = None,
-    profile: Annotated[str | None, typer.Option(help="tiny, paper or custom (eval.temperature=… etc.).")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.).")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")] = None,
     out: Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")] = Path("eval"),
     seed: Annotated[int | None, typer.Option(help="Seed of every completion.")] = None,

@@ -88,7 +88,7 @@ def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
         ValueError: no token ends outside a word; the message names the tokenizer.
     """
     words = _tables(tokenizer).words
-    _check_any(words.ends_outside_word, tokenizer, "ends outside a word, so no handoff is ever safe")
+    _check_any(words.ends_outside_word, tokenizer, "ends outside a word, so no handover is ever safe")
     return WordTables(*(_padded(table, size) for table in words))
 
 
