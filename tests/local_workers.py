@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from unittest.mock import Mock
 
 from torch import Tensor
 
-from tandemrl.rollout.engine import Request
+from tandemrl.rollout.engine import EngineDeadError, EngineError, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet import events
 from tandemrl.rollout.fleet.engine import Described
@@ -17,8 +18,8 @@ from tandemrl.rollout.torch_engine import TorchEngine
 
 class LocalWorkers:
     """``faults``: by the number of a worker, what happens: "does not start"; at its first unit "dies", "dies later"
-    (when ``go_on`` is set) or "keeps silent"; or "is stale": it never loads weights. ``acting``: makes what the
-    authors of a worker take turns with. ``amid``: weights are loaded amid units."""
+    (when ``go_on`` is set), "its engine dies" or "keeps silent"; or "is stale": it never loads weights. ``acting``:
+    makes what the authors of a worker take turns with. ``amid``: weights are loaded during units."""
 
     def __init__(
         self,
@@ -78,9 +79,15 @@ class LocalWorkers:
             if fault in ("dies", "dies later"):
                 self.tell(Lost(number, "killed"))
             elif fault != "keeps silent":
-                (first, *later), answer = self.workers[number].generate(requests, turns)
+                if fault == "its engine dies":
+                    self.engines[number].generate = Mock(side_effect=EngineDeadError("the vLLM engine died"))
+                try:
+                    weights, answer = self.workers[number].generate(requests, turns)
+                except EngineError as error:  # as it comes from a call of an actor
+                    self.tell(Lost(number, str(error)))
+                    return
                 self.done.append((number, unit))
-                self.tell(Answered(number, unit, attempt, *first, answer, tuple(later)))
+                self.tell(Answered(number, unit, attempt, weights, answer))
 
         self.threads[number].submit(generate)
 

@@ -49,7 +49,7 @@ def taken_over(author: np.ndarray) -> np.ndarray:
     return after
 
 
-class Span(NamedTuple):
+class VersionSpan(NamedTuple):
     """Tokens that weights of one version wrote, up to the next span: the index of the first one, and the version."""
 
     start: int
@@ -65,22 +65,22 @@ class HasVersions(Protocol):
     @property
     def policy_version(self) -> int: ...
     @property
-    def later_versions(self) -> tuple[Span, ...]: ...
+    def later_versions(self) -> tuple[VersionSpan, ...]: ...
 
 
-def extended(spans: Sequence[Span], start: int, version: int) -> tuple[Span, ...]:
+def extended(spans: Sequence[VersionSpan], start: int, version: int) -> tuple[VersionSpan, ...]:
     """Spans to which one is added, without those that have written nothing before it.
 
     Examples:
-        >>> extended([Span(0, 3), Span(5, 4)], 5, 6)
-        (Span(start=0, version=3), Span(start=5, version=6))
+        >>> extended([VersionSpan(0, 3), VersionSpan(5, 4)], 5, 6)
+        (VersionSpan(start=0, version=3), VersionSpan(start=5, version=6))
     """
-    return *(span for span in spans if span.start < start), Span(start, version)
+    return *(span for span in spans if span.start < start), VersionSpan(start, version)
 
 
-def version_spans(written: HasVersions) -> tuple[Span, ...]:
+def version_spans(written: HasVersions) -> tuple[VersionSpan, ...]:
     """All tokens by the version of the weights; the first span begins at token 0."""
-    return Span(0, written.policy_version), *written.later_versions
+    return VersionSpan(0, written.policy_version), *written.later_versions
 
 
 def token_versions(written: HasVersions) -> np.ndarray:
@@ -125,7 +125,7 @@ class Rollout:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
-    later_versions: tuple[Span, ...] = ()
+    later_versions: tuple[VersionSpan, ...] = ()
 
     def __post_init__(self) -> None:
         channels = {"tokens": np.int64, "author": np.int8, "behaviour_logprobs": np.float32}
@@ -194,7 +194,7 @@ class Rollout:
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
         if others.get("transcript") is not None:
             others["transcript"] = Transcript.from_json(others["transcript"])
-        others["later_versions"] = tuple(Span(*span) for span in line.get("later_versions", ()))
+        others["later_versions"] = tuple(VersionSpan(*span) for span in line.get("later_versions", ()))
         return cls(**others | arrays | {"key": line["seed"]})
 
 

@@ -50,7 +50,7 @@ from tandemrl.rollout.engine import (
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, replay, sentence, solo
 from tandemrl.selection.draws import request_key
-from tandemrl.types import Span, oldest_version, token_versions
+from tandemrl.types import VersionSpan, oldest_version, token_versions
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 WRITERS = {"solo senior": {1}, "solo junior": {0}, "sentence": {0}}  # these texts have no blank line
@@ -793,19 +793,19 @@ def test_another_thread_loads_weights_between_two_steps_and_the_junior_s_share_s
     for wrong in ((0, 0), (1, 7)):
         with pytest.raises(EngineError, match="is from policy version 0, 7, the engine is at"):
             check_answers(batch, [[c] for c in first], *wrong)
-    unordered = dataclasses.replace(first[0], later_versions=(Span(9, 7), Span(5, 8)))
+    unordered = dataclasses.replace(first[0], later_versions=(VersionSpan(9, 7), VersionSpan(5, 8)))
     with pytest.raises(EngineError, match="0, 7, 8"):
         check_answers(batch[:1], [[unordered]], 0, 8)
     assert running.fingerprint("junior") == engine().fingerprint("junior")
 
 
 def test_the_oldest_version_is_that_of_the_first_span_with_a_token_of_the_senior() -> None:
-    def rollout(author: list[int], *later: Span) -> Completion:
+    def rollout(author: list[int], *later: VersionSpan) -> Completion:
         zeros = np.zeros(len(author))
         return Completion(0, zeros, np.array(author), zeros, "eos", policy_version=3, later_versions=later)
 
     assert oldest_version(rollout([1, 0, 0])) == 3
-    assert oldest_version(rollout([0, 0, 1], Span(2, 4))) == 4
-    assert oldest_version(rollout([0, 1, 1], Span(2, 4))) == 3
-    assert oldest_version(rollout([0, 0, 0], Span(1, 4), Span(2, 6))) == 6
-    assert token_versions(rollout([0, 0, 0], Span(1, 4), Span(2, 6))).tolist() == [3, 4, 6]
+    assert oldest_version(rollout([0, 0, 1], VersionSpan(2, 4))) == 4
+    assert oldest_version(rollout([0, 1, 1], VersionSpan(2, 4))) == 3
+    assert oldest_version(rollout([0, 0, 0], VersionSpan(1, 4), VersionSpan(2, 6))) == 6
+    assert token_versions(rollout([0, 0, 0], VersionSpan(1, 4), VersionSpan(2, 6))).tolist() == [3, 4, 6]

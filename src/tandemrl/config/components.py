@@ -17,8 +17,8 @@ class EngineKind(NamedTuple):
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
     ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). apart: the junior may
-    have a vocabulary of its own. spans: for either, each model has an engine of its own, which writes runs of words.
-    asks: the junior may be behind an endpoint. renews: ``rollout.in_flight``. splits:
+    have a vocabulary of its own. spans: for dropped proposals and two vocabularies, each model has an engine of its
+    own, which writes runs of words. asks: the junior may be behind an endpoint. renews: ``rollout.in_flight``. splits:
     ``rollout.tensor_parallel``. windows: it can run layers that attend to a window only. section: its own section of
     ``rollout``. package: what has to be installed.
     """

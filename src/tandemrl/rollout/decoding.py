@@ -28,7 +28,7 @@ from tandemrl.rollout.engine import Completion, EngineError, OnTokens, Passes, R
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
-from tandemrl.types import Span, Transcript
+from tandemrl.types import Transcript, VersionSpan
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
@@ -103,7 +103,7 @@ class DecodingBatch:
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
         assert row.stop_reason is not None
-        (_, first), *later = row.spans or [Span(0, version)]  # none: it was aborted before it began
+        (_, first), *later = row.spans or [VersionSpan(0, version)]  # none: it was aborted before it began
         channels = self.tokens, self.authors, self.logprobs
         tokens, authors, logprobs = (x[row.number, : row.written].numpy().copy() for x in channels)
         told = self.handovers[row.number, : row.written].numpy().copy() if self.starts.row(row.request) else None

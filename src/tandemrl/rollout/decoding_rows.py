@@ -14,7 +14,7 @@ from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
-from tandemrl.types import Span, extended
+from tandemrl.types import VersionSpan, extended
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Row:
     """Between two turns: whether the strategy lets the senior write after the last token."""
     junior_context: Sequence[int] = ()
     """Between two turns: ``Reply.junior_context``."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
     """The columns of the output arrays by the weights that write them; none before the row is admitted."""
 
     @property

@@ -35,6 +35,7 @@ NEUTRAL = {
 }
 """What switches off all else that a server may do. The last three are llama.cpp's, which would cut before it divides by
 the temperature, and takes a repetition penalty, among others, from its model's file."""
+_FIELDS = f". If the server refuses a field, name it in {SECTION}.leave_out"
 _CUT = "\ufffd"  # what a server makes of the bytes of a character that is not complete
 
 
@@ -270,7 +271,7 @@ class EndpointPartner:
                 self.forget(self._waiting.values())
                 raise EngineError(
                     f"{self._failed} of {self._total} rollouts got no words from the junior, more than "
-                    f"{SECTION}.max_failure_rate={rate:g}; the last one: {why}"
+                    f"{SECTION}.max_failure_rate={rate:g}; the last one: {why}" + (_FIELDS if "HTTP 4" in why else "")
                 )
         return span
 

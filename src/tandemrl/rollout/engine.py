@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandemrl.selection import Replay, Strategy, Who, replay
-from tandemrl.types import Span, Transcript, own_turns, version_spans
+from tandemrl.types import Transcript, VersionSpan, own_turns, version_spans
 
 StopReason = Literal["eos", "stop", "length", "turns", "abort", "untranslatable", "failed"]
 """Why a completion ended. ``turns`` means that the environment allows no further turn."""
@@ -23,6 +23,10 @@ LOST: tuple[StopReason, ...] = ("untranslatable", "failed")
 
 class EngineError(RuntimeError):
     """An engine cannot serve a request, or broke its contract. The message names the cause and the fix."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process has ended. Another engine could serve the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +129,10 @@ class Completion:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
-    later_versions: tuple[Span, ...] = ()
+    later_versions: tuple[VersionSpan, ...] = ()
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[VersionSpan, ...]:
         """All tokens by the version of the weights that wrote them; the first span begins at token 0."""
         return version_spans(self)
 
@@ -306,7 +310,7 @@ class Engine(Protocol):
 
         An engine for ``rollout.in_flight`` permits this in another thread than that of a running ``generate``. Its call
         goes on with the new weights after its next token, and its completions say where (``later_versions``). If it
-        has turns, or its authors two vocabularies, the weights wait for its end.
+        has turns, or its authors two vocabularies, the weights wait for its end; with whole words on vLLM, too.
         """
         ...
 

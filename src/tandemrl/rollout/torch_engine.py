@@ -131,7 +131,8 @@ class BatchEngine(ABC):
             if self.policy_version != version:
                 if not renews:
                     raise EngineError(
-                        "weights were loaded amid a call with turns or two vocabularies; wait for its end"
+                        "weights were loaded during a call that cannot go on with them (turns, two vocabularies, or "
+                        "whole words on vLLM); wait for its end"
                     )
                 version = self.policy_version
                 batch.renew(version)

@@ -231,7 +231,7 @@ class Half(DecodingBatch):
     def cut(self, i: int, text: bytes) -> bool:
         """Take back what this model wrote beyond ``text``, to which the other one's limit has cut the turn.
 
-        The cut may be amid of a token. What is left of it is read, as new tokens.
+        The cut may be inside a token. What is left of it is read, as new tokens.
 
         Returns:
             whether it could be read.

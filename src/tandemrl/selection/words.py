@@ -52,7 +52,7 @@ def last_word(text: bytes) -> bytes:
 
 
 def whole_characters(text: bytes) -> bytes:
-    """A text without the character that it ends amid of, if it does."""
+    """A text without the character that it ends inside of, if it does."""
     for cut in range(min(4, len(text))):
         if text[-1 - cut] & 0xC0 != 0x80:  # no continuation byte: the last character begins here
             try:

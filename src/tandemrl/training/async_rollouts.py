@@ -42,7 +42,7 @@ from tandemrl.rollout.groups import unscored
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
 from tandemrl.training.update import logprob_mismatch
-from tandemrl.types import Author, Metrics, Span, oldest_version, token_versions
+from tandemrl.types import Author, Metrics, VersionSpan, oldest_version, token_versions
 
 Compare = Callable[[CompletionBatch], Metrics]
 """A function that measures the log-prob mismatch between engine and trainer on completions, where the trainer uses the
@@ -262,7 +262,7 @@ def _completion(line: Mapping[str, Any]) -> Completion:
     values: dict[str, Any] = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in line.items()}
     if "transcript" in values:
         values["transcript"] = Transcript.from_json(values["transcript"])
-    values["later_versions"] = tuple(Span(*span) for span in values.get("later_versions", ()))
+    values["later_versions"] = tuple(VersionSpan(*span) for span in values.get("later_versions", ()))
     return Completion(**values)
 
 

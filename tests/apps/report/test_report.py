@@ -46,7 +46,7 @@ from tandemrl.apps.report.watch import LiveReport
 from tandemrl.cli.main import app
 from tandemrl.evals import Sample, authors_of
 from tandemrl.training.tracking import authored_spans, write_eval_texts
-from tandemrl.types import Author, Rollout, Span
+from tandemrl.types import Author, Rollout, VersionSpan
 
 TEXT = "First 5 plus 5 is 10.\n\nNext 10 minus 2 is 8.\n\n\\boxed{8}"
 VERSIONS = {"python": "3.11", "torch": "2.13", "git_revision": "abc123", "git_dirty": False}
@@ -568,7 +568,7 @@ def test_rollouts_that_go_on_with_newer_weights_are_told_of(tmp_path: Path, toke
     tokens = found.encode("How many? is 10.", add_special_tokens=False)
     prompt = len(tokens) - 4
     author = np.array([-1] * prompt + [1, 1, 0, 1])
-    later = (Span(prompt + 1, 2), Span(prompt + 3, 3))
+    later = (VersionSpan(prompt + 1, 2), VersionSpan(prompt + 3, 3))
     rollout = Rollout(
         "set/3", 0, 0, 7, np.array(tokens), author, np.zeros(len(author)), 0.5, policy_version=1, later_versions=later
     )

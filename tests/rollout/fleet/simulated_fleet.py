@@ -388,6 +388,6 @@ class Simulation:
             return
         wrote = [worker.first if self.prefix_cache else weights for _, weights in worker.spans]
         value = answer_of([weights for weights in wrote if weights is not None], step, unit.index)
-        (version, checksum), *later = [(version, hash(weights)) for version, weights in worker.spans]
+        used = tuple((version, hash(weights)) for version, weights in worker.spans)
         answer = Answer(number, tuple(version for version, _ in worker.spans), value, 0.0)
-        self.send(self.tell, -1, Answered(number, unit, attempt, version, checksum, answer, tuple(later)))
+        self.send(self.tell, -1, Answered(number, unit, attempt, used, answer))

@@ -103,7 +103,7 @@ class CountedVersions(Dispatcher):
     def handle(self, event: Any, now: float) -> Any:
         if isinstance(event, Answered) and event.worker in self.workers:
             sent = self.workers[event.worker].version
-            event = event._replace(version=sent, checksum=self.checksums.get(sent))
+            event = event._replace(weights=((sent, self.checksums.get(sent)), *event.weights[1:]))
         return super().handle(event, now)
 
 
@@ -180,7 +180,7 @@ class FirstWeights(Dispatcher):
 
     def handle(self, event: Any, now: float) -> Any:
         if isinstance(event, Answered) and event.worker in self.workers:
-            event = event._replace(later=())
+            event = event._replace(weights=event.weights[:1])
         elif isinstance(event, Loaded) and event.version in self.checksums:
             event = event._replace(checksum=self.checksums[event.version])
         return super().handle(event, now)
@@ -238,8 +238,8 @@ def test_one_unit_from_start_to_end() -> None:
     assert fleet.handle(Submitted(1, 1, 0, 1), 0.0) == []
     assert fleet.handle(Joined(0), 1.0) == [Load(0, 0)]
     assert fleet.handle(Loaded(0, 0, 7), 2.0) == [Assign(0, Unit(1, 0), 1)]
-    assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "text"), 5.0) == [Deliver(Unit(1, 0), "text")]
-    assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "text"), 5.0) == []
+    assert fleet.handle(Answered(0, Unit(1, 0), 1, ((0, 7),), "text"), 5.0) == [Deliver(Unit(1, 0), "text")]
+    assert fleet.handle(Answered(0, Unit(1, 0), 1, ((0, 7),), "text"), 5.0) == []
     assert fleet.handle(Published(1, 8), 6.0) == [Load(0, 1), Retire(0)]
     assert (fleet.redone, fleet.restarts, fleet.idle_s, fleet.worker_s) == (0, 0, 1, 6)
     assert fleet.done == {"starting": 1, "loading": 1, "generating": 1}
@@ -256,8 +256,8 @@ def test_a_silent_worker_is_replaced_and_its_unit_asked_for_again() -> None:
     assert start == Start(1)
     assert fleet.handle(Joined(1), 11.0) == [Load(1, 0)]
     assert fleet.handle(Loaded(1, 0, 7), 11.0) == [Assign(1, Unit(1, 0), 2)]
-    assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "late"), 12.0) == []
-    assert fleet.handle(Answered(1, Unit(1, 0), 2, 0, 7, "text"), 12.0) == [Deliver(Unit(1, 0), "text")]
+    assert fleet.handle(Answered(0, Unit(1, 0), 1, ((0, 7),), "late"), 12.0) == []
+    assert fleet.handle(Answered(1, Unit(1, 0), 2, ((0, 7),), "text"), 12.0) == [Deliver(Unit(1, 0), "text")]
     assert (fleet.redone, fleet.restarts) == (1, 1)
 
 

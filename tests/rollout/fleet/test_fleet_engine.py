@@ -28,6 +28,7 @@ from tandemrl.rollout.engine import (
 )
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
 from tandemrl.rollout.fleet.events import Unit
+from tandemrl.rollout.fleet.units import WorkerEngine
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import before_word
@@ -175,7 +176,7 @@ def test_one_engine_by_units_is_the_same_without_a_fleet(alone: tuple[list[Any],
     assert engine.passes == passes
 
 
-@pytest.mark.parametrize("fault", ["dies", "keeps silent", "does not start"])
+@pytest.mark.parametrize("fault", ["dies", "its engine dies", "keeps silent", "does not start"])
 def test_a_worker_is_lost_in_the_middle_and_nothing_else_happens(
     fault: str, fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
 ) -> None:
@@ -198,6 +199,19 @@ def test_a_worker_that_weights_do_not_reach_generates_nothing(
     assert bits(engine.generate(asked())) == alone[1]
     assert workers.ended == [1]
     assert 1 not in {number for number, _ in workers.done}
+
+
+def test_tokens_of_weights_that_could_not_be_loaded_are_no_answer() -> None:
+    """Here the weights of only some ranks are new: they are written, and cannot be read back."""
+    broken = EngineError("the ranks hold different weights")
+    engine = Mock(fingerprint=Mock(side_effect=[7, broken]), generate=Mock(return_value=[]), passes=Passes())
+    worker = WorkerEngine(engine, None)
+    assert worker.load(1, []) == 7
+    assert worker.generate([], turns=False).weights == ((1, 7),)
+    with pytest.raises(EngineError, match="different weights"):
+        worker.load(2, [])
+    with pytest.raises(EngineError, match="different weights"):
+        worker.generate([], turns=False)
 
 
 def test_weights_that_reach_nobody_end_the_run(fleet: Callable[..., FleetEngine]) -> None:

@@ -84,7 +84,7 @@ class Dispatcher:
         timeout_s: a worker that has not done in this time what it was asked for is replaced.
         patience: after so many lost workers without an answer in between, ``Fail``.
         numbers: the numbers of workers, none of which occurs twice.
-        in_flight: whether workers load newer weights amid a unit (``rollout.in_flight``).
+        in_flight: whether workers load newer weights during a unit (``rollout.in_flight``).
     """
 
     def __init__(
@@ -145,10 +145,8 @@ class Dispatcher:
                 self._submit(event)
             case Joined(number) if self._state(number) == "starting":
                 self._become(number, "idle")
-            case Loaded(number) if self._state(number) == "loading":
+            case Loaded(number) if self._state(number) in ("loading", "generating"):
                 self._loaded(event)
-            case Loaded(number) if self._state(number) == "generating":
-                self._renewed(event)
             case Answered(number) if self.accepts(event):
                 self._answered(event)
             case Lost(number, why) if number in self.workers:
@@ -223,12 +221,17 @@ class Dispatcher:
 
     def _loaded(self, event: Loaded) -> None:
         worker = self.workers[event.worker]
-        if event.version != worker.version:
+        generating = worker.state == "generating"
+        expected = worker.renewing if generating else worker.version
+        if event.version != expected:
             return  # a copy of an older message
-        if event.version in self.checksums and not self.trusts(event.version, event.checksum, worker.version):
+        if event.version in self.checksums and not self.trusts(event.version, event.checksum, expected):
             self.fence(event.worker, f"weights {event.version} did not reach it: it has {event.checksum:#x}")
-            return
-        self._become(event.worker, "idle")
+        elif generating:
+            worker.version, worker.renewing = event.version, None
+            self._renew(event.worker)
+        else:
+            self._become(event.worker, "idle")
 
     def _renew_all(self) -> None:
         """Let every worker that is generating load the newest weights, one version after another."""
@@ -241,19 +244,9 @@ class Dispatcher:
             worker.renewing = self.newest
             self._actions.append(Load(number, self.newest))
 
-    def _renewed(self, event: Loaded) -> None:
-        worker = self.workers[event.worker]
-        if event.version != worker.renewing:
-            return  # a copy of an older message
-        if not self.trusts(event.version, event.checksum, worker.renewing):
-            self.fence(event.worker, f"weights {event.version} did not reach it: it has {event.checksum:#x}")
-            return
-        worker.version, worker.renewing = worker.renewing, None
-        self._renew(event.worker)
-
     def _answered(self, event: Answered) -> None:
         batch, worker = self.batches[event.unit.batch], self.workers[event.worker]
-        used = (event.version, event.checksum), *event.later
+        used = event.weights
         asked = self.versions_for(batch.version)
         if not all(self.trusts(*each, each[0] if each[0] in asked else None) for each in used):
             versions, wanted = (", ".join(map(str, each)) for each in (dict(used), asked))

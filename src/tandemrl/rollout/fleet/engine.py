@@ -447,7 +447,7 @@ class FleetEngine:
             version = self._dispatcher.workers[number].version
             assert version is not None
             checksum, nothing = self._dispatcher.checksums[version], UnitAnswer([], Passes())
-            self._events.put(Answered(number, unit, attempt, version, checksum or 0, nothing))
+            self._events.put(Answered(number, unit, attempt, ((version, checksum or 0),), nothing))
 
     def _fail(self, why: str) -> None:
         with self._changed:

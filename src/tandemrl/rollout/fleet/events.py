@@ -48,18 +48,16 @@ class Loaded(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A worker has generated a unit, with the weights of this version and checksum.
+    """A worker has generated a unit.
 
-    ``later``: version and checksum of all weights that it has loaded in the meantime, in order.
+    ``weights``: version and checksum of those that it began with, and of those that it has loaded meanwhile, in order.
     """
 
     worker: int
     unit: Unit
     attempt: int
-    version: int
-    checksum: int
+    weights: tuple[tuple[int, int], ...]
     answer: Any
-    later: tuple[tuple[int, int], ...] = ()
 
 
 class Lost(NamedTuple):

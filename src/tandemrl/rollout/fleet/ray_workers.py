@@ -174,11 +174,11 @@ class RayWorkers:
 
     def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
         def answered(answer: Generated) -> Event:
-            (first, *later), generated = answer
+            weights, generated = answer
             if isinstance(generated, UnitAnswer):
                 own = [[_own(completion) for completion in group] for group in generated.completions]
                 generated = generated._replace(completions=own)
-            return Answered(number, unit, attempt, *first, generated, tuple(later))
+            return Answered(number, unit, attempt, weights, generated)
 
         self._then(number, self._actors[number].generate.remote(requests, turns), answered)
 

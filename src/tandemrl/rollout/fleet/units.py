@@ -6,7 +6,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tandemrl.rollout.engine import Completion, Engine, EngineError, Passes, Reply, Request, Responder, Turn
+from tandemrl.rollout.engine import (
+    Completion,
+    Engine,
+    EngineDeadError,
+    EngineError,
+    Passes,
+    Reply,
+    Request,
+    Responder,
+    Turn,
+)
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes, Tally
 from tandemrl.rollout.fleet.events import INITIAL
 from tandemrl.types import Transcript
@@ -39,6 +49,7 @@ class WorkerEngine:
     def __init__(self, engine: Engine, acting: EpisodeRunner | None) -> None:
         self.engine, self.acting = engine, acting
         self._loaded, self._loads = [(INITIAL, 0)], threading.Lock()
+        self._failed: Exception | None = None  # of a load, after which nobody knows what the engine has
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Load weights; ``INITIAL`` are those it has. Returns the fingerprint of the engine's, read back.
@@ -47,24 +58,36 @@ class WorkerEngine:
             EngineError: the weights do not fit, or are those that the engine no longer has.
         """
         with self._loads:
-            if version != INITIAL:
-                self.engine.load_weights(weights, version)
-            elif self._loaded[-1][0] != INITIAL:
-                raise EngineError("a worker does not go back to the weights that it started with")
-            self._loaded.append((version, self.engine.fingerprint("senior")))
+            try:
+                if version != INITIAL:
+                    self.engine.load_weights(weights, version)
+                elif self._loaded[-1][0] != INITIAL:
+                    raise EngineError("a worker does not go back to the weights that it started with")
+                self._loaded.append((version, self.engine.fingerprint("senior")))
+            except Exception as error:
+                self._failed = error
+                raise
             return self._loaded[-1][1]
 
     def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
-        """Generate a unit, taking ``turns`` or not. The episodes begin and end with the unit."""
+        """Generate a unit, taking ``turns`` or not. The episodes begin and end with the unit.
+
+        Raises:
+            EngineError: the engine's process has ended, or weights could not be loaded meanwhile.
+        """
         with self._loads:
             del self._loaded[:-1]
         answer = self._answer(requests, self.acting.episodes() if turns and self.acting is not None else None)
         with self._loads:  # a load whose weights wrote the last token may still be reading them back
+            if self._failed is not None:
+                raise self._failed
             return Generated(tuple(self._loaded), answer)
 
     def _answer(self, requests: Sequence[Request], episodes: Episodes | None) -> UnitAnswer | EngineError:
         try:
             completions = self.engine.generate(requests, **turns_with(episodes))
+        except EngineDeadError:
+            raise  # so that the worker is lost, and another one generates the unit
         except EngineError as error:
             return error
         return UnitAnswer(completions, self.engine.passes, Tally() if episodes is None else episodes.tally)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine import exceptions
 
 from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
@@ -24,6 +24,7 @@ from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.control import Aborts, Turnstile
 from tandemrl.rollout.engine import (
     Completion,
+    EngineDeadError,
     EngineError,
     EngineInfo,
     Passes,
@@ -39,7 +40,7 @@ from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of, history_arguments
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who
-from tandemrl.types import Span
+from tandemrl.types import VersionSpan
 
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -178,11 +179,10 @@ class VllmEngine:
         for i, request in enumerate(requests):
             check_request(i, request, self)
         self._aborts.clear()
-        with self._turnstile.decoding(), self.backend.awake():
+        with self._turnstile.decoding(), death_reported(), self.backend.awake():
             before = self.stats()
-            with death_reported():
-                rows = self._rows(requests)
-                self._write(rows, progress, responder)
+            rows = self._rows(requests)
+            self._write(rows, progress, responder)
             after = self.stats()
         junior, senior = (now - then for now, then in zip(after["rows"], before["rows"], strict=True))
         drafts = {name: after[name] - before[name] for name in ("drafted", "accepted")}
@@ -200,7 +200,7 @@ class VllmEngine:
         names = {known: str(i) for i, known in enumerate(strategies)}
         named = {names[known]: strategy for known, strategy in strategies.items()}
         self.backend.call("tandem_register", named if self.backend.in_process else cloudpickle.dumps(named))
-        first = Span(0, self.policy_version)
+        first = VersionSpan(0, self.policy_version)
         asked = [(i, request, key) for i, request in enumerate(requests) for key in request.keys]
         return [
             Row(number, next(self._row_ids), i, request, key, names[id(request.strategy)], (first,))
@@ -274,7 +274,7 @@ class VllmEngine:
         """Let other threads load weights, with which all rows go on. Returns the rows whose turn had ended before."""
         ended = []
         with self.backend.paused():
-            while self.backend.has_outputs:
+            while flying and self.backend.has_outputs:
                 ended += self._step(rows, flying)
             self._turnstile.pause()
             for number, name in flying.items():
@@ -437,12 +437,12 @@ def death_reported() -> Iterator[None]:
     """A context that says what to do when the engine's process ends.
 
     Raises:
-        EngineError: it did.
+        EngineDeadError: it did.
     """
     try:
         yield
-    except EngineDeadError as error:
-        raise EngineError(
+    except exceptions.EngineDeadError as error:
+        raise EngineDeadError(
             f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its last "
             "checkpoint"
         ) from error

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, StopReason, Turn, replay_turns
-from tandemrl.types import Span, Transcript, extended
+from tandemrl.types import Transcript, VersionSpan, extended
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Row:
     request: Request
     key: int
     strategy: str
-    spans: tuple[Span, ...]
+    spans: tuple[VersionSpan, ...]
     """Its tokens by the weights that write them."""
     reason: StopReason = "abort"
     """Why its last turn ended. Once the completion is over, why it is over."""

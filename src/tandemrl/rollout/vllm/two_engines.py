@@ -112,10 +112,11 @@ class SpanWriter:
 
     def close(self) -> None:
         """Give up what is still being written."""
-        if self._flying:
-            self._llm.abort_request([name for name, _ in self._flying.values()], internal=True)
+        names = [name for name, _ in self._flying.values()]
+        self._flying.clear()
+        if names:
+            self._llm.abort_request(names, internal=True)
             self._llm.reset_prefix_cache()
-            self._flying.clear()
 
 
 def _block(batch: DecodingBatch, spans: Mapping[int, Written], authors: Bool[Tensor, " b"]) -> Block:
@@ -311,20 +312,25 @@ class VllmTwoEngines(BatchEngine):
         own = replace(config, vllm=replace(v, gpu_memory_utilization=v.gpu_memory_utilization / 2))
         args = {"block_size": BLOCK_SIZE} if platform_device() == "cpu" else {}
         given = {**args, **(engine_args or {})}
-        first = VllmEngine.start(
-            senior, None, tokenizer, own, longest=longest, dtype=dtype, engine_args=given, **options
-        )
-        second = VllmEngine.start(
-            junior,
-            None,
-            junior_tokenizer or tokenizer,
-            own,
-            longest=longest if junior_tokenizer is None else None,
-            dtype=v.junior_dtype or dtype,
-            engine_args=given | {"quantization": v.junior_quantization},
-            **options,
-        )
-        return cls(first, second, apart=junior_tokenizer is not None, max_rows=config.max_rows)
+        with ExitStack() as started:
+            first = VllmEngine.start(
+                senior, None, tokenizer, own, longest=longest, dtype=dtype, engine_args=given, **options
+            )
+            started.callback(first.close)
+            second = VllmEngine.start(
+                junior,
+                None,
+                junior_tokenizer or tokenizer,
+                own,
+                longest=longest if junior_tokenizer is None else None,
+                dtype=v.junior_dtype or dtype,
+                engine_args=given | {"quantization": v.junior_quantization},
+                **options,
+            )
+            started.callback(second.close)
+            both = cls(first, second, apart=junior_tokenizer is not None, max_rows=config.max_rows)
+            started.pop_all()
+            return both
 
     @property
     def info(self) -> EngineInfo:
@@ -346,7 +352,7 @@ class VllmTwoEngines(BatchEngine):
                     "the strategies of a call differ in where words begin; generate each in a call of its own"
                 )
             self._tell_starts(first)
-        with ExitStack() as awake, self._closing(), death_reported():
+        with death_reported(), ExitStack() as awake, self._closing():
             for engine in self.engines.values():
                 awake.enter_context(engine.backend.awake())
             return super().generate(requests, **named)
@@ -428,8 +434,9 @@ class VllmTwoEngines(BatchEngine):
         return self.engines[1 if who == "senior" else 0].fingerprint()
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        with ExitStack() as closing:
+            for engine in self.engines.values():
+                closing.callback(engine.close)
 
 
 def _decoder(engine: VllmEngine) -> Decoder:

@@ -81,7 +81,8 @@ class _TandemWorker:
         """From now on, requests are spans of texts (``spans``).
 
         Args:
-            tables: of the senior's vocabulary, pickled if they come from another process. Other ids are never drawn.
+            tables: of the vocabulary of this engine's model, pickled if they come from another process. Other ids are
+                never drawn.
         """
         known = cloudpickle.loads(tables) if isinstance(tables, bytes) else tables
         runner = self.model_runner
