@@ -175,9 +175,9 @@ def environments_sentence() -> str:
         return " to ".join(dict.fromkeys(shown))
 
     return (
-        f"On {len(every)} kinds of CPU arithmetic ({seeds} pairs, {refused} refused) the words stay in "
-        f"{over_all('jargon rate, GRPO')} of the texts after GRPO,\nin {over_all('jargon rate, tandem')} after tandem "
-        "GRPO ([results](docs/results.md#on-other-cpus)).\n"
+        f"Under {len(every)} kinds of [CPU arithmetic](docs/results.md#on-other-cpus) ({seeds} pairs"
+        f"{f', {refused} refused' if refused else ''}), {over_all('jargon rate, GRPO')} of the texts keep the\n"
+        f"words after GRPO, {over_all('jargon rate, tandem')} after tandem GRPO.\n"
     )
 
 
@@ -235,8 +235,8 @@ def speed_sentence() -> str:
     (step,) = (line for line in lines("pretrained_speed.jsonl") if line["part"] == "step")
     solo, tandem = (step["cpu_ratios"][f"{who} / trl"]["median"] for who in ("solo", "tandem"))
     return (
-        f"On a CPU core a GRPO step of SmolLM2-135M takes {solo:.2f} of the time of {step['peer'].upper()}'s, a tandem "
-        f"step {tandem:.2f}\n([speed](docs/speed.md)).\n"
+        f"On a CPU core a GRPO step of SmolLM2-135M takes {solo:.2f} of the CPU time of {step['peer'].upper()}'s, a "
+        f"tandem step {tandem:.2f}\n([speed](docs/speed.md)).\n"
     )
 
 
@@ -667,20 +667,28 @@ def other_family() -> str:
     )
 
 
-def smollm2_sentence() -> str:
-    """For README."""
+SMOLLM2_ARMS = {
+    "base": "before training",
+    "grpo": "GRPO",
+    "kl": "KL-regularised GRPO",
+    "grpo_8": "GRPO, half of the prompts",
+    "tandem_self": "tandem GRPO with its copy",
+    "tandem": "tandem GRPO, weaker junior",
+    "sentence": "the same, by steps",
+}
+"""The arms on a pretrained model, as README names them."""
+
+
+def smollm2_table() -> str:
+    """For README: means alone, as intervals are in the results."""
     content = json.loads((DOCS / "smollm2.json").read_text())
-    (steps,) = (key.removeprefix("train.steps=") for key in content["experiment"]["overrides"] if "steps" in key)
-    rows = {
-        arm: [row for row in content["rows"] if row["arm"] == arm] for arm in ("base", "grpo", "grpo_8", "tandem_self")
-    }
-    solo = {arm: f"{fmean(row['solo/pass@1'] for row in each):.2f}" for arm, each in rows.items()}
-    return (
-        f"Pretrained [SmolLM2-135M](docs/howto/pretrained.md) solves {solo['base']} of word problems; after {steps} "
-        f"steps: GRPO {solo['grpo']},\nwith half of the rollouts {solo['grpo_8']}, tandem GRPO {solo['tandem_self']} "
-        f"({len(rows['grpo'])} seeds, [wide intervals]({{docs}}results.md#a-pretrained-model)):\n"
-        "`make smollm2 QUICK=1`.\n"
-    )
+    of = {arm: [row for row in content["rows"] if row["arm"] == arm] for arm in SMOLLM2_ARMS}
+    rows = [
+        [title, *(f"{fmean(row[name] for row in of[arm]):.2f}" for name in ("solo/pass@1", "handoff/pass@1"))]
+        for arm, title in SMOLLM2_ARMS.items()
+        if of[arm]
+    ]
+    return markdown_table(["word problems", "solo pass@1", "handoff pass@1"], rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- pages
@@ -711,7 +719,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
     "hops-differences": lambda: differences("hops.json", OF_AGENTS),
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
-    "readme-smollm2": smollm2_sentence,
+    "readme-smollm2": smollm2_table,
     "smollm2-first": smollm2_first,
     "smollm2": lambda: headline("smollm2.json"),
     "smollm2-differences": lambda: differences("smollm2.json"),
