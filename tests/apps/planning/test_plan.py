@@ -76,6 +76,12 @@ def test_the_plan_of_a_tiny_run_adds_up() -> None:
     text = described(found)
     assert "plan of 1 process(es) on h100 (no mesh)" in text
     assert "an estimate from data sheets" in text
+    keys = ["selection.strategy=before_word", "model.junior_endpoint.url=http://localhost:8000/v1"]
+    served = plan(load("quickstart", keys), 1, accelerator("h100"))  # the junior's weights are elsewhere
+    assert {item.name for item in found.items} - {item.name for item in served.items} == {
+        "engine, junior: weights, float32"
+    }
+    assert 2 * served.cache.token == found.cache.token
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])

@@ -115,7 +115,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     recipe = resolve_recipe(named_recipe(loss), config)
     senior = architecture(model.senior)
     partner = architecture(model.senior if self_paired(model) else str(model.junior))
-    tandem = not config.selection.kind.solo
+    tandem = not config.selection.kind.solo and model.junior_endpoint.url is None  # the engine has a junior
     vocabulary = min(senior.get_text_config().vocab_size, (partner if tandem else senior).get_text_config().vocab_size)
     sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
     options = forward_options(config, sampling, vocabulary, world)
