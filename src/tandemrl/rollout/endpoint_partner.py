@@ -229,7 +229,8 @@ class EndpointPartner:
         junior = self._junior
         for ask in asks:
             row, prompt = self._rows[ask.number], self._prompts[ask.number]
-            writer = Writer(junior, row.request.sampling, prompt, row.key, row.index, ask)
+            turn = row.index + len(row.request.history)
+            writer = Writer(junior, row.request.sampling, prompt, row.key, turn, ask)
             self._waiting[junior.pool.submit(writer)] = ask.number
 
     def resume(self, turns: Sequence[Ended]) -> list[int]:

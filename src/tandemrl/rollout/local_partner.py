@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -10,7 +11,7 @@ from tandemrl.rollout.engine import Passes, Request
 from tandemrl.rollout.partner import Ask, Ended, Span, SpanEnd
 from tandemrl.rollout.two_vocabularies import Half, Received
 from tandemrl.selection.whole_words import TextTables
-from tandemrl.selection.words import Vocabulary
+from tandemrl.selection.words import Vocabulary, whole_characters, word_starts
 
 _NONE = torch.iinfo(torch.int64).max  # the limit of a row that waits
 
@@ -21,6 +22,7 @@ class LocalPartner:
     Args:
         decoder: with the junior as model 1.
         vocabulary, tables: of the junior.
+        senior: the senior's vocabulary.
         context: how many tokens it can read.
         requests: those of the senior.
         half: makes its half.
@@ -33,6 +35,7 @@ class LocalPartner:
         decoder: Decoder,
         vocabulary: Vocabulary,
         tables: TextTables,
+        senior: Vocabulary,
         context: int,
         requests: Sequence[Request],
         total: int,
@@ -41,8 +44,12 @@ class LocalPartner:
         over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
         self._requests = {
             id(r): replace(
-                r, prompt=r.junior_prompt, strategy=over[id(r.strategy)], sampling=replace(r.sampling, stop=())
-            )  # the senior's half looks for stop strings
+                r,
+                prompt=r.junior_prompt,
+                strategy=over[id(r.strategy)],
+                sampling=replace(r.sampling, stop=()),  # the senior's half looks for stop strings
+                history=tuple(_turn_read(turn, senior, vocabulary, decoder.eos[0]) for turn in r.history),
+            )
             for r in requests
             if id(r.strategy) in over
         }
@@ -142,3 +149,14 @@ class LocalPartner:
     def _close(self, i: int, span: Span) -> None:
         self._half.live[i] = False
         self._ready.append(span)
+
+
+def _turn_read(turn: Sequence[int], senior: Vocabulary, junior: Vocabulary, end: int) -> tuple[int, ...]:
+    """An earlier turn in the junior's tokens, word by word, with the token ``end`` if one of the senior's ends it.
+
+    Only the strategy reads them, which draws by words; what the model reads of the turn is in its prompt.
+    """
+    text = whole_characters(b"".join(senior.pieces.get(token, b"") for token in turn))
+    words = (text[start:stop].decode(errors="replace") for start, stop in pairwise([*word_starts(text), len(text)]))
+    tokens = tuple(token for word in words for token in junior.encode(word))
+    return (*tokens, end) if turn[-1] not in senior.pieces or not tokens else tokens

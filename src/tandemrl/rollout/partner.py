@@ -134,8 +134,8 @@ def check_partnered(index: int, request: Request, *, apart: bool) -> None:
         )
     if not request.junior_prompt:
         raise EngineError(f"request {index}: no prompt for the junior, which has another vocabulary; set junior_prompt")
-    if s.stop_token_ids or s.ignore_eos or request.history:
+    if s.stop_token_ids or s.ignore_eos:
         raise EngineError(
             f"request {index}: with a junior of another vocabulary a turn ends by EOS, a stop string or a limit on "
-            "tokens, and the first one begins a completion; leave out stop ids, ignore_eos and history"
+            "tokens; leave out stop ids and ignore_eos"
         )

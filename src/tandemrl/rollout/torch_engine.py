@@ -228,7 +228,9 @@ class TorchEngine(BatchEngine):
         if junior is not None and junior_tokenizer is not None:
             decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
-            make_partner = partial(LocalPartner, decoder, own, tables, context_of(junior.config))
+            make_partner = partial(
+                LocalPartner, decoder, own, tables, vocabulary_of(tokenizer), context_of(junior.config)
+            )
         if make_partner is not None:
             if draft_tokens:
                 raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")

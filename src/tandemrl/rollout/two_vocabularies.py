@@ -89,6 +89,11 @@ class Half(DecodingBatch):
         self.texts |= dict.fromkeys((row.number for row in rows), b"")
         for row in rows:
             self.unread.setdefault(row.number, [row.request.prompt[-1]])
+        if not self.senior:  # its tokens of earlier requests were others than are read, each of at least a byte
+            sizes = (
+                [len(self.spelling.pieces.get(t, b"x")) for turn in row.request.history for t in turn] for row in rows
+            )
+            entries["shift"] += torch.tensor([sum(each) - len(each) for each in sizes])
         opening, since = torch.zeros_like(author), entries["written"].clone()
         return entries | {"paused": ~own, "opening": opening, "since": since, "mass": torch.zeros(len(rows))}
 

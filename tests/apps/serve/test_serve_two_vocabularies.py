@@ -21,7 +21,7 @@ from tandemrl.apps.serve.asked import OtherReader, Reader
 from tandemrl.apps.serve.texts import Speaker, TextStream
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors, replay_turns
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64
@@ -115,6 +115,32 @@ def test_a_stream_tells_what_the_whole_response_tells(client: TestClient) -> Non
     assert [author for part in parts for author in part.get("authorship", ())] == choice["authorship"]
     assert "".join(part["delta"].get("content") or "" for part in parts) == choice["message"]["content"]
     assert len([part for part in parts if part.get("token_ids")]) > 2  # as it is written
+
+
+def test_a_chat_of_several_turns_is_a_prompt_and_a_conversation_goes_on_with_its_draws(
+    client: TestClient, engine: TorchEngine, pair: Any
+) -> None:
+    opening = ask(client, seed=2, tandem={"conversation": "new"}, return_token_ids=True)
+    [first] = opening["choices"]
+    said = first["message"]["content"]
+    turns = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": "And 2 more?"}]
+    [choice] = ask(client, messages=turns, seed=2)["choices"]
+    told = TOLD + said + "<|im_end|>\n<|im_start|>user\nAnd 2 more?<|im_end|>\n<|im_start|>assistant\n"
+    strategy = words_of(pair)
+    [wanted] = reference(engine, [told, told], pair, [2], strategy)
+    assert choice["token_ids"] == wanted.tokens.tolist()
+    going_on = {"conversation": opening["tandem"]["conversation"]}
+    response = ask(client, messages=turns, tandem=going_on, return_token_ids=True)
+    [second] = response["choices"]
+    written = tuple(first["token_ids"])
+    prompt, read = tuple(response["prompt_token_ids"]), tuple(pair[1](told)["input_ids"])
+    assert prompt[: len(pair[0](TOLD)["input_ids"]) + len(written)] == (*pair[0](TOLD)["input_ids"], *written)
+    asked = Request(prompt, (mix64(2),), Sampling(max_tokens=24), strategy, history=(written,), junior_prompt=read)
+    [[whole]] = engine.generate([asked])
+    assert second["token_ids"] == whole.tokens.tolist() != choice["token_ids"]
+    both = [np.array(each["token_ids"]) for each in (first, second)]
+    [authors] = replay_turns(strategy, [mix64(2)], [both]).author.tolist()
+    assert authors == [*first["authorship"], *second["authorship"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -245,18 +271,6 @@ def test_what_needs_one_vocabulary_is_refused_with_the_fix(client: TestClient, b
     response = client.post(COMPLETIONS, json={"prompt": "Mia", "max_tokens": 2} | body)
     assert response.status_code == 400
     assert re.search(reason, response.json()["error"]["message"])
-
-
-def test_a_conversation_is_refused_and_a_chat_of_turns_is_a_prompt(client: TestClient, engine: Any, pair: Any) -> None:
-    body = {"messages": MESSAGES, "tandem": {"conversation": "new"}}
-    refused = client.post(CHAT, json=body)
-    assert refused.status_code == 400
-    assert "tandem.conversation: it goes on from tokens" in refused.json()["error"]["message"]
-    turns = [*MESSAGES, {"role": "assistant", "content": "7"}, {"role": "user", "content": "And 2 more?"}]
-    [choice] = ask(client, messages=turns, seed=2)["choices"]
-    told = TOLD + "7<|im_end|>\n<|im_start|>user\nAnd 2 more?<|im_end|>\n<|im_start|>assistant\n"
-    [wanted] = reference(engine, [told, told], pair, [2], words_of(pair))
-    assert choice["token_ids"] == wanted.tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ def test_vllm_writes_what_the_reference_engine_writes(
     folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any
 ) -> None:
     asked = requests(folders)
+    turn = tuple(flat(reference.generate(asked[:1]))[0].tokens.tolist())
+    asked += [replace(asked[0], prompt=(*asked[0].prompt, *turn), history=(turn,))]
     assert assert_same(flat(vllm_engine.generate(asked)), flat(reference.generate(asked))) > 20
 
 

@@ -37,13 +37,12 @@ class Backend(NamedTuple):
     """What the middleware needs of the server behind it.
 
     strategies: the strategies that the server knows. ends: the token ids that end a turn. hosts: the names under which
-    the server is asked (see `apps.asgi.is_ours`). apart: whether the junior has a vocabulary of its own.
+    the server is asked (see `apps.asgi.is_ours`).
     """
 
     strategies: Strategies
     ends: frozenset[int]
     hosts: Collection[str]
-    apart: bool = False
 
 
 class Authorship:
@@ -124,7 +123,6 @@ class _Exchange:
 
     def __init__(self, server: Authorship, backend: Backend, scope: Message, receive: Receive, send: Send) -> None:
         self._server, self._scope, self._strategies, self._ends = server, scope, backend.strategies, backend.ends
-        self._apart = backend.apart
         self._receive, self._send = receive, send
         self._read = False
         self._parsed: ParsedRequest | None = None
@@ -164,11 +162,6 @@ class _Exchange:
         id = conversation_of(request)
         if id is not None and not self._scope["path"].endswith(CHAT):
             raise Refused(f"tandem.conversation: only {CHAT} has messages to go on from")
-        if id is not None and self._apart:
-            raise Refused(
-                "tandem.conversation: it goes on from tokens, and the junior has another vocabulary than the senior; "
-                "leave it out, and send the whole chat each time"
-            )
         if id not in (None, NEW):
             self._conversation = self._server.conversations.take(id)
         known = self._conversation

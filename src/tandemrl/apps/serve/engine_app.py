@@ -62,7 +62,7 @@ def application(
         for name in named.keys() - strategies.keys():
             del named[name]
 
-    backend = Backend(Strategies(selection, strategy_of, register), ends, hosts, thread.apart)
+    backend = Backend(Strategies(selection, strategy_of, register), ends, hosts)
     named[DEFAULT_NAME] = backend.strategies[selection]
     routes = _Routes(thread, reader, speaker, model, named.__getitem__)
 

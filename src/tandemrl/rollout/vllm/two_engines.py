@@ -249,13 +249,13 @@ class VllmTwoEngines(BatchEngine):
         decoder, context = _decoder(senior), senior.context
         if apart:
             theirs, own, context_of_junior = _decoder(junior), vocabulary_of(junior.tokenizer), junior.context
-            tables = text_tables(junior.tokenizer, junior.vocabulary)
+            tables, spelling = text_tables(junior.tokenizer, junior.vocabulary), vocabulary_of(senior.tokenizer)
 
             def half(*args: Any, **named: Any) -> SpanHalf:
                 return self._with_writer(SpanHalf(*args, **named), 0)
 
             def make_partner(requests: Sequence[Request], total: int) -> LocalPartner:
-                return LocalPartner(theirs, own, tables, context_of_junior, requests, total, half=half)
+                return LocalPartner(theirs, own, tables, spelling, context_of_junior, requests, total, half=half)
 
         else:
             decoder = replace(decoder, vocabulary=min(senior.vocabulary, junior.vocabulary))
