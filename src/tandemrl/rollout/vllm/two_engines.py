@@ -119,6 +119,19 @@ class SpanWriter:
             self._llm.reset_prefix_cache()
 
 
+def _up_to_stops(batch: DecodingBatch, spans: dict[int, Written]) -> dict[int, Written]:
+    """Whole spans, by the place of the row, up to the stop string that one of their tokens completes."""
+    if not batch.stop_strings:
+        return spans
+    found = {}
+    for i, span in spans.items():
+        row, known = batch.rows[i], int(batch.written[i])
+        text = batch.tokens[row.number, :known]
+        stop = row.first_stop_within(text, span.tokens, batch.decoder.tokenizer.decode)
+        found[i] = Written(span.tokens[:stop], span.logprobs[:stop], None) if stop else span
+    return found
+
+
 def _block(batch: DecodingBatch, spans: Mapping[int, Written], authors: Bool[Tensor, " b"]) -> Block:
     """The tokens of whole spans, of which the strategies are told, and none in the other rows.
 
@@ -175,8 +188,7 @@ class WholeWords(DecodingBatch):
             writer.begin(self, opened, senior=bool(who))
             self.passes += Passes(**{("junior", "senior")[who]: len(writer)})
             spans |= {places[number]: span for number, span in writer.step().items()}
-        if self.stop_strings:
-            spans = {i: self._up_to_a_stop(i, span) for i, span in spans.items()}
+        spans = _up_to_stops(self, spans)
         block, after = _block(self, spans, self.author), self.author.clone()
         assert block.handovers is not None
         for i, span in spans.items():
@@ -186,12 +198,6 @@ class WholeWords(DecodingBatch):
                 self._opening[number] = span.over if after[i] else 0.0
                 after[i] = ~after[i]
         return block._replace(next=after)
-
-    def _up_to_a_stop(self, i: int, span: Written) -> Written:
-        """A span up to a stop string."""
-        known = self.tokens[self.rows[i].number, : int(self.written[i])]
-        stop = self.rows[i].first_stop_within(known, span.tokens, self.decoder.tokenizer.decode)
-        return Written(span.tokens[:stop], span.logprobs[:stop], None) if stop else span
 
 
 class SpanHalf(Half):
@@ -215,7 +221,7 @@ class SpanHalf(Half):
         self.writer.begin(self, opened, senior=self.senior)
         self.unread |= {number: [] for number in new}
         self.passes += Passes(senior=len(self.writer))
-        spans = {places[number]: span for number, span in self.writer.step().items()}
+        spans = _up_to_stops(self, {places[number]: span for number, span in self.writer.step().items()})
         block = _block(self, spans, torch.full_like(self.live, self.senior))
         for i, span in spans.items():
             self.opening[i] = False
@@ -367,11 +373,6 @@ class VllmTwoEngines(BatchEngine):
             raise EngineError(
                 f"request {i}: where each model has a vLLM engine of its own, it counts the tokens of each span alone; "
                 "leave out repetition_penalty, presence_penalty and frequency_penalty, or use rollout.engine=torch"
-            )
-        if request.sampling.stop and self._make_partner is not None:
-            raise EngineError(
-                f"request {i}: with two vocabularies vLLM looks for no stop strings; leave them out, or use "
-                "rollout.engine=torch"
             )
         if request.sampling.ignore_eos:
             raise EngineError(
