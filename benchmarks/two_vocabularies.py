@@ -11,8 +11,8 @@ Prints one JSON line per batch size, with CPU seconds per token of the response:
 Both write the responses to the same prompts, but other ones: the junior's random numbers differ. A response ends with
 EOS, and the next one takes its place, so the batch is full but for the end.
 
-With ``--engine vllm`` (on a CPU), *one* is the strategy ``word`` (p 0.5) in one engine that holds both models: in one
-vocabulary, vLLM has no ``before_word``. *two* is one engine for each model, in which a run of words is a request.
+With ``--engine vllm`` (on a CPU), *one* and *two* have an engine for each model, in which a run of words is a request.
+There, *word* is the strategy ``word`` (p 0.5) in one engine that holds both models.
 """
 
 import argparse
@@ -78,7 +78,9 @@ def main() -> None:
             "rounds": options.rounds,
             "tokens": tokens,
             "median_cpu_ms_per_token": {name: round(1e3 * statistics.median(seconds[name]), 3) for name in names},
-            "ratios": ratios(seconds, [("two", "one")]),
+            "ratios": ratios(
+                seconds, [("two", "one"), *([("one", "word"), ("two", "word")] if "word" in names else [])]
+            ),
         }
         lines.append(line)
         print(json.dumps(line), flush=True)
@@ -110,9 +112,10 @@ def prepare(path: Path, rows: int, options: argparse.Namespace) -> dict[str, Cal
 
         config = RolloutConfig(max_rows=rows, vllm=VllmConfig(kv_cache_gb=0.1))
         together = VllmEngine.start(path, path, tokenizer, config, engine_args={"block_size": BLOCK_SIZE})
-        apart = VllmTwoEngines.start(path, path, tokenizer, load_tokenizer(path), config)
+        one, apart = (VllmTwoEngines.start(path, path, tokenizer, own, config) for own in (None, load_tokenizer(path)))
         return {
-            "one": contestant(together, word(0.5, 32, word_boundary_table(tokenizer, vocabulary))),
+            "word": contestant(together, word(0.5, 32, word_boundary_table(tokenizer, vocabulary))),
+            "one": contestant(one, before_word(0.5, start_table(tokenizer, vocabulary))),
             "two": contestant(apart, before_text_word(0.5, text_tables(tokenizer, vocabulary))),
         }
     return {
