@@ -10,8 +10,10 @@ import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -422,6 +424,24 @@ def test_what_was_cached_under_the_old_weights_is_dropped(loading):
     second = mixed([[*r.prompt, *written, 7] for r, written in zip(first, texts, strict=True)], GREEDY, seed=22)
     for batch in (first, second):
         assert greedy_gaps((new, model(JUNIORS[PAIR])), batch, loading.generate(batch)).max() < 1e-4
+
+
+def test_outputs_that_no_row_awaits_hold_up_no_load():
+    """The process of the engine may be a step ahead of the stop string that ended the last row."""
+    from tandemrl.rollout.vllm.engine import VllmEngine
+
+    class Backend(Mock):
+        asked = 0
+
+        @property
+        def has_outputs(self):
+            self.asked += 1
+            assert self.asked < 3, "nothing takes them"
+            return True
+
+    engine = Mock(backend=Backend(paused=nullcontext))
+    assert VllmEngine._renew(engine, [], {}) == []
+    engine._turnstile.pause.assert_called_once()
 
 
 def test_weights_loaded_amid_rollouts_write_on(loading):
