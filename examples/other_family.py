@@ -1,12 +1,12 @@
 """Tandem GRPO beside a junior of another family, on word problems: what the senior learns, and what the junior reads.
 
     tandemrl model smollm2
-    tandemrl model warm-start --model google/gemma-3-270m-it --data synthetic:word_problems:train --steps 10 \
+    tandemrl model warm-start --model google/gemma-3-270m-it --data synthetic:word_problems:train --steps 60 \
         --out runs/gemma-warm
     python examples/other_family.py runs/smollm2-pair/senior runs/gemma-warm --json benchmarks/results/other_family.json
 
 Arguments: folders of the senior and of a junior with other tokens and a chat template. Evaluates both before and after
-training, with intervals over problems. Half an hour to an hour of one core; the same command goes on where it was
+training, with intervals over problems. An hour to an hour and a half of one core; the same command goes on where it was
 killed.
 """
 
@@ -22,7 +22,7 @@ from tandemrl.files import versions, write_text
 
 SETTINGS = [
     *("selection.strategy=before_word", "selection.max_untranslatable=0.1", "rollout.max_rows=128"),
-    *("train.steps=12", "train.save_every=2", "data.eval=[synthetic:word_problems:heldout:128]"),
+    *("train.steps=40", "train.save_every=2", "data.eval=[synthetic:word_problems:heldout:128]"),
 ]
 SHOWN = {
     "pass-at-k": ("pass@1", "length"),
