@@ -29,7 +29,8 @@ from tandemrl.training.preflight import Preflight
 PAGE = (Path(__file__).parents[1] / "docs" / "howto" / "extend.md").read_text()
 FILES = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.DOTALL))
 SECTION = {"my_strategy": "selection", "my_loss": "loss", "my_reward": "reward"}
-COMMANDS = {name: next(line for line in PAGE.splitlines() if f"{name}:" in line and "train" in line) for name in FILES}
+WHOLE = PAGE.replace("\\\n", "").splitlines()  # commands in a line each
+COMMANDS = {name: next(line for line in WHOLE if f"{name}:" in line and "train" in line) for name in FILES}
 
 
 @pytest.fixture
@@ -45,9 +46,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def overrides(*names: str) -> list[str]:
-    """What the page's commands set."""
+    """What the page's commands set, but for where they write."""
     words = [word for name in names for word in shlex.split(COMMANDS[name])]
-    return [word for word in words if "=" in word]
+    return [word for word in words if "=" in word and not word.startswith("output_dir=")]
 
 
 def config(agents: Path, out: Path, *names: str, extra: tuple[str, ...] = ()) -> Config:
