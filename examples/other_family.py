@@ -6,8 +6,8 @@
     python examples/other_family.py runs/smollm2-pair/senior runs/gemma-warm --json benchmarks/results/other_family.json
 
 Arguments: folders of the senior and of a junior with other tokens and a chat template. Evaluates both before and after
-training, with intervals over problems. An hour to an hour and a half of one core; the same command goes on where it was
-killed.
+training, with intervals over problems, and with --control a senior that was trained otherwise. An hour to an hour and a
+half of one core; the same command goes on where it was killed.
 """
 
 import argparse
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("senior", type=Path)
     parser.add_argument("junior", type=Path)
     parser.add_argument("overrides", nargs="*", help="config overrides, e.g. train.steps=4")
+    parser.add_argument("--control", type=Path, help="another senior to evaluate with the junior, e.g. of plain GRPO")
     parser.add_argument("--out", type=Path, default=Path("runs/other-family"), help="where everything goes")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
     args = parser.parse_intermixed_args()
@@ -59,17 +60,27 @@ def main() -> None:
     lines = [json.loads(line) for line in (args.out / "run" / "metrics.jsonl").read_text().splitlines()]
     after = measured(config, args.out / "run" / "hf" / f"step_{config.train.steps}", args.out / "after")
     print(f"after: {json.dumps(after)}", flush=True)
+    evaluated, others = {"before": before, "after": after}, {"differences": "before"}
+    if args.control is not None:
+        evaluated["control"], others["differences_to_control"] = (
+            measured(config, args.control, args.out / "control"),
+            "control",
+        )
+        print(f"control: {json.dumps(evaluated['control'])}", flush=True)
+    differences = {
+        name: {
+            f"{each.phase}/{each.metric}": each.difference._asdict()
+            for each in compare(args.out / "after", args.out / other)
+        }
+        for name, other in others.items()
+    }
     result: dict[str, Any] = {
         "schema": 1,
         "models": [args.senior.name, args.junior.name],
         "settings": [*SETTINGS, *args.overrides],
         "versions": versions(),
-        "before": before,
-        "after": after,
-        "differences": {
-            f"{each.phase}/{each.metric}": each.difference._asdict()
-            for each in compare(args.out / "after", args.out / "before")
-        },
+        **evaluated,
+        **differences,
         "training": {
             name: [line[name] for line in lines]
             for name in ("reward/mean", "tandem/handovers", "tandem/senior_frac", "tandem/untranslatable", "time/step")

@@ -90,13 +90,15 @@ def test_a_junior_of_another_family_is_trained_with_and_measured(
     small = ["train.steps=1", "train.prompts_per_step=4", "rollout.group_size=2", "data.max_prompt_tokens=128"]
     data = ["data.train=[synthetic:plain:train]", "data.eval=[synthetic:plain:heldout:4]"]
     arguments = [f"{tiny_pair}/senior", str(other_junior), *small, *data, "selection.max_untranslatable=1"]
-    monkeypatch.setattr(sys, "argv", ["other_family.py", *arguments, "--json", "result.json"])
+    more = ["--json", "result.json", "--control", f"{tiny_pair}/junior"]
+    monkeypatch.setattr(sys, "argv", ["other_family.py", *arguments, *more])
     runpy.run_path(str(EXAMPLES / "other_family.py"), run_name="__main__")
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["training"]["reward/mean"]) == 1
     for phase, name in (("pass-at-k", "pass@1"), ("tandem", "pass@1"), ("legibility", "cross_entropy_per_byte")):
-        before, after = (result[when][phase][name] for when in ("before", "after"))
+        before, after, control = (result[when][phase][name] for when in ("before", "after", "control"))
         assert result["differences"][f"{phase}/{name}"]["mean"] == pytest.approx(after - before)
+        assert result["differences_to_control"][f"{phase}/{name}"]["mean"] == pytest.approx(after - control)
 
 
 def test_the_calculator_asks_again_where_a_sum_is_wrong(tiny_pair: Path, tmp_path: Path) -> None:
