@@ -648,19 +648,31 @@ def other_family() -> str:
         "tandem pass@1": ("tandem", "pass@1"),
         "junior CE of solo texts (nats/byte)": ("legibility", "cross_entropy_per_byte"),
     }
-    rows = []
-    for title, (phase, name) in shown.items():
-        before, after = (content[when][phase] for when in ("before", "after"))
-        cells = (
-            f"{each[name]:.3f} [{each[f'{name}/low']:.3f}, {each[f'{name}/high']:.3f}]" for each in (before, after)
-        )
-        change = content["differences"][f"{phase}/{name}"]
-        rows.append([title, *cells, "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**change).replace("-", "−")])
+
+    def measured(when: str, phase: str, name: str) -> str:
+        each = content[when][phase]
+        return f"{each[name]:.3f} [{each[f'{name}/low']:.3f}, {each[f'{name}/high']:.3f}]"
+
+    def difference(to: str, phase: str, name: str) -> str:
+        return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**content[to][f"{phase}/{name}"]).replace("-", "−")
+
+    rows = [
+        [
+            title,
+            *(measured(when, *metric) for when in ("before", "after")),
+            difference("differences", *metric),
+            measured("control", *metric),
+            difference("differences_to_control", *metric),
+        ]
+        for title, metric in shown.items()
+    ]
+    head = ["held out", "before", "after", "after − before", "GRPO alone, 12 steps", "after − GRPO alone"]
     training = content["training"]
     rewards, lost = training["reward/mean"], max(training["tandem/untranslatable"])
     return (
-        markdown_table(["held out", "before", "after", "difference"], rows)
-        + f"\n{len(rewards)} steps; mean reward of the first {rewards[0]:.2f}, of the last {rewards[-1]:.2f}; "
+        markdown_table(head, rows)
+        + f"\n{len(rewards)} steps; mean reward of the first ten {fmean(rewards[:10]):.2f}, of the last ten "
+        f"{fmean(rewards[-10:]):.2f}; "
         f"{fmean(training['tandem/handovers']):.1f} handovers per rollout; at most {lost:.0%} of a step's rollouts "
         f"untranslatable; {sum(training['time/step']) / 60:.0f} minutes. 128 problems × 1, 95 % intervals over "
         f"problems, one seed (commit {_commit(content['versions'])}; {_file('other_family.json')}).\n"
