@@ -641,6 +641,28 @@ def smollm2_first() -> str:
     )
 
 
+def smollm2_longer() -> str:
+    """Solo pass@1 of GRPO by seed, where it went on."""
+    longer, shorter = (
+        json.loads(file.read_text()) for file in (BENCHMARKS / "smollm2_24_steps.json", DOCS / "smollm2.json")
+    )
+
+    def solo(content: Mapping[str, Any], arm: str) -> dict[int, float]:
+        return {row["seed"]: row["solo/pass@1"] for row in content["rows"] if row["arm"] == arm}
+
+    after = solo(longer, "grpo")
+    rows = [
+        [str(seed), *(f"{each[seed]:.3f}" for each in (solo(shorter, "base"), solo(shorter, "grpo"), after))]
+        for seed in sorted(after)
+    ]
+    return (
+        markdown_table(["seed", "before training", "GRPO, 12 steps", "GRPO, 24 steps"], rows)
+        + f"\n`{longer['command']}` at {_commits(longer)}, which went on from the checkpoints of step 12; solo pass@1, "
+        f"{longer['experiment']['problems']} problems × {longer['experiment']['samples']} "
+        f"({_file('smollm2_24_steps.json')}).\n"
+    )
+
+
 def other_family() -> str:
     content = json.loads((BENCHMARKS / "other_family.json").read_text())
     shown = {
@@ -735,6 +757,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2-first": smollm2_first,
     "smollm2": lambda: headline("smollm2.json"),
     "smollm2-differences": lambda: differences("smollm2.json"),
+    "smollm2-longer": smollm2_longer,
     "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
     "three-seeds": lambda: headline("quickstart_three_seeds.json", JARGON_RATE),
     "three-seeds-verdicts": lambda: claims_table(results("quickstart_three_seeds.json")[1].claims),
