@@ -20,8 +20,8 @@ Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift"
 COMMANDS: dict[Command, str] = {
     "all": "Every phase that the junior and the judge allow. One file each; rerun to resume.",
     "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
-    "tandem": "Senior and junior generate together, by word. With two vocabularies by whole words, and agents that were "
-    "trained by turns by turns.",
+    "tandem": "Senior and junior generate together, by word. Two vocabularies: by whole words; agents that were "
+    "trained with turn: by turn.",
     "handoff": "Senior and junior take turns, one step each. Either of them starts.",
     "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token and per byte, in "
     "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",

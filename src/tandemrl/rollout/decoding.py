@@ -385,9 +385,8 @@ class DecodingBatch:
         stopped = (first == count) & self.live
         if self.stop_strings:
             for i in self.live.nonzero().squeeze(1).tolist():
-                known, row_tokens = int(self.written[i]), self.tokens[self.number[i]]
-                texts = [row_tokens[: known + n] for n in range(1, int(count[i]) + 1)]
-                if hit := self.rows[i].first_stop(texts, self.decoder.tokenizer.decode):
+                known, new = self.tokens[self.number[i], : int(self.written[i])], block.tokens[i, : int(count[i])]
+                if hit := self.rows[i].first_stop(known, new, self.decoder.tokenizer.decode):
                     stopped[i], count[i] = True, hit
         return count, stopped
 

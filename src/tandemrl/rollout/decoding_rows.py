@@ -85,15 +85,12 @@ class Row:
         text = decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
-    def first_stop(self, texts: Sequence[Int64[Tensor, " _"]], decode: Callable[..., Any]) -> int:
-        """The number, from 1, of the first text that completes a stop string of this turn; 0 if none does."""
+    def first_stop(self, known: Int64[Tensor, " n"], new: Int64[Tensor, " m"], decode: Callable[..., Any]) -> int:
+        """The number, from 1, of the first of the ``new`` tokens after the ``known`` ones (all that follow the prompt)
+        that completes a stop string of this turn; 0 if none does."""
+        whole = torch.cat([known, new])
+        texts = (whole[: len(known) + n] for n in range(1, len(new) + 1))
         return next((n for n, text in enumerate(texts, start=1) if self.hits_stop_string(text, decode)), 0)
-
-    def first_stop_within(self, known: Int64[Tensor, " n"], tokens: Sequence[int], decode: Callable[..., Any]) -> int:
-        """The number, from 1, of the first of the ``tokens`` after the ``known`` ones (all that follow the prompt) that
-        completes a stop string of this turn; 0 if none does."""
-        whole = torch.cat([known, torch.tensor(tokens, dtype=torch.int64)])
-        return self.first_stop([whole[:end] for end in range(len(known) + 1, len(whole) + 1)], decode)
 
     def span(self, start: int, version: int) -> None:
         """From column ``start`` on, the row is written by the weights of this version."""

@@ -27,8 +27,8 @@ from tandemrl.selection.words import Vocabulary, spell, step_words, vocabulary_o
 SECTION = "model.junior_endpoint"
 START = "vllm serve MODEL, or llama-server -m MODEL.gguf"
 TOKENS_PER_WORD, TOKENS_MORE, WORDS_PER_STEP = 4, 8, 12
-"""How many tokens are asked for at first, for each word and on top; twice as many each time that they do not do. A step
-of the solution is taken for some words."""
+"""How many tokens are asked for at first, for each word and on top; twice as many each time that they do not do. How
+many words the rest of a step has is not known, so a number is assumed."""
 NEUTRAL = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False},
     **{"samplers": ["temperature", "min_p", "top_k", "top_p"], "mirostat": 0, "dynatemp_range": 0.0},

@@ -1,6 +1,6 @@
 """A junior with a vocabulary of its own that this process decodes with, in a half of its own (``two_vocabularies``)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ class LocalPartner:
     Args:
         decoder: with the junior as model 1.
         vocabulary, tables: of the junior.
-        senior: the senior's vocabulary.
+        pieces: the bytes of each id of the senior's that is text.
         context: how many tokens it can read.
         requests: those of the senior.
         half: makes its half.
@@ -35,7 +35,7 @@ class LocalPartner:
         decoder: Decoder,
         vocabulary: Vocabulary,
         tables: TextTables,
-        senior: Vocabulary,
+        pieces: Mapping[int, bytes],
         context: int,
         requests: Sequence[Request],
         total: int,
@@ -48,7 +48,7 @@ class LocalPartner:
                 prompt=r.junior_prompt,
                 strategy=over[id(r.strategy)],
                 sampling=replace(r.sampling, stop=()),  # the senior's half looks for stop strings
-                history=tuple(_turn_read(turn, senior, vocabulary, decoder.eos[0]) for turn in r.history),
+                history=tuple(_turn_read(turn, pieces, vocabulary, decoder.eos[0]) for turn in r.history),
             )
             for r in requests
             if id(r.strategy) in over
@@ -151,12 +151,12 @@ class LocalPartner:
         self._ready.append(span)
 
 
-def _turn_read(turn: Sequence[int], senior: Vocabulary, junior: Vocabulary, end: int) -> tuple[int, ...]:
+def _turn_read(turn: Sequence[int], pieces: Mapping[int, bytes], junior: Vocabulary, end: int) -> tuple[int, ...]:
     """An earlier turn in the junior's tokens, word by word, with the token ``end`` if one of the senior's ends it.
 
     Only the strategy reads them, which draws by words; what the model reads of the turn is in its prompt.
     """
-    text = whole_characters(b"".join(senior.pieces.get(token, b"") for token in turn))
+    text = whole_characters(b"".join(pieces.get(token, b"") for token in turn))
     words = (text[start:stop].decode(errors="replace") for start, stop in pairwise([*word_starts(text), len(text)]))
     tokens = tuple(token for word in words for token in junior.encode(word))
-    return (*tokens, end) if turn[-1] not in senior.pieces or not tokens else tokens
+    return (*tokens, end) if turn[-1] not in pieces or not tokens else tokens

@@ -38,6 +38,7 @@ from tandemrl.rollout.partner import MakePartner, check_partnered
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.two_vocabularies import TwoVocabularies
 from tandemrl.selection import Who
+from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.whole_words import text_tables
 from tandemrl.selection.words import vocabulary_of
 
@@ -229,7 +230,7 @@ class TorchEngine(BatchEngine):
             decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
             make_partner = partial(
-                LocalPartner, decoder, own, tables, vocabulary_of(tokenizer), context_of(junior.config)
+                LocalPartner, decoder, own, tables, token_bytes(tokenizer), context_of(junior.config)
             )
         if make_partner is not None:
             if draft_tokens:

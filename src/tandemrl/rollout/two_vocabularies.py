@@ -416,7 +416,8 @@ class TwoVocabularies(Half):
         if not self.stop_strings:
             return 0
         known = self.tokens[self.number[i], : int(self.written[i])]
-        return self.rows[i].first_stop_within(known, tokens, self.decoder.tokenizer.decode)
+        new = torch.tensor(tokens, dtype=torch.int64)
+        return self.rows[i].first_stop(known, new, self.decoder.tokenizer.decode)
 
 
 _REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}

@@ -4,9 +4,10 @@ Nothing is remembered between two calls: a `Draft` holds everything that the nex
 the engine as ``Request.history``, so that strategy and draws continue where they were. A text that is written in pieces
 of any length is therefore the one that a single request would have given.
 
-With two vocabularies, an engine cannot go on from tokens. There, a single request writes the text, and waits until more
-of it is asked for. Where another draft is asked for, it begins anew, and writes the same text again, by its seed. After
-what a person inserts, a new request goes on from the text up to there, which each model reads in its own tokens.
+With two vocabularies, the junior of another request would read its words as other tokens, so pieces would not give
+that text. There, a single request writes the text, and waits until more of it is asked for. Where another draft is
+asked for, it begins anew, and writes the same text again, by its seed. After what a person inserts, a new request goes
+on from the text up to there, which each model reads in its own tokens.
 """
 
 import threading

@@ -121,9 +121,12 @@ class Spans:
         over = list[int]()
         for i in at.tolist():
             row = self._rows[i]
-            if row.words is not None:
+            if row.words is None:
+                is_over = row.blank_line and bool(begins[i])
+            else:
                 row.words -= int(begins[i]) or not row.written
-            if row.blank_line and begins[i] if row.words is None else row.words < 0:
+                is_over = row.words < 0
+            if is_over:
                 over.append(i)
             row.tail, row.written, row.blank_line = after[i], row.written + 1, blank_after[i]
         told = output.logprobs_tensors

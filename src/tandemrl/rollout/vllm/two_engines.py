@@ -30,7 +30,7 @@ from tandemrl.rollout.vllm.backend import platform_device
 from tandemrl.rollout.vllm.engine import VllmEngine, death_reported, sampling_params
 from tandemrl.rollout.vllm.spans import HANDOVER, Span
 from tandemrl.selection import Who, draws
-from tandemrl.selection.boundaries import start_table
+from tandemrl.selection.boundaries import start_table, token_bytes
 from tandemrl.selection.draws import stream
 from tandemrl.selection.whole_words import TextTables, id_tables, text_tables
 from tandemrl.selection.words import vocabulary_of
@@ -125,9 +125,8 @@ def _up_to_stops(batch: DecodingBatch, spans: dict[int, Written]) -> dict[int, W
         return spans
     found = {}
     for i, span in spans.items():
-        row, known = batch.rows[i], int(batch.written[i])
-        text = batch.tokens[row.number, :known]
-        stop = row.first_stop_within(text, span.tokens, batch.decoder.tokenizer.decode)
+        known = batch.tokens[batch.number[i], : int(batch.written[i])]
+        stop = batch.rows[i].first_stop(known, torch.tensor(span.tokens), batch.decoder.tokenizer.decode)
         found[i] = Written(span.tokens[:stop], span.logprobs[:stop], None) if stop else span
     return found
 
@@ -255,13 +254,13 @@ class VllmTwoEngines(BatchEngine):
         decoder, context = _decoder(senior), senior.context
         if apart:
             theirs, own, context_of_junior = _decoder(junior), vocabulary_of(junior.tokenizer), junior.context
-            tables, spelling = text_tables(junior.tokenizer, junior.vocabulary), vocabulary_of(senior.tokenizer)
+            tables, pieces = text_tables(junior.tokenizer, junior.vocabulary), token_bytes(senior.tokenizer)
 
             def half(*args: Any, **named: Any) -> SpanHalf:
                 return self._with_writer(SpanHalf(*args, **named), 0)
 
             def make_partner(requests: Sequence[Request], total: int) -> LocalPartner:
-                return LocalPartner(theirs, own, tables, spelling, context_of_junior, requests, total, half=half)
+                return LocalPartner(theirs, own, tables, pieces, context_of_junior, requests, total, half=half)
 
         else:
             decoder = replace(decoder, vocabulary=min(senior.vocabulary, junior.vocabulary))
