@@ -62,15 +62,17 @@ def config(agents: Path, out: Path, *extra: str) -> Config:
 
 
 def record(out: Path, *, after: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]], np.ndarray]:
-    """What two equal runs share from some step on: metrics, samples, and the engine's log-probs, which are equal up to
-    rounding: the rows that are decoded together are those whose tools have answered."""
+    """What two equal runs share from some step on: metrics, samples, and the engine's log-probs (of tokens and of
+    handovers), which are equal up to rounding: the rows that are decoded together are those whose tools have
+    answered."""
     metrics = [
         {name: value for name, value in line.items() if not name.startswith("mismatch/")}
         for line in runs.timeless(out)
         if line["step"] > after
     ]
     samples = [line for line in runs.samples(out) if line["step"] > after]
-    logprobs = np.concatenate([line.pop("behaviour_logprobs") for line in samples])
+    of_engine = ("behaviour_logprobs", "handover_logprobs")
+    logprobs = np.concatenate([line.pop(name) for line in samples for name in of_engine if name in line])
     return metrics, samples, logprobs
 
 
