@@ -44,6 +44,7 @@ from tandemrl.selection import before_word as before_word
 from tandemrl.selection import bernoulli as bernoulli
 from tandemrl.selection import chunk as chunk
 from tandemrl.selection import linear as linear
+from tandemrl.selection import per_group as per_group
 from tandemrl.selection import replay as replay
 from tandemrl.selection import sentence as sentence
 from tandemrl.selection import solo as solo

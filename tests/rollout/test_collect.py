@@ -19,8 +19,8 @@ from tandemrl.rollout.collect import CompletionBatch, generate
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling
 from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, bernoulli, replay
-from tandemrl.selection.draws import request_key
+from tandemrl.selection import Strategy, bernoulli, per_group, replay
+from tandemrl.selection.draws import group_of, request_key
 
 STRATEGY = bernoulli(0.5)
 SAMPLING = Sampling(max_tokens=9)
@@ -109,6 +109,17 @@ def test_requests_carry_the_prompts_ids_and_the_keys_of_their_examples():
         assert request.sampling is SAMPLING
     assert written.prompts == [prompt for _, prompt in given]
     assert [len(group) for group in written.completions] == [3] * 4
+
+
+def test_a_group_with_shared_draws_has_keys_that_name_it():
+    engine, [first, second] = Parrot(), numbered_prompts(2)
+    given = [first, second, first]  # an example that is drawn twice is two groups
+    generate(engine, given, strategy=per_group(STRATEGY), sampling=SAMPLING, group_size=3, seed=4, step=2)
+    keys = torch.tensor([request.keys for request in engine.seen])
+    assert len(keys.unique()) == 9
+    named = group_of(keys)
+    assert bool((named == named[:, :1]).all())
+    assert len(named.unique()) == 3
 
 
 def test_draws_are_counted_over_all_completions():

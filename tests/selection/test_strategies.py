@@ -20,6 +20,7 @@ from tandemrl.selection import (
     chunk,
     draw_counts,
     linear,
+    per_group,
     replay,
     resumed,
     sentence,
@@ -29,7 +30,7 @@ from tandemrl.selection import (
     word_aligned,
 )
 from tandemrl.selection.boundaries import StepTables, WordTables
-from tandemrl.selection.draws import request_key, uniforms
+from tandemrl.selection.draws import group_keys, request_key, uniforms
 from tandemrl.selection.strategies import BernoulliState
 
 TEXTS = ["a", " b", "c ", "\n", "\n\n", "d\n", "\ne", ".", ".\n\n", " \n \n", "\n\nf", ")"]
@@ -307,6 +308,39 @@ def test_golden_authors_never_change() -> None:
     got = replay(bernoulli(0.5), torch.tensor([key]), torch.zeros(1, 16, dtype=torch.int64), torch.tensor([16]))
     assert key == 3705391937491829246
     assert "".join(map(str, got.author[0].tolist())) == "1100110010100111"
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "word", "turn"])
+def test_completions_of_a_group_share_their_author_draws(name: str) -> None:
+    """Read off a text that is the same in the whole group: the authors are too, and other groups have others."""
+    shared, groups = per_group(ALL[name]), [group_keys(1, 2, example, 6, 5) for example in range(40)]
+    keys = torch.tensor([key for group in groups for key in group])
+    assert len(set(keys.tolist())) == 200
+    text = random_tokens(1, 60).expand(200, 60)
+    found = replay(shared, keys, text, torch.full((200,), 60))
+    by_group = found.author.reshape(40, 5, 60)
+    assert bool((by_group == by_group[:, :1]).all())
+    assert len({tuple(row) for row in by_group[:, 0].tolist()}) == (2 if name == "turn" else 40)
+    assert shared.shared_draws
+    apart = replay(ALL[name], keys, text, torch.full((200,), 60)).author.reshape(40, 5, 60)
+    assert not bool((apart == apart[:, :1]).all())
+
+
+def test_two_vocabularies_share_the_draws_of_a_group_in_both() -> None:
+    """The strategy over the junior's ids is asked by itself; keys of a group must be one key there, too."""
+    asked: list[list[int]] = []
+    bottom = bernoulli(0.5)
+    spied = bottom._replace(init=lambda keys: (asked.append(keys.tolist()), bottom.init(keys))[1])
+    other = per_group(bottom._replace(over=lambda tables: spied)).over
+    assert other is not None
+    assert other(None).shared_draws
+    other(None).init(torch.tensor(group_keys(1, 2, 3, 0, 4)))
+    assert len(set(asked[0])) == 1
+
+
+def test_a_group_that_cannot_share_its_draws_is_refused() -> None:
+    with pytest.raises(ValueError, match="65537 completions: at most 65536 can share"):
+        group_keys(0, 0, 0, 0, 65_537)
 
 
 def test_draw_counts_of_deterministic_strategies_are_zero() -> None:

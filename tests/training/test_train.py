@@ -546,6 +546,23 @@ def test_draw_gate() -> None:
         check_draws(Draws(10_000, 5_301), 0.5)
     with pytest.raises(TrainError):
         check_draws(Draws(100, 99), 1.0)
+    check_draws(Draws(10_000, 5_301), 0.5, copies=4)
+    with pytest.raises(TrainError):
+        check_draws(Draws(10_000, 5_601), 0.5, copies=4)
+
+
+def test_a_group_draws_its_authors_together(tiny_pair: Path, tmp_path: Path) -> None:
+    keys = ["selection.strategy=bernoulli", "selection.draws=per_group", "train.steps=1", "train.eval_every=0"]
+    out = train(config(tiny_pair, tmp_path / "run", *keys), quiet=True)
+    by_example = dict[str, list[list[int]]]()
+    lines = [json.loads(line) for line in (out / "samples.jsonl").open()]
+    for line in lines:
+        by_example.setdefault(line["example_id"], []).append([who for who in line["author"] if who >= 0])
+    assert len(by_example) > 1
+    for authors in by_example.values():
+        assert all(author == other for each in authors for author, other in zip(each, authors[0], strict=False))
+    assert len({line["text"] for line in lines}) > 2 * len(by_example)  # the tokens are drawn for each by itself
+    assert len({tuple(authors[0][:12]) for authors in by_example.values()}) > 1
 
 
 def test_the_mismatch_limit_is_a_default_per_dtype_or_the_number_given() -> None:

@@ -37,6 +37,9 @@ class SelectionConfig:
     """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who generates everything (`solo`)."""
     prob_senior_final: PositiveShare | None = None
     """With `anneal_steps`: prob_senior moves linearly to this value."""
+    draws: Literal["per_rollout", "per_group"] = "per_rollout"
+    """Whether each rollout draws its authors, or all of a group draw the same: then, as far as their texts take the
+    same course, the luck of the draws cancels in the advantage."""
     max_untranslatable: Share = 0.01
     """Two vocabularies: stop if more than this share of a step's rollouts cannot be expressed in both (beyond chance,
     6σ). Such rollouts are not scored and not trained on."""
@@ -51,6 +54,8 @@ class SelectionConfig:
     def faults(self) -> Iterator[Fault]:
         """What contradicts each other in this section."""
         yield from check_parameters("selection.parameters", self.strategy, self.parameters)
+        if self.draws == "per_group" and not self.kind.draws:
+            yield Fault("selection.draws", f"per_rollout with {self.strategy}, which draws nothing")
         if self.anneal_steps > 0 and not self.kind.draws:
             yield Fault("selection.anneal_steps", f"0 with {self.strategy}, which draws nothing")
         if self.kind.solo and self.first != "senior":

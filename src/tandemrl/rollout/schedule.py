@@ -12,7 +12,7 @@ from tandemrl.config.fields import is_own
 from tandemrl.config.strategies import Kind
 from tandemrl.processes.names import function_named, made
 from tandemrl.selection.boundaries import start_table, step_tables, word_boundary_table, word_start_tables
-from tandemrl.selection.strategies import Strategy, annealed, linear
+from tandemrl.selection.strategies import Strategy, annealed, linear, per_group
 from tandemrl.selection.whole_words import text_tables
 
 
@@ -64,7 +64,7 @@ def schedule_of(
         found = made(path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
         if not isinstance(found, Strategy):
             raise ConfigError(f"{where}: returned a {type(found).__name__}; return a Strategy, such as bernoulli(0.5)")
-        return found
+        return per_group(found) if s.draws == "per_group" else found
 
     if s.prob_senior_final is None:
         strategy = make(s.prob_senior)

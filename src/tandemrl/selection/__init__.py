@@ -15,6 +15,7 @@ from tandemrl.selection.strategies import bernoulli as bernoulli
 from tandemrl.selection.strategies import chunk as chunk
 from tandemrl.selection.strategies import first_turn as first_turn
 from tandemrl.selection.strategies import linear as linear
+from tandemrl.selection.strategies import per_group as per_group
 from tandemrl.selection.strategies import sentence as sentence
 from tandemrl.selection.strategies import solo as solo
 from tandemrl.selection.strategies import turn as turn

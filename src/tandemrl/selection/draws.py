@@ -61,6 +61,30 @@ def request_key(seed: int, step: int, example: int, sample: int) -> int:
     return mix64(seed, step, example, sample)
 
 
+SAMPLE_BITS = 16
+"""The low bits of the keys of a group that shares its author draws. They number its completions."""
+
+
+def group_keys(seed: int, step: int, example: int, first: int, size: int) -> tuple[int, ...]:
+    """The keys of a group of ``size`` completions, which `group_of` maps to one key (``selection.per_group``).
+
+    Args:
+        first: number of the first one among the completions of this example in this step.
+
+    Raises:
+        ValueError: ``size`` is above 65,536.
+    """
+    if size > 1 << SAMPLE_BITS:
+        raise ValueError(f"a group of {size} completions: at most {1 << SAMPLE_BITS} can share their author draws")
+    group = request_key(seed, step, example, first) >> SAMPLE_BITS << SAMPLE_BITS
+    return tuple(group + sample for sample in range(size))
+
+
+def group_of(keys: Int64[Tensor, "*b"]) -> Int64[Tensor, "*b"]:
+    """The key of the group of each completion."""
+    return keys >> SAMPLE_BITS << SAMPLE_BITS
+
+
 def _finalise(z: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
     # In place, on temporaries made here. `>>` copies the sign bit, hence the masks.
     z = (z >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(z).mul_(_MULTIPLIER_1)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from tandemrl.selection.boundaries import StepTables, WordTables
-from tandemrl.selection.draws import SELECTION, stream, uniforms
+from tandemrl.selection.draws import SELECTION, group_of, stream, uniforms
 
 Who = Literal["senior", "junior"]
 
@@ -50,6 +50,8 @@ class Strategy(NamedTuple):
     token is dropped. ``over`` gives the same strategy for the ids of the other vocabulary, by its tables. With
     ``by_steps``, authors change at the first word after a blank line, and within a turn nowhere else: one who writes a
     run of words elsewhere is told so, and else how many words there are.
+
+    With ``shared_draws``, the completions of a group have the same author draws (`per_group`).
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
@@ -60,6 +62,7 @@ class Strategy(NamedTuple):
     removed: Bool[Tensor, " v"] | None = None
     over: Callable[[Any], "Strategy"] | None = None
     by_steps: bool = False
+    shared_draws: bool = False
 
 
 class WordState(NamedTuple):
@@ -372,6 +375,30 @@ def first_turn(who: Who = "senior") -> Strategy:
 def _turn_of(senior_writes: bool, state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
     senior = torch.full_like(state.senior, senior_writes)
     return senior, SoloState(senior)
+
+
+def per_group(strategy: Strategy) -> Strategy:
+    """The same author draws in all completions of a group: the n-th draw falls to the same author in each.
+
+    Rewards of a group are compared with their mean. So how much luck the draws were, say a hard word for the junior,
+    cancels in the advantage, as far as completions take the same course.
+    """
+    over = strategy.over
+    return strategy._replace(
+        init=partial(_init_by_group, strategy.init),
+        over=None if over is None else partial(_over_by_group, over),
+        shared_draws=True,
+    )
+
+
+def _init_by_group(
+    init: Callable[[Tensor], tuple[Tensor, Any]], request_keys: Int64[Tensor, " b"]
+) -> tuple[Tensor, Any]:
+    return init(group_of(request_keys))
+
+
+def _over_by_group(over: Callable[[Any], Strategy], tables: Any) -> Strategy:
+    return per_group(over(tables))
 
 
 def annealed(make: Callable[[float], Strategy], schedule: Callable[[int], float]) -> Callable[[int], Strategy]:

@@ -39,7 +39,7 @@ class TrainError(RuntimeError):
     """A check failed, and going on would train something else than what was asked for. The message gives the reason."""
 
 
-def check_draws(draws: Draws, prob_senior: float | None) -> None:
+def check_draws(draws: Draws, prob_senior: float | None, copies: int = 1) -> None:
     """Check that the senior's share of all author draws lies within 6σ of ``prob_senior``.
 
     The check counts draws, not tokens, since the length of a segment depends on who writes it.
@@ -47,13 +47,14 @@ def check_draws(draws: Draws, prob_senior: float | None) -> None:
     Args:
         draws: the author draws of a step.
         prob_senior: the probability to check against. None skips the check.
+        copies: how many rollouts share each draw; 1 if every rollout draws for itself.
 
     Raises:
         TrainError: the share lies outside.
     """
     if prob_senior is None or draws.total == 0:
         return
-    sigma = math.sqrt(prob_senior * (1 - prob_senior) / draws.total)
+    sigma = math.sqrt(prob_senior * (1 - prob_senior) * copies / draws.total)
     share = draws.senior / draws.total
     if abs(share - prob_senior) > SIGMAS * sigma + 1e-12:
         raise TrainError(

@@ -55,7 +55,8 @@ def generate(
         )
     reasons = [c.stop_reason for group in completions.completions for c in group]
     check_untranslatable(reasons, config.selection.max_untranslatable, TrainError)
-    check_draws(completions.draws, setup.schedule.prob_senior(step))
+    copies = config.rollout.group_size if strategy.shared_draws else 1
+    check_draws(completions.draws, setup.schedule.prob_senior(step), copies)
     return completions
 
 
