@@ -20,10 +20,13 @@ from tandemrl.apps.experiments.experiment import SCHEMA
 from tandemrl.apps.report import read_results
 from tandemrl.apps.report.records import Setting
 from tandemrl.apps.report.tables import (
+    ACCEPTANCE,
+    DRIFT,
     HANDOFF,
     JARGON_RATE,
     JUNIOR_CE,
     JUNIOR_FIRST,
+    LENGTH,
     REPAIRS,
     SENIOR_FIRST,
     SENIOR_THEN_JUNIOR,
@@ -37,6 +40,8 @@ from tandemrl.apps.report.tables import (
     markdown_table,
     seeds_table,
 )
+from tandemrl.data.loading import load_rows
+from tandemrl.evals.files import read_samples
 from tandemrl.evals.stats import pearson
 from tandemrl.files import write_text
 
@@ -60,6 +65,9 @@ PUBLISHED = {
 ENVIRONMENTS = DOCS / "environments"
 """Results of the headline, GRPO and tandem GRPO alone, under other CPUs, instruction sets and libraries' settings."""
 HEADLINE = ("paper-claims", ("jargon",))
+
+TEXTS = 5
+"""Of how many problems texts are kept."""
 
 CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
 OF_AGENTS = (SOLO, TANDEM, SENIOR_THEN_JUNIOR, SENIOR_TURN_FIRST, JUNIOR_CE)
@@ -704,13 +712,26 @@ def other_family() -> str:
 SMOLLM2_ARMS = {
     "base": "before training",
     "grpo": "GRPO",
-    "kl": "KL-regularised GRPO",
     "grpo_8": "GRPO, half of the prompts",
     "tandem_self": "tandem GRPO with its copy",
     "tandem": "tandem GRPO, weaker junior",
     "sentence": "the same, by steps",
 }
-"""The arms on a pretrained model, as README names them."""
+"""Arms on a pretrained model, as README names them."""
+
+
+def texts(name: str, which: Sequence[int]) -> str:
+    """Texts of all arms side by side, for some of the first held-out problems."""
+    content = json.loads(_texts_file(name).read_text())
+    parts = []
+    for each in (content["problems"][i] for i in which):
+        rows = [
+            [title, " ".join(found["text"].split()).replace("*", "×"), "yes" if found["correct"] else "no"]
+            for title, found in each["texts"].items()
+        ]
+        parts.append(f"> {each['problem']} (*{each['answer']}*)\n\n" + markdown_table(["", "text", "correct"], rows, left=2))
+    said = f"Solo, seed {content['seed']}; lines are joined, and × stands for \\* ({_file(_texts_file(name).name)})."
+    return "\n".join([*parts, said]) + "\n"
 
 
 def smollm2_table() -> str:
@@ -756,8 +777,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "readme-smollm2": smollm2_table,
     "smollm2-first": smollm2_first,
     "smollm2": lambda: headline("smollm2.json"),
+    "smollm2-more": lambda: headline_table(results("smollm2.json")[1].arms, (ACCEPTANCE, DRIFT, LENGTH)),
     "smollm2-differences": lambda: differences("smollm2.json"),
     "smollm2-longer": smollm2_longer,
+    "smollm2-texts": lambda: texts("smollm2.json", (0, 1, 2)),
+    "smollm2-terse-texts": lambda: texts("smollm2_terse.json", (1, 2)),
     "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
     "three-seeds": lambda: headline("quickstart_three_seeds.json", JARGON_RATE),
     "three-seeds-verdicts": lambda: claims_table(results("quickstart_three_seeds.json")[1].claims),
@@ -833,6 +857,33 @@ def take_over(folders: Iterable[Path]) -> None:
             ]
             file = ENVIRONMENTS / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
         write_text(file, text)
+        if content["experiment"]["name"] == "smollm2":
+            write_text(_texts_file(file.name), json.dumps(first_texts(folder, content), indent=1) + "\n")
+
+
+def _texts_file(name: str) -> Path:
+    return BENCHMARKS / name.replace(".json", "_texts.json")
+
+
+def first_texts(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What each arm of the first seed generates alone for the first held-out problems."""
+    [pair], seed = content["experiment"]["pairs"], min(content["experiment"]["seeds"])
+    rows = load_rows([f"synthetic:{pair}:heldout"])[:TEXTS]
+    arms = [("base", "before training"), *((arm["name"], arm["title"]) for arm in content["experiment"]["arms"])]
+    samples = {
+        title: read_samples(folder / pair / f"seed-{seed}" / "eval" / arm / "pass-at-k.samples.jsonl")[:TEXTS]
+        for arm, title in arms
+    }
+    assert all([each.example_id for each in own] == [row.example_id for row in rows] for own in samples.values())
+    problems = [
+        {
+            "problem": row.messages[-1]["content"],
+            "answer": row.ground_truth,
+            "texts": {title: {"text": own[i].text, "correct": own[i].correct} for title, own in samples.items()},
+        }
+        for i, row in enumerate(rows)
+    ]
+    return {"seed": seed, "problems": problems}
 
 
 def main() -> None:

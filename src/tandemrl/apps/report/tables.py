@@ -114,6 +114,11 @@ ACCEPTANCE = Column(
     *("acceptance", "legibility", "acceptance"),
     meaning="fraction of the senior's tokens that the junior draws, too, with the same random numbers",
 )
+DRIFT = Column(
+    *("drift KL", "drift", "kl", "nats/token", nats, inf),
+    meaning="KL(senior ‖ junior) of their next-token distributions, on the senior’s solo responses",
+)
+LENGTH = Column("length", "pass-at-k", "length", "tokens", count, inf, "mean length of solo responses")
 JARGON_RATE = Column("jargon rate", "", "jargon_rate", meaning="fraction of solo responses in jargon")
 SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate", meaning="fraction of solo responses in shorthand")
 REPAIRS = Column(
@@ -136,15 +141,12 @@ COLUMNS = (
     SENIOR_THEN_JUNIOR,
     JUNIOR_CE,
     ACCEPTANCE,
-    Column(
-        *("drift KL", "drift", "kl", "nats/token", nats, inf),
-        meaning="KL of the senior to the model before training, on its own responses",
-    ),
+    DRIFT,
     Column(
         *("verified pass@1", "verified", "verified_pass@1"),
         meaning="fraction of responses that are correct and whose reasoning a judge accepts",
     ),
-    Column("length", "pass-at-k", "length", "tokens", count, inf, "mean length of solo responses"),
+    LENGTH,
     Column("turns", "pass-at-k", "turns", "", count, inf, "mean number of turns of an episode"),
     Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf, "calls per episode that raised an error"),
     Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf, "calls per episode that could not be made"),
