@@ -720,6 +720,46 @@ SMOLLM2_ARMS = {
 """Arms on a pretrained model, as README names them."""
 
 
+def tandem_noise() -> str:
+    """What the authors' draws do to the rewards of the runs on a pretrained model."""
+    content = json.loads((BENCHMARKS / "tandem_noise.json").read_text())
+
+    def both(each: Mapping[str, float], how: str) -> str:
+        return f"{each['first']:{how}} → {each['last']:{how}}"
+
+    def explained(arm: Mapping[str, Any], of: str) -> str:
+        return f"{arm['explained'][of]['share']:.1%}" if "explained" in arm else "—"
+
+    rows = [
+        [
+            arm["title"],
+            f"{arm['senior_tokens']:,.0f}",
+            both(arm["entropy"], ".3f"),
+            both(arm["truncated"], ".1%"),
+            f"{arm['split_numbers']} of {arm['numbers']:,}" if "split_numbers" in arm else "—",
+            explained(arm, "tokens"),
+            explained(arm, "results"),
+        ]
+        for arm in content["arms"].values()
+    ]
+    head = [
+        "arm",
+        "trained tokens per step",
+        "entropy (nats), first → last third",
+        "truncated, first → last third",
+        "numbers with two authors",
+        "reward variance in a group that goes with the senior's share of tokens",
+        "… of results",
+    ]
+    every = [each for arm in content["arms"].values() for each in arm.get("explained", {}).values()]
+    chance = max(each["by_chance"] for each in every)
+    return (
+        markdown_table(head, rows)
+        + "\nAll rollouts of the runs above, three seeds. With rewards permuted within groups the last two columns "
+        f"would be at most {chance:.2%} ({versions_of([content])}; {_file('tandem_noise.json')}).\n"
+    )
+
+
 def texts(name: str, which: Sequence[int]) -> str:
     """Texts of all arms side by side, for some of the first held-out problems."""
     content = json.loads(_texts_file(name).read_text())
@@ -729,7 +769,9 @@ def texts(name: str, which: Sequence[int]) -> str:
             [title, " ".join(found["text"].split()).replace("*", "×"), "yes" if found["correct"] else "no"]
             for title, found in each["texts"].items()
         ]
-        parts.append(f"> {each['problem']} (*{each['answer']}*)\n\n" + markdown_table(["", "text", "correct"], rows, left=2))
+        parts.append(
+            f"> {each['problem']} (*{each['answer']}*)\n\n" + markdown_table(["", "text", "correct"], rows, left=2)
+        )
     said = f"Solo, seed {content['seed']}; lines are joined, and × stands for \\* ({_file(_texts_file(name).name)})."
     return "\n".join([*parts, said]) + "\n"
 
@@ -780,6 +822,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2-more": lambda: headline_table(results("smollm2.json")[1].arms, (ACCEPTANCE, DRIFT, LENGTH)),
     "smollm2-differences": lambda: differences("smollm2.json"),
     "smollm2-longer": smollm2_longer,
+    "tandem-noise": tandem_noise,
     "smollm2-texts": lambda: texts("smollm2.json", (0, 1, 2)),
     "smollm2-terse-texts": lambda: texts("smollm2_terse.json", (1, 2)),
     "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
