@@ -14,20 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
-from helpers import author_logits, flat, prepared
+from helpers import author_logits, flat, prepared, reference_logits
 from real_model import smollm2
 from tandemrl.cli.main import app
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.models.loading import load_model
-from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, word
 from tandemrl.selection.boundaries import word_boundary_table
 from tandemrl.selection.draws import request_key
-
-pytestmark = pytest.mark.slow
 
 QUESTIONS = [
     "Tom has 3 boxes with 4 apples each. He buys 22 more. How many apples does he have?",
@@ -105,6 +103,21 @@ def by_torch(
     return flat(TorchEngine(prepared(plain), prepared(near), tokenizer).generate(in_turns))
 
 
+def test_log_probs_of_drafts_are_those_of_transformers(folder: Path, plain: PreTrainedModel, tokenizer: Any) -> None:
+    """The one that is not slow: a model beside itself, sampled."""
+    model = load_model(folder)
+    engine = TorchEngine(model, model, tokenizer, draft_tokens=4)
+    batch = asked(tokenizer, in_tandem(tokenizer, plain.config.vocab_size), Sampling(max_tokens=12))[:1]
+    [written] = flat(engine.generate(batch))
+    logits = torch.from_numpy(reference_logits(plain, batch[0].prompt, written.tokens.tolist()))
+    expected = logits.log_softmax(-1)[torch.arange(len(logits)), torch.from_numpy(written.tokens)].numpy()
+    assert np.abs(written.behaviour_logprobs - expected).max() < 1e-4
+    assert set(written.author.tolist()) == {0, 1}
+    check_authors([written], batch[0].strategy)
+    assert engine.passes.drafted == engine.passes.accepted > 0
+
+
+@pytest.mark.slow
 def test_drafts_write_what_lockstep_writes(
     plain: PreTrainedModel,
     near: PreTrainedModel,
@@ -133,6 +146,7 @@ def padded(plain: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> Path:
     return tmp_path / "padded"
 
 
+@pytest.mark.slow
 def test_shards_a_tied_head_and_a_padded_vocabulary(
     padded: Path, folder: Path, plain: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +182,7 @@ def near_folder(near: PreTrainedModel, tokenizer: Any, tmp_path_factory: pytest.
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("mode", "draft_tokens", "dtype"),
