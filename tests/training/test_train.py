@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers import prepared, qwen3, tokenizer
+from real_model import smollm2
 from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weights
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
@@ -383,23 +384,34 @@ def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, 
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("pretrained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_senior_beside_itself_writes_what_it_writes_alone_and_learns_the_same(
-    tiny_pair: Path, tmp_path: Path
+    pretrained: bool, tiny_pair: Path, tmp_path: Path
 ) -> None:
     """Both models draw tokens from the same random numbers, so tandem alone changes neither texts nor rewards. With all
     tokens in the loss it takes GRPO's step: what tandem GRPO does otherwise is to leave tokens out."""
-    keys = ["train.steps=1", "train.eval_every=0"]
+    senior, keys, reward = tiny_pair / "senior", ["train.steps=1", "train.eval_every=0"], None
+    if pretrained:  # its answers are of other lengths, but all wrong
+        senior, reward = smollm2(), {"length": lambda row, text: float(len(text))}
+        keys += ["train.prompts_per_step=1", "rollout.max_tokens=24", "train.tokens_per_micro_batch=512"]
     alone = ["model.junior=null", "selection.strategy=solo"]
-    beside = [f"model.junior={tiny_pair}/senior", "loss.junior_weight=1"]
+    beside = [f"model.junior={senior}", "loss.junior_weight=1"]
     solo, tandem = (
-        train(config(tiny_pair, tmp_path / name, *keys, *more), quiet=True)
+        train(
+            config(tiny_pair, tmp_path / name, f"model.senior={senior}", *keys, *more),
+            reward=reward,
+            quiet=True,
+        )
         for name, more in (("solo", alone), ("tandem", beside))
     )
     told = [[json.loads(line) for line in (out / "samples.jsonl").open()] for out in (solo, tandem)]
     assert [(each["text"], each["reward"]) for each in told[0]] == [(each["text"], each["reward"]) for each in told[1]]
     assert 0.3 < metrics(tandem)[0]["tandem/senior_frac"] < 0.7
+    assert metrics(tandem)[0]["grad_norm"] > 0
     a, b = weights(solo, 1), weights(tandem, 1)
     assert all(torch.equal(a[name], b[name]) for name in a)
+    if pretrained:
+        shutil.rmtree(tmp_path)  # two checkpoints and two exports have 4 GB
 
 
 @pytest.mark.parametrize("reduction", ["null", "sequence_mean_token_mean"])

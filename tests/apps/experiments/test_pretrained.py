@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import artefacts
 import real_model
 from runs import evaluate_phase
 from tandemrl.apps.experiments import experiment as experiments
@@ -328,6 +329,30 @@ def test_a_tampered_file_ends_the_search(sources: Callable[..., list[str]], monk
     with pytest.raises(TamperedError, match="the hub names"):
         fetch()
     assert "package" not in asked
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(FetchError("it is nowhere"), pytest.skip.Exception), (TamperedError("it is another"), TamperedError)],
+)
+def test_tests_are_skipped_without_the_model_and_fail_with_another(
+    error: Exception, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(say: Any) -> Fetched:
+        raise error
+
+    monkeypatch.setattr(real_model, "fetch", fetch)
+    with pytest.raises(outcome, match=str(error)):
+        real_model.smollm2()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("sleep 60", "x is missing: Command .* timed out"), ("echo why >&2; false", "x is missing: why")],
+)
+def test_tests_are_skipped_where_a_package_manager_fails(program: str, reason: str) -> None:
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        artefacts._run(["sh", "-c", program], "x is missing", timeout_s=0.5)
 
 
 def test_without_network_the_hubs_cache_is_read_and_nothing_else(

@@ -1,10 +1,12 @@
 """``tandemrl serve`` as it runs, asked by OpenAI's client: the same with every engine."""
 
+import json
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,19 @@ import pytest
 import torch
 from clients import authors, strategy_of, written
 from pairs import CONTEXT, EOS, VLLM, greedy_gaps, models, reference
-from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
+from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, save_speaker, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import artefacts
 from helpers import IDS, tokenizer
+from real_model import smollm2
 from tandemrl.apps.serve import authorship
+from tandemrl.models.loading import load_model
 from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.draws import mix64
+from tandemrl.training.checkpoint.export import export_hf
 
 pytest.importorskip("openai", reason="the tests ask by OpenAI's client")
 OPTIONS = {"torch": [], "vllm": ["--mode", "draft"]}
@@ -221,3 +230,98 @@ def test_an_interrupt_ends_it(running: Server) -> None:
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(timeout=60) == 0, running.log.read_text()[-4000:]
     assert not healthy(running.url)
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look there.",
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"type": "array", "items": {"type": "string"}}},
+                "required": ["at"],
+            },
+        },
+    }
+]
+CALL = """<tool_call>
+{"name":"look", "arguments": {"at":["é","😀 42"] }}
+</tool_call>"""
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=[*VLLM, pytest.mark.slow])])
+def test_a_published_template_tells_of_tools_and_its_calls_are_read(engine: str, tmp_path: Path) -> None:
+    """With Qwen3's tokenizer. The models generate the call after any prompt that ends as its template ends one."""
+    words = artefacts.tokenizer("qwen3")
+
+    def template(messages: Sequence[Any]) -> list[int]:
+        ids: list[int] = words.apply_chat_template(
+            messages, tools=TOOLS, add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
+        return ids
+
+    question = {"role": "user", "content": "What is there?"}
+    written = [*words.encode(CALL), words.eos_token_id]
+    folder = save_speaker(tmp_path / "pair", words, [template([question])[-1], *written])
+    with serving(engine, folder, folder, tmp_path / "log", "--max-gap-tokens", "4") as server:
+        client = openai_client(server)
+        body = {"return_token_ids": True}
+        create = partial(client.chat.completions.create, model=client.model, tools=TOOLS, temperature=0, seed=1)
+        whole = create(messages=[question], extra_body=body)
+        [choice] = whole.choices
+        result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "a cat"}
+        said = choice.message.model_dump(exclude_none=True)
+        after = create(messages=[question, said, result], extra_body=body)
+        parts = [part for chunk in create(messages=[question], stream=True) for part in chunk.choices]
+    assert whole.prompt_token_ids == template([question])
+    assert choice.token_ids == written
+    assert set(choice.authorship) == {0, 1}
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "look")
+    assert json.loads(call.function.arguments) == {"at": ["é", "😀 42"]}
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    made = {"type": "function", "function": {"name": "look", "arguments": {"at": ["é", "😀 42"]}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [made]}
+    assert after.prompt_token_ids == template([question, turn, {"role": "tool", "content": "a cat"}])
+    streamed = [piece.function for part in parts for piece in part.delta.tool_calls or ()]
+    assert "".join(piece.name or "" for piece in streamed) == "look"
+    assert json.loads("".join(piece.arguments or "" for piece in streamed)) == {"at": ["é", "😀 42"]}
+    assert not any(part.delta.content for part in parts)
+    assert [part.finish_reason for part in parts if part.finish_reason] == ["tool_calls"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=VLLM)])
+def test_a_pretrained_pair_answers_as_the_models_do(engine: str, tmp_path: Path) -> None:
+    """Greedy chats with SmolLM2 and a junior with some noise in its matrices: in tandem, and with the senior alone."""
+    folder, junior = smollm2(), load_model(smollm2())
+    words, noise = AutoTokenizer.from_pretrained(folder), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in junior.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+    export_hf(junior, words, tmp_path / "junior")
+    question = [{"role": "user", "content": "List three colours."}]
+    prompt: Any = words.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    strategy = schedule_of(SERVED, words, junior.config.vocab_size).strategy(1)
+    request = Request(tuple(prompt), (mix64(8),), Sampling(max_tokens=24, temperature=0.0), strategy)
+    [[expected]] = TorchEngine(load_model(folder), junior, words).generate([request])
+    del junior
+    plain, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor([prompt])
+    alone = plain.generate(ids, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(ids))
+    del plain
+    options = ["--max-gap-tokens", "4"]
+    with serving(engine, folder, tmp_path / "junior", tmp_path / "log", *options, context=256) as server:
+        client = openai_client(server)
+        create = partial(
+            client.chat.completions.create, model=client.model, messages=question, max_tokens=24, temperature=0, seed=8
+        )
+        [choice] = create().choices
+        [by_senior] = create(extra_body={"tandem": {"solo": "senior"}}).choices
+    assert choice.token_ids == expected.tokens.tolist()
+    assert choice.authorship == expected.author.tolist()
+    assert set(choice.authorship) == {0, 1}
+    assert choice.message.content == words.decode(expected.tokens, skip_special_tokens=True)
+    assert by_senior.token_ids == alone[0, len(prompt) :].tolist() != choice.token_ids

@@ -12,19 +12,11 @@ import pytest
 import torch
 from clients import DEFAULT, written
 from pairs import CONTEXT, VLLM
-from served import SERVED, openai_client, save_pair, serving
-from transformers import AutoTokenizer
+from served import SERVED, save_pair
 from typer.testing import CliRunner
 
-from real_model import smollm2
 from tandemrl.config import SelectionConfig
-from tandemrl.data.rows import chat_tokens
-from tandemrl.models.loading import load_model
-from tandemrl.rollout.engine import EngineError, Request, Sampling
-from tandemrl.rollout.schedule import schedule_of
-from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection.draws import mix64
-from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.rollout.engine import EngineError
 
 pytest.importorskip("tandemrl.apps.serve.vllm_server", reason="vllm brings fastapi")
 
@@ -275,31 +267,3 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
             assert not left, mode
     finally:
         _shut_down(client.engine_core)
-
-
-@pytest.mark.slow
-def test_a_pretrained_pair_answers_as_the_torch_engine_does(tmp_path: Path) -> None:
-    """A greedy chat with SmolLM2 and a junior with some noise in its matrices."""
-    folder, junior = smollm2(), load_model(smollm2())
-    words, noise = AutoTokenizer.from_pretrained(folder), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in junior.parameters():
-            if parameter.ndim == 2:
-                parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
-    export_hf(junior, words, tmp_path / "junior")
-    question = [{"role": "user", "content": "List three colours."}]
-    size = junior.config.vocab_size
-    prompt = tuple(chat_tokens(words, question, "here", {}))
-    strategy = schedule_of(SERVED, words, size).strategy(1)
-    request = Request(prompt, (mix64(8),), Sampling(max_tokens=24, temperature=0.0), strategy)
-    [[expected]] = TorchEngine(load_model(folder), junior, words).generate([request])
-    with serving("vllm", folder, tmp_path / "junior", tmp_path / "log", "--max-gap-tokens", "4", context=256) as server:
-        client = openai_client(server)
-        response = client.chat.completions.create(
-            model=client.model, messages=question, max_tokens=24, temperature=0, seed=8
-        )
-    [choice] = response.choices
-    assert choice.token_ids == expected.tokens.tolist()
-    assert choice.authorship == expected.author.tolist()
-    assert set(choice.authorship) == {0, 1}
-    assert choice.message.content == words.decode(expected.tokens, skip_special_tokens=True)

@@ -22,8 +22,6 @@ from tandemrl.rollout.engine import Completion, check_completion
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 
-pytestmark = pytest.mark.slow
-
 NAME = "row <|im_end|>"
 QUESTION = "What is 12 + 30?  Say it in one word.\n"
 SMOLLM2 = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -91,7 +89,10 @@ def played(name: str, environment: Environment, script: list[str], *overrides: s
     return done, [words.decode(turn) for turn in done.turns]
 
 
-@pytest.mark.parametrize(("name", "arguments", "text"), PROMPTS)
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [pytest.param(*each, marks=[] if each[0] == "qwen3" else [pytest.mark.slow]) for each in PROMPTS],
+)
 def test_a_prompt_is_the_templates(name: str, arguments: dict[str, Any], text: str) -> None:
     ids = asked(name, arguments)
     assert ids == ids_of(name, text)
@@ -106,6 +107,7 @@ def test_tools_are_told_of_as_qwen3_has_it() -> None:
     assert asked("qwen3", {}, TOOLS) == ids_of("qwen3", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "llama3_1", "gemma3"])
 def test_turns_with_a_user_are_the_templates(name: str) -> None:
     """All ids of the episode, prompt and turns, are those of the conversation's rendering."""
@@ -121,6 +123,7 @@ def test_turns_with_a_user_are_the_templates(name: str) -> None:
     assert whole == ids_of(name, text.removesuffix("\n"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "llama3_1", "gemma3"])
 def test_templates_without_tools_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"does not tell of tools .*use a model that calls tools"):
@@ -153,6 +156,7 @@ def qwen3_text(conversation: list[dict[str, Any]], *, tools: bool = True, **opti
     return text
 
 
+@pytest.mark.slow
 def test_qwen3_without_thoughts_keeps_four_tokens_more_of_each_earlier_turn() -> None:
     """An empty thought, which its template leaves out of the turns before the last one."""
     script, conversation = agents_turns("")
@@ -173,6 +177,7 @@ def test_qwen3_without_thoughts_keeps_four_tokens_more_of_each_earlier_turn() ->
     assert whole.count(tokenizer("qwen3").eos_token_id) == len(conversation) + 1
 
 
+@pytest.mark.slow
 def test_qwen3_with_thoughts_and_tools_is_its_template() -> None:
     """The thoughts after the last message of a user stay in what its template writes."""
     script, conversation = agents_turns("<think>\nWhat do I need?\n</think>\n\n")
@@ -194,6 +199,7 @@ def test_qwen3_with_thoughts_and_tools_is_its_template() -> None:
     assert qwen3_text([opening, *done.transcript.messages], enable_thinking=True) == expected
 
 
+@pytest.mark.slow
 def test_qwen3s_thoughts_before_a_message_of_a_user_are_kept_too() -> None:
     """Where its template would leave them out: the only difference."""
     thought = "<think>\nWhat do they mean?\n</think>\n\n"
