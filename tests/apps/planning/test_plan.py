@@ -154,6 +154,9 @@ def test_the_page_about_gpus_says_what_a_4b_run_takes() -> None:
     for title, names in ON_THE_PAGE.items():
         sizes = [sum(item.size for item in found.items if item.name.startswith(names)) / GIB for found in (one, two)]
         assert f"| {title} | {sizes[0]:.1f} | {sizes[1]:.1f} |" in page
+    for phase in ("rollout", "update"):
+        ranges = ["–".join(f"{each:.0f}" for each in found.seconds[phase]) for found in (one, two)]
+        assert f"| {phase} | {ranges[0]} | {ranges[1]} |" in page
     assert f"| at most at once | {one.peak / GIB:.1f} | {two.peak / GIB:.1f} |" in page
     assert not plan(load("gsm8k_tandem", pair), 2, accelerator("h100")).fits
 
