@@ -760,6 +760,19 @@ def tandem_noise() -> str:
     )
 
 
+def step_shares() -> str:
+    """Where the time of a step goes, in the runs on a pretrained model."""
+    content = json.loads((BENCHMARKS / "tandem_noise.json").read_text())
+    rows = [
+        [arm["title"], *(f"{arm['time'][f'time/{part}']:.1%}" for part in ("rollout", "update", "sync"))]
+        for arm in content["arms"].values()
+    ]
+    return (
+        markdown_table(["arm", "rollout", "update", "sync"], rows)
+        + f"\nShares of the wall time of all steps ({versions_of([content])}; {_file('tandem_noise.json')}).\n"
+    )
+
+
 def texts(name: str, which: Sequence[int]) -> str:
     """Texts of all arms side by side, for some of the first held-out problems."""
     content = json.loads(_texts_file(name).read_text())
@@ -823,6 +836,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2-differences": lambda: differences("smollm2.json"),
     "smollm2-longer": smollm2_longer,
     "tandem-noise": tandem_noise,
+    "step-shares": step_shares,
     "smollm2-texts": lambda: texts("smollm2.json", (0, 1, 2)),
     "smollm2-terse-texts": lambda: texts("smollm2_terse.json", (1, 2)),
     "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
