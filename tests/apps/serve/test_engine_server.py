@@ -233,6 +233,21 @@ def test_pieces_of_a_text_are_the_text(text: str, style: dict[str, Any], shown: 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize(
+    ("stop", "pieces", "told"),
+    [
+        ("abcdef", ("abc", "def"), ["", ""]),
+        ("</answer>", ("<", "/a", "nswer", ">"), ["", "", "", ""]),
+        ("</answer>", ("x <", "/a", "nd more"), ["", "", "x </"]),
+    ],
+)
+def test_nothing_of_a_stop_string_is_told(stop: str, pieces: Sequence[str], told: list[str]) -> None:
+    from tandemrl.apps.serve.asked import TextStyle
+
+    stream = TextStream(Letters(), TextStyle(stop=(stop,)))
+    assert [stream.add(list(piece.encode()), [0.0] * len(piece)) for piece in pieces] == told
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "content", "arguments"),
