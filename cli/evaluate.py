@@ -238,7 +238,7 @@ def _resolved(
     Raises:
         ConfigError: an option is malformed, or there is no data.
     """
-    from tandemrl.config import ConfigError, load
+    from tandemrl.config import CUSTOM_SAMPLING, ConfigError, load
 
     if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
         raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -247,6 +247,8 @@ def _resolved(
         chosen["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
     no_training = ["train.eval_every=0", "data.monitor=[]"]  # whose own evaluations need other k and samples
     assignments = [*no_training, *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
+    if options.get("eval.profile") not in (None, "custom"):  # in place of that of the config and its sampling
+        assignments += [f"eval.{key}={'null' if value is None else value}" for key, value in CUSTOM_SAMPLING.items()]
     resolved = load(config, [*assignments, *overrides])
     if not data and config is None:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
