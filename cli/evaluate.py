@@ -335,12 +335,15 @@ def _is_summary(phase: str, metric: str) -> bool:
     It shows the main metrics of every phase, and other measures of texts for solo texts only. By hops, it does not show
     single arms, for lack of room.
     """
-    about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "acceptance", "kl", "excess", "unlikely_rate")
-    own = (*about, "maj@", "length", "truncation_rate", "turns") if phase == "pass-at-k" else about
+    from tandemrl.evals.measures import OF_K
+
+    about = ["rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "kl", "excess", "unlikely_rate"]
+    own = [*about, "em", "f1", "citation", *(("length", "truncation_rate", "turns") if phase == "pass-at-k" else ())]
+    of_k = OF_K if phase == "pass-at-k" else ("pass@", "verified_pass@")
     group, _, name = metric.rpartition("/")
     if "=" in group and "/" in group:
         return False
-    return name in ("em", "f1", "citation") or (name.startswith(own) and not metric.endswith(_BOUNDS))
+    return name in own or name.startswith(of_k)
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
