@@ -32,7 +32,7 @@ from tandemrl.apps.experiments.experiment import (
 from tandemrl.apps.experiments.families import PAIRS, WORDED, Recipe
 from tandemrl.apps.experiments.pair import PairError
 from tandemrl.cli.main import app
-from tandemrl.config import load
+from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare
 
 SHORT = (
@@ -148,12 +148,23 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
         ({"seeds": (1, 1)}, "seeds must be one or more different ones"),
         ({"arms": (Arm("base", "x"),)}, "cannot be called 'base'"),
         ({"contrasts": (("tandem", "ppo"),)}, r"unknown arms \['ppo'\]"),
+        ({"overrides": ("train.seed=7", "model={junior: null}")}, r"model\.junior, train\.seed is set for each run"),
+        ({"overrides": ("selection.strategy=word",)}, r"selection\.strategy is what the arm grpo sets"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=message):
         run_experiment(Experiment(**({"name": "x", "arms": (GRPO, TANDEM)} | change)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_run_sets_is_refused_but_for_settings_of_training(finished: Finished) -> None:
+    overrides = experiments._run_overrides(finished.experiment, Job("plain", 0, TANDEM), finished.out)
+    assert stated_keys(overrides) - experiments.OF_RUN == {"train.lr", "train.threads"}
+    asked = replace(EXPERIMENTS["ablations"], overrides=("selection.prob_senior=0.5", "train.lr=1e-4"))
+    with pytest.raises(ExperimentError, match=r"prob_senior is what the arm p_0\.25 sets"):
+        experiments._check_experiment(asked)
+    experiments._check_experiment(asked.only(["tandem", "K_2"]))
 
 
 def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:

@@ -39,12 +39,16 @@ from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.tiny import DEFAULT_SIZE, SIZES, lr_scale
 from tandemrl.apps.experiments.warm_start import Progress, progress_line
 from tandemrl.apps.report.records import MEASURES
-from tandemrl.config import load
+from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 from tandemrl.training.loop import train
 
 SCHEMA = 2
+OF_RUN = frozenset(
+    ("model.senior", "model.junior", "model.device", "data.train", "data.eval", "train.seed", "output_dir")
+)
+"""Keys that say which run it is. No override of an experiment may set them, as none may set those of an arm."""
 NUMERIC_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -257,8 +261,9 @@ def run_experiment(
 
     Raises:
         ConfigError: the overrides of an arm are not valid.
-        ExperimentError: the experiment is not valid, ``out`` holds another one, a part failed, or every pair was
-            refused. (Some refused pairs are recorded in the results, and the rest is compared.)
+        ExperimentError: the experiment is not valid (its overrides may not set what an arm or each run sets), ``out``
+            holds another one, a part failed, or every pair was refused. (Some refused pairs are recorded in the
+            results, and the rest is compared.)
     """
     out = Path(out)
     _check_experiment(experiment)
@@ -511,7 +516,15 @@ def _check_experiment(experiment: Experiment) -> None:
     unknown = {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}
     if unknown:
         raise ExperimentError(f"{experiment.name}: contrasts name unknown arms {sorted(unknown)}; arms: {names}")
+    stated = stated_keys(experiment.overrides)
+    if of_run := sorted(stated & OF_RUN):
+        raise ExperimentError(f"{experiment.name}: {', '.join(of_run)} is set for each run; leave it out")
     for arm in experiment.arms:
+        if of_arm := sorted(stated & stated_keys(arm.overrides)):
+            raise ExperimentError(
+                f"{experiment.name}: {', '.join(of_arm)} is what the arm {arm.name} sets; leave it out, or train other "
+                "arms: --arms"
+            )
         load(experiment.config, [*arm.overrides, *experiment.overrides])  # a bad key is found before an hour of work
 
 
