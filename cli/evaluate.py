@@ -174,12 +174,12 @@ def qa(
     Console().print(groups_table(title, by_group(result["metrics"]["macro"])))
     rows = load_rows(resolved.data.eval)[:limit]
     found = predicted(read_samples(result_file("pass-at-k", out).with_name(result["samples"])), rows)
+    if predictions is not None:  # before anything about them can fail
+        write_predictions(predictions, found)
     scores = ", ".join(f"{name} {value:.3f}" for name, value in official(found, rows).items())
     typer.echo(f"by MuSiQue's script: {scores}")
     if endpoint is not None:
         typer.echo("authors unknown: the tokens of a model behind an endpoint are not known")
-    if predictions is not None:
-        write_predictions(predictions, found)
     typer.echo(f"written to {out}" + (f", {predictions}" if predictions is not None else ""))
 
 
