@@ -24,7 +24,7 @@ from tandemrl.apps.report import (
     tables,
     write_report,
 )
-from tandemrl.apps.report.figures import shared, thin
+from tandemrl.apps.report.figures import shared, shared_blocks, thin
 from tandemrl.apps.report.page import styles, to_html, to_markdown, without_tags
 from tandemrl.apps.report.provenance import caveats, commands
 from tandemrl.apps.report.records import discover
@@ -943,6 +943,12 @@ def test_a_mean_over_seeds_needs_a_value_of_every_seed() -> None:
     )
     assert steps.tolist() == [2.0, 3.0]
     assert values.tolist() == [[6.0, 7.0], [8.0, 9.0]]
+
+
+def test_long_runs_of_other_lengths_share_blocks() -> None:
+    long, short = np.arange(1.0, 301.0), np.arange(1.0, 201.0)
+    steps, values = shared_blocks([(long, long), (short, -short)])
+    assert steps.tolist() == values[0].tolist() == (-values[1]).tolist() == [2 * i + 1.5 for i in range(100)]
 
 
 def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]) -> None:
