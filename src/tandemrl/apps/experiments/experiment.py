@@ -37,7 +37,7 @@ from tandemrl.apps.experiments.claims import BASE, claims_of
 from tandemrl.apps.experiments.families import PAIRS, Recipe
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.tiny import DEFAULT_SIZE, SIZES, lr_scale
-from tandemrl.apps.experiments.warm_start import Progress, progress_line
+from tandemrl.apps.experiments.warm_start import Pace, Progress, progress_line
 from tandemrl.apps.report.records import MEASURES
 from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
@@ -362,14 +362,14 @@ def _check_pair_of_runs(experiment: Experiment, job: Job, home: Path) -> None:
 @contextmanager
 def _building(home: Path, job: Job) -> Iterator[Progress]:
     """A context in which a warm start writes its progress to a file, at most once a second. ``heartbeat`` reads it."""
-    file, started, written = home / "pair.progress.json", time.monotonic(), 0.0
+    file, pace, written = home / "pair.progress.json", Pace(), 0.0
 
     def note(step: int, steps: int, loss: float) -> None:
         nonlocal written
-        now = time.monotonic()
+        now, times = time.monotonic(), pace.times()
         if now - written >= 1 or step == steps:
             written = now
-            line = progress_line(step, steps, loss, now - started)
+            line = progress_line(step, steps, loss, times)
             says = f"building the {job.pair} pair of seed {job.seed}: {line}"
             write_text(file, json.dumps({"says": says}) + "\n")
 
