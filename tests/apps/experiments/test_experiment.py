@@ -27,6 +27,7 @@ from tandemrl.apps.experiments.experiment import (
     Experiment,
     ExperimentError,
     Job,
+    about_left,
     run_experiment,
 )
 from tandemrl.apps.experiments.families import PAIRS, WORDED, Recipe
@@ -221,7 +222,27 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
         run_experiment(two, tmp_path, workers=1, say=said.append)
     assert done == ["plain/seed-0/pair", "plain/seed-0/tandem", "plain/seed-0/base"]
     assert len(said) == 5
+    assert re.fullmatch(r"\[3/8, \d+ s, about 0 s left\] plain/seed-0/tandem: fine", said[2])
+    assert re.fullmatch(r"\[5/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[4])
     assert not (tmp_path / "results.json").exists()
+
+
+def test_the_time_left_is_that_of_parts_of_the_same_kind() -> None:
+    def parts(seed: int) -> list[Job]:
+        return [Job("plain", seed, arm) for arm in (None, GRPO, TANDEM, Arm(BASE, "before training"))]
+
+    pair, grpo, tandem, base = parts(0)
+    others = [*parts(1), *parts(2)]
+    assert about_left({pair: 30.0}, [grpo, tandem, base, *others], 1) == ""  # no arm yet
+    times = {pair: 30.0, base: 60.0, tandem: 900.0}  # as in several processes; GRPO takes as long as the other arm
+    assert about_left(times, [grpo, *others], 1) == "about 78 min left"  # 900 + 2 (30 + 900 + 900 + 60)
+    times[grpo] = 300.0
+    assert about_left(times, others, 1) == "about 43 min left"  # 2 (30 + 300 + 900 + 60)
+    assert about_left(times, others, 2) == "about 22 min left"
+    assert about_left(times, others[2:3], 2) == "about 15 min left"  # a single part is not divided
+    times[others[2]] = 1500.0
+    assert about_left(times, [others[6]], 1) == "about 20 min left"  # in the median
+    assert about_left(times, [], 1) == ""
 
 
 def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:

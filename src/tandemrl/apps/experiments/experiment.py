@@ -15,6 +15,7 @@ when it is started again.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,7 @@ from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 from tandemrl.training.loop import train
+from tandemrl.training.tracking import time_left
 
 SCHEMA = 2
 OF_RUN = frozenset(
@@ -257,7 +260,8 @@ def run_experiment(
         out: the folder of the experiment.
         workers: how many processes run at once. None means one per core, but no more than the free memory is enough
             for, or one on a GPU; 1 means this process.
-        say: called with a line for each finished part, and with the headline tables at the end.
+        say: called with a line for each finished part, which says about how long the others take, and with the headline
+            tables at the end.
 
     Raises:
         ConfigError: the overrides of an arm are not valid.
@@ -274,21 +278,34 @@ def run_experiment(
     for family in dict.fromkeys(PAIRS[job.pair] for job in missing):
         family.prepare(say)
     started = time.perf_counter()
-    total = len(jobs) * (2 + len(experiment.arms))
 
     def after(job: Job) -> list[Job]:
         return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
 
+    parts = [part for job in jobs for part in (job, *after(job))]
+    total = len(parts)
+    there = {part for part in parts if _is_there(experiment, part, out)}
+    left = dict.fromkeys(part for part in parts if part not in there)
+    times: dict[Job, float] = {}
     failed: dict[str, BaseException] = {}
     refused: dict[Job, str] = {}
-    ended = _run_jobs(jobs, after, lambda job: (run_job, experiment, job, out), workers)
+    ended = _run_jobs(jobs, after, lambda job: (_timed, run_job, experiment, job, out), workers)
     for finished, (job, outcome) in enumerate(ended, 1):
-        if isinstance(outcome, PairError):
-            refused[job] = str(outcome)
-        elif isinstance(outcome, BaseException):
-            failed[str(job)] = outcome
-        shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
-        say(f"[{finished}/{total}, {time.perf_counter() - started:.0f} s] {job}: {shown}")
+        if isinstance(outcome, BaseException):
+            if isinstance(outcome, PairError):
+                refused[job] = str(outcome)
+            else:
+                failed[str(job)] = outcome
+            shown, over = f"{type(outcome).__name__}: {outcome}", [job, *after(job)]
+        else:
+            shown, seconds = outcome
+            over = [job]
+            if job not in there:
+                times[job] = seconds
+        for part in over:
+            left.pop(part, None)
+        spent = [f"{time.perf_counter() - started:.0f} s", about_left(times, [*left], workers)]
+        say(f"[{finished}/{total}, {', '.join(filter(None, spent))}] {job}: {shown}")
     if failed:
         listed = "; ".join(f"{job}: {type(error).__name__}: {error}" for job, error in failed.items())
         raise ExperimentError(
@@ -307,6 +324,37 @@ def reported(results: dict[str, Any], out: Path, say: Callable[[str], None]) -> 
     report.write_report(page)
     say(report.headlines(page, report.headline_lines))
     return results
+
+
+def about_left(times: Mapping[Job, float], left: Sequence[Job], workers: int) -> str:
+    """About how long the parts take that are left, or "" if no part of some kind has been finished.
+
+    A part takes as long as the finished ones of the same pair and arm in the median, or else as those of all arms.
+
+    Args:
+        times: how long each finished part took, in seconds.
+        workers: how many parts run at once.
+
+    Examples:
+        >>> grpo, tandem = Job("jargon", 0, GRPO), Job("jargon", 0, TANDEM)
+        >>> about_left({grpo: 600.0}, [tandem, grpo._replace(seed=1), tandem._replace(seed=1)], 2)
+        'about 15 min left'
+    """
+
+    def estimate(job: Job) -> float:
+        alike = [seconds for done, seconds in times.items() if (done.pair, done.arm) == (job.pair, job.arm)]
+        arms = [seconds for done, seconds in times.items() if job.arm and done.arm and done.arm.name != BASE]
+        return median(alike or arms or [math.nan])
+
+    parts = [estimate(job) for job in left]
+    seconds = max(sum(parts) / workers, max(parts, default=0.0))
+    return time_left(seconds) if parts and math.isfinite(sum(parts)) else ""
+
+
+def _timed(function: Callable[..., str], *arguments: Any) -> tuple[str, float]:
+    """What a function returns, and how long it took, in seconds."""
+    started = time.monotonic()
+    return function(*arguments), time.monotonic() - started
 
 
 def run_job(experiment: Experiment, job: Job, out: Path) -> str:
@@ -565,6 +613,12 @@ def _is_built(experiment: Experiment, job: Job, home: Path) -> bool:
     """Whether the pair of a job, by this recipe, is there."""
     stored = read_manifest(home / "pair")
     return stored is not None and stored.items() >= PAIRS[job.pair].identity(_recipe(experiment, job)).items()
+
+
+def _is_there(experiment: Experiment, job: Job, out: Path) -> bool:
+    """Whether a part was finished by an earlier command, so that it takes no time now."""
+    home = _home(job, out)
+    return _is_built(experiment, job, home) if job.arm is None else (home / "eval" / job.arm.name).is_dir()
 
 
 def _recipe(experiment: Experiment, job: Job) -> Recipe:
