@@ -174,12 +174,12 @@ def qa(
     Console().print(groups_table(title, by_group(result["metrics"]["macro"])))
     rows = load_rows(resolved.data.eval)[:limit]
     found = predicted(read_samples(result_file("pass-at-k", out).with_name(result["samples"])), rows)
+    if predictions is not None:  # before anything about them can fail
+        write_predictions(predictions, found)
     scores = ", ".join(f"{name} {value:.3f}" for name, value in official(found, rows).items())
     typer.echo(f"by MuSiQue's script: {scores}")
     if endpoint is not None:
         typer.echo("authors unknown: the tokens of a model behind an endpoint are not known")
-    if predictions is not None:
-        write_predictions(predictions, found)
     typer.echo(f"written to {out}" + (f", {predictions}" if predictions is not None else ""))
 
 
@@ -238,7 +238,7 @@ def _resolved(
     Raises:
         ConfigError: an option is malformed, or there is no data.
     """
-    from tandemrl.config import ConfigError, load
+    from tandemrl.config import CUSTOM_SAMPLING, ConfigError, load
 
     if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
         raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -247,6 +247,8 @@ def _resolved(
         chosen["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
     no_training = ["train.eval_every=0", "data.monitor=[]"]  # whose own evaluations need other k and samples
     assignments = [*no_training, *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
+    if options.get("eval.profile") not in (None, "custom"):  # in place of that of the config and its sampling
+        assignments += [f"eval.{key}={'null' if value is None else value}" for key, value in CUSTOM_SAMPLING.items()]
     resolved = load(config, [*assignments, *overrides])
     if not data and config is None:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
@@ -333,12 +335,15 @@ def _is_summary(phase: str, metric: str) -> bool:
     It shows the main metrics of every phase, and other measures of texts for solo texts only. By hops, it does not show
     single arms, for lack of room.
     """
-    about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "acceptance", "kl", "excess", "unlikely_rate")
-    own = (*about, "maj@", "length", "truncation_rate", "turns") if phase == "pass-at-k" else about
+    from tandemrl.evals.measures import OF_K
+
+    about = ["rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "kl", "excess", "unlikely_rate"]
+    own = [*about, "em", "f1", "citation", *(("length", "truncation_rate", "turns") if phase == "pass-at-k" else ())]
+    of_k = OF_K if phase == "pass-at-k" else ("pass@", "verified_pass@")
     group, _, name = metric.rpartition("/")
     if "=" in group and "/" in group:
         return False
-    return name in ("em", "f1", "citation") or (name.startswith(own) and not metric.endswith(_BOUNDS))
+    return name in own or name.startswith(of_k)
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":

@@ -6,11 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 EVERY_S = 10.0
-RECENT_STEPS = 5
-"""The time left follows the median of so many steps."""
 
 
 @contextmanager
@@ -51,8 +48,8 @@ def last_written(folder: Path) -> str:
 
 def _progress_of(run: Path) -> str:
     """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
+    from tandemrl.apps.experiments.warm_start import rest_of_steps
     from tandemrl.apps.report.records import ReportError, read_config, read_steps
-    from tandemrl.training.tracking import time_left
 
     try:
         steps, _ = read_steps(run / "metrics.jsonl")
@@ -62,8 +59,8 @@ def _progress_of(run: Path) -> str:
     if not steps:
         return ""
     done = steps[-1]["step"]
-    recent = [step["time/step"] for step in steps[-RECENT_STEPS:] if "time/step" in step]
+    times = [step["time/step"] for step in steps if "time/step" in step]
     if not isinstance(total, int):
         return f", step {done}"
-    left = f", {time_left(median(recent) * (total - done))}" if recent and done < total else ""
+    left = f", {rest_of_steps(times, total - done)}" if times and done < total else ""
     return f", step {done} of {total}{left}"

@@ -1,6 +1,5 @@
 """``tandemrl model``."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,10 +110,10 @@ def _shown(what: str) -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    from tandemrl.apps.experiments.warm_start import MEASURING, progress_line
+    from tandemrl.apps.experiments.warm_start import MEASURING, Pace, progress_line
     from tandemrl.cli.heartbeat import heartbeat
 
-    console, now, started = Console(), [what], time.monotonic()
+    console, now, pace = Console(), [what], Pace()
     if console.is_terminal:
         with Bars(console=console, transient=True) as bars:
             bar = bars.add_task(what, total=None)
@@ -127,7 +126,7 @@ def _shown(what: str) -> "Iterator[Progress]":
         return
 
     def note(step: int, steps: int, loss: float) -> None:
-        now[0] = f"{what}: {progress_line(step, steps, loss, time.monotonic() - started)}"
+        now[0] = f"{what}: {progress_line(step, steps, loss, pace.times())}"
 
     with heartbeat(typer.echo, lambda: now[0]):
         yield note

@@ -79,7 +79,7 @@ def serve(
 def _serve_by_vllm(senior: str, junior: str, selection: Any, options: Any, own: Any, reached: Any) -> None:
     from dataclasses import asdict
 
-    from tandemrl.config import SelectionConfig
+    from tandemrl.config import ConfigError, SelectionConfig
     from tandemrl.rollout.vllm import cannot_import, require_vllm
 
     require_vllm("tandemrl serve --engine vllm")
@@ -90,11 +90,16 @@ def _serve_by_vllm(senior: str, junior: str, selection: Any, options: Any, own: 
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise cannot_import("tandemrl serve", error) from None
-    mode, tokens = own.pop("mode") or "lazy", own.pop("draft_tokens") or "auto"
+    mode, tokens = check_mode(own.pop("mode") or "lazy"), own.pop("draft_tokens")
+    if tokens is not None and mode not in DRAFTING:
+        able = " or ".join(f"--mode {name}" for name in DRAFTING)
+        raise ConfigError(
+            f"--draft-tokens requires {able}: with --mode {mode} the junior drafts nothing; or leave it out"
+        )
     tandem = TandemOptions(
         junior=junior,
-        mode=check_mode(mode),
-        draft=_draft_of(tokens) if mode in DRAFTING else 0,
+        mode=mode,
+        draft=_draft_of(tokens or "auto") if mode in DRAFTING else 0,
         selection=asdict(selection_of(selection, SelectionConfig())),
         **own,
     )

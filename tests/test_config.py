@@ -68,6 +68,7 @@ def packaged(name: str) -> Config:
         ("selection.prob_senior=1.5", r"selection\.prob_senior=1\.5: must be in \(0, 1\]"),
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
+        ("eval.temperature=0", r"eval\.profile=tiny: must be custom with eval\.temperature=0\.0, which others do not"),
         ("eval.k=[16]", r"eval\.k=\[16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),
         ("model.critic=x", r"model\.critic=x: must be null unless the recipe has a critic, as loss\.recipe=ppo"),

@@ -125,7 +125,7 @@ def test_rows_and_rewards_of_other_libraries(reader: Path) -> None:
         out = Path(arguments[arguments.index("--out") + 1])
         assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0, 0.0]
     parts = [json.loads(line)["parts"] for line in Path("verl.jsonl").read_text().splitlines()]
-    assert [each["length"] for each in parts] == [11, 9]
+    assert [each["verl_length"] for each in parts] == [11, 9]
 
 
 def test_a_strategy_in_a_few_lines(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,6 +290,21 @@ def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: p
     assert "pass@1/low" not in result.output
 
 
+def test_a_profile_replaces_the_sampling_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    evaluate = Recorder({"pass-at-k": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
+    command = ["eval", "pass-at-k", "--model", "M", "--config", "deepscaler_tandem"]
+    assert run(*command).exit_code == 0
+    assert (evaluate.arguments[0].eval.profile, evaluate.arguments[0].eval.max_tokens) == ("custom", 3000)
+    assert run(*command, "--profile", "paper").exit_code == 0
+    assert (evaluate.arguments[0].eval.profile, evaluate.arguments[0].eval.unread) == ("paper", ())
+    result = run(*command, "--profile", "paper", "eval.max_tokens=9")
+    assert result.exit_code != 0
+    assert "eval.profile=paper: must be custom with eval.max_tokens=9" in result.output
+
+
 def test_eval_needs_no_samples_of_an_evaluation_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 

@@ -92,3 +92,16 @@ def test_a_warm_start_says_what_is_built_how_far_it_is_and_how_long_it_takes(tmp
         progress(100, 100, 1.0)
         assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
     assert last_written(tmp_path) == "building the models"
+
+
+def test_the_time_left_of_a_warm_start_follows_its_recent_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.apps.experiments import warm_start
+
+    now = [0.0]
+    monkeypatch.setattr(warm_start.time, "monotonic", lambda: now[0])
+    pace = warm_start.Pace()
+    for took in [50.0, *[4.0] * 3, *[1.0] * 4, 9.0]:
+        now[0] += took
+        times = pace.times()
+    assert times == [1.0, 1.0, 1.0, 1.0, 9.0]
+    assert warm_start.progress_line(9, 49, 1.0, times) == "step 9 of 49, loss 1.000, about 40 s left"

@@ -410,6 +410,10 @@ def test_markdown_and_json_of_contrasts(tmp_path):
         ("turns", "A > B", "A < B"),
         ("length", "A > B", "A < B"),
         ("kl", "A > B", "A < B"),
+        ("cross_entropy_per_byte", "A > B: worse", "A < B: better"),
+        ("f1_official", "A > B: better", "A < B: worse"),
+        ("format_errors", "A > B", "A < B"),  # a user's, whose good end is unknown
+        ("tool_errors_forgiven", "A > B", "A < B"),
     ],
 )
 def test_better_is_said_where_a_metric_has_a_good_end(metric, above, below):

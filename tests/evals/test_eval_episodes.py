@@ -94,6 +94,7 @@ def test_headline_rates_are_given_by_hops_too_in_every_arm():
     assert macro["hops=3/pass@1"] == 0.5
     assert "hops=3/rounds" not in macro
     assert evals.is_headline("hops=2/em")
+    assert not evals.is_headline("hops=2/emphasis")  # a user's
 
 
 @pytest.mark.parametrize(("row", "group"), [({"n_hops": 3}, "hops=3"), ({}, None), ({"n_hops": None}, None)])

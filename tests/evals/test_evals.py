@@ -315,9 +315,10 @@ def test_custom_profile_reads_the_config_and_named_ones_refuse_overrides():
     custom = EvalConfig(profile="custom", temperature=0.5, top_p=0.9, top_k=5, max_tokens=9, context=20)
     profile = evals.profile_of(custom)
     assert profile == Profile(Sampling(max_tokens=9, temperature=0.5, top_p=0.9, top_k=5), context=20)
-    assert evals.profile_of(EvalConfig(temperature=0.5)) == PROFILES["tiny"]
-    with pytest.raises(EvalError, match="profile=custom"):
-        evals.profile_of(EvalConfig(profile="paper", context=128))
+    assert evals.profile_of(EvalConfig(temperature=1.0)) == PROFILES["tiny"]
+    for unread in (EvalConfig(temperature=0.5), EvalConfig(profile="paper", context=128)):
+        with pytest.raises(EvalError, match="profile=custom"):
+            evals.profile_of(unread)
 
 
 # ------------------------------------------------------------------------------------------------------------- verified

@@ -84,6 +84,12 @@ def test_unanswerable_twins_are_told_apart_by_whether_there_is_an_answer():
     assert (wrong["answer_f1"], wrong["group_answer_sufficiency_f1"]) == (1.0, 0.0)
 
 
+def test_rows_that_the_script_cannot_score_are_an_error():
+    rows = [replace(ROWS[0], extra_info=ROWS[0].extra_info | {"answerable": False})]
+    with pytest.raises(EvalError, match="script cannot score these rows: official scores need at least one answerable"):
+        official(predictions([answered(rows[0])], rows), rows)
+
+
 def test_a_text_is_no_prediction():
     with pytest.raises(EvalError, match="musique/2hop__1: it is no episode"):
         predictions([answered(ROWS[0], transcript=None)], ROWS)
@@ -280,6 +286,19 @@ def test_the_command_evaluates_an_endpoint_and_writes_predictions(tmp_path):
     assert "authors unknown" in result.output
     wanted = {"id": "2hop__7", "predicted_answer": "Ann", "predicted_support_idxs": [2], "predicted_answerable": True}
     assert json.loads((tmp_path / "p.jsonl").read_text()) == wanted
+    data.write_text(data.read_text().replace('"n_hops": 2', '"n_hops": 2, "answerable": false'))
+    with FakeJudge(answer) as server:  # the script has no score, the predictions are there
+        unscored = [
+            "--endpoint",
+            server.url,
+            "--out",
+            str(tmp_path / "no"),
+            "--predictions",
+            str(tmp_path / "no.jsonl"),
+        ]
+        result = CliRunner().invoke(app, command + unscored)
+    assert (result.exit_code, "script cannot score these rows" in result.stderr) == (2, True)
+    assert json.loads((tmp_path / "no.jsonl").read_text()) == wanted
     macro = json.loads((tmp_path / "out" / "pass-at-k.json").read_text())["metrics"]["macro"]
     assert (macro["em"], macro["citation"], macro["recall"], macro["hops=2/f1"]) == (1.0, 0.5, 1.0, 1.0)
 

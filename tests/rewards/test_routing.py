@@ -203,8 +203,8 @@ def test_a_sum_that_does_not_add_up_is_refused(rewards, message):
 
 
 def test_a_reward_that_is_weighed_may_not_take_the_place_of_a_part():
-    for name in ("acc", "mean"):
-        with pytest.raises(GraderError, match=f"my:{name}: {name} is a part of every score"):
+    for name in ("acc", "mean", "length"):
+        with pytest.raises(GraderError, match=f"my:{name}: {name} is a metric or a part of every score"):
             terms_of(row("x"), RewardConfig(scorers={"x": f"my:{name}"}, weights={name: 2.0}))
 
 

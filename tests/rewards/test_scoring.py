@@ -341,8 +341,10 @@ def score(row, text, options):
     if text.startswith("return "):
         return eval(text.removeprefix("return "))
     right = text == row.ground_truth
-    parts = {"acc": float(right), "length": float(len(text)), "pid": float(os.getpid())}
+    parts = {"acc": float(right), "chars": float(len(text)), "pid": float(os.getpid())}
     return Score(float(right), parts, text * 9999)
+
+exact = score  # under a name that it may have in a sum
 
 def turns(row, text, *, transcript, options=None):
     return len(transcript.messages) + (options is not None) / 2
@@ -364,7 +366,7 @@ def test_a_users_scorer_runs_in_a_child_process(mine):
     with Scorer(mine) as scorer:
         scores = scorer.score([(row("yes", "my/data"), "yes"), (row("yes", "my/data"), "no"), (row("7"), r"\boxed{7}")])
     assert [score.value for score in scores] == [1.0, 0.0, 1.0]
-    assert scores[1].parts["length"] == 2.0
+    assert scores[1].parts["chars"] == 2.0
     assert scores[0].parts["pid"] != os.getpid()
     assert scores[0].answer == "yes" * 9999  # a reply longer than a pipe's buffer arrives whole
 
@@ -381,6 +383,7 @@ def test_a_bug_in_a_users_scorer_stops_the_run(mine):
         for text, message in (
             ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
             ("return None", r"my_scorers_for_tests:score, row r: expected a finite number, or Score\(.*found None"),
+            ("return (1, {'acc': 1, 'length': 2}, None)", "none of mean, std, score, length, .* among the parts"),
             *((f"return {value}", "row r: (expected a finite number|TypeError: bytes is not)") for value in UNUSABLE),
         ):
             with pytest.raises(GraderError, match=message):
@@ -510,7 +513,7 @@ def test_an_error_in_a_function_names_it_and_the_row():
 
 def test_rewards_are_summed_by_weight_whoever_settles_them(mine):
     """Strings, a child process and a function of this process in one sum; the first one's verdict counts."""
-    sums = {"my/*": "prime + my_scorers_for_tests:score + brevity", "short/*": "brevity"}
+    sums = {"my/*": "prime + my_scorers_for_tests:exact + brevity", "short/*": "brevity"}
     options = replace(mine, scorers=sums, weights={"prime": 2.0, "brevity": -0.5})
     items = [
         (row("8", "my/data"), EIGHT),
@@ -527,17 +530,17 @@ def test_rewards_are_summed_by_weight_whoever_settles_them(mine):
         2.0 * r + e - 0.5 * len(t) for r, e, (_, t) in zip(right, exact, items, strict=False)
     ]
     assert [s.parts["acc"] for s in scores[:2]] == right
-    assert [(s.parts["prime"], s.parts["score"], s.parts["brevity"]) for s in scores[:2]] == [
+    assert [(s.parts["prime"], s.parts["exact"], s.parts["brevity"]) for s in scores[:2]] == [
         (right[0], 0.0, float(len(EIGHT))),
         (right[1], 1.0, 1.0),
     ]
-    assert scores[0].parts["length"] == len(EIGHT)  # the parts of the others are kept
+    assert scores[0].parts["chars"] == len(EIGHT)  # the parts of the others are kept
     assert (scores[2].value, scores[2].parts["brevity"]) == (-2.0, 4.0)  # a single reward is weighed, too
     assert scores[3] == (1.0, {"acc": 1.0, "answer_present": 1.0}, "7")
 
 
 def test_a_reward_lost_on_every_response_is_an_error_beside_others_that_are_not(mine):
-    both = replace(mine, scorers={"my/*": "boxed + my_scorers_for_tests:score"})
+    both = replace(mine, scorers={"my/*": "boxed + my_scorers_for_tests:exact"})
     items = [(row("7", "my/data"), "crash"), (row("7", "my/data"), r"\boxed{7}")]
     with Scorer(both) as scorer:
         crashed, scored = scorer.score(items)

@@ -48,7 +48,10 @@ def test_it_is_told_what_it_asks_for_by_name() -> None:
     ("returned", "score"),
     [
         ({"score": -1.0, "acc": False, "pred": 8}, Score(-1.0, {"acc": 0.0}, "8")),
-        ({"score": 1, "length": 4, "why": "equal"}, Score(1.0, {"acc": 1.0, "length": 4.0}, None)),
+        (
+            {"score": 1, "length": 4, "chars": 3, "why": "equal"},
+            Score(1.0, {"acc": 1.0, "verl_length": 4.0, "chars": 3.0}, None),
+        ),
         ((0.25, {"not": "read"}), Score(0.25, {"acc": 0.0}, None)),
         (Score(2.0, {"acc": 1.0}, "7"), Score(2.0, {"acc": 1.0}, "7")),
     ],

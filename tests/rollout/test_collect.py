@@ -45,7 +45,7 @@ class CountingScorer(Scorer):
         self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
     ) -> list[Score]:
         self.calls.append(list(items))
-        return [Score(float(len(text)), {"acc": 0.0, "length": float(len(text))}, None) for _, text in items]
+        return [Score(float(len(text)), {"acc": 0.0, "chars": float(len(text))}, None) for _, text in items]
 
 
 class Parrot:
@@ -215,7 +215,7 @@ def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
             assert rollout.response_tokens == len(completion.tokens)
             # One character a token, and EOS is not part of the text.
             assert rollout.reward == len(completion.tokens) - 1
-            assert rollout.reward_parts == {"acc": 0.0, "length": rollout.reward}
+            assert rollout.reward_parts == {"acc": 0.0, "chars": rollout.reward}
 
 
 def test_the_scorer_sees_all_texts_at_once_without_special_tokens():

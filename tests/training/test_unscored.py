@@ -1,6 +1,7 @@
 """Responses that a judge gave no score: nothing is learnt from them, and too many stop a run or an evaluation."""
 
 import math
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tandemrl.evals.measures import Sample, graded
 from tandemrl.evals.protocol import grade
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool, Messages
 from tandemrl.rewards.math import prime
-from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.collect import CompletionBatch
@@ -169,8 +170,8 @@ def rules_that_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime, "prime", lambda row, text, options: score)
 
 
-def spread(total: int, failing: Sequence[int], **config: Any) -> list[list[Any]]:
-    """What both of two processes, here threads, make of a batch."""
+def spread(total: int, failing: Sequence[int], *, reward: Any = None, **config: Any) -> list[list[Any]]:
+    """What both of two processes, here threads, make of a batch: the result of ``score``, by a judge or a reward."""
     meeting, values = Barrier(2, timeout=60), [None, None]
 
     def process(rank: int) -> list[Any]:
@@ -180,9 +181,9 @@ def spread(total: int, failing: Sequence[int], **config: Any) -> list[list[Any]]
                 meeting.wait()
                 return list(values)
 
-        with SpreadScorer(
-            Meeting(rank, 2), RewardConfig(workers=1), judge=JudgePool(Judge(), JudgeConfig(**config))
-        ) as scorer:
+        judge = JudgePool(Judge(), JudgeConfig(**config)) if reward is None else None
+        rewards = RewardConfig(workers=1, scorers={} if reward is None else {"*": reward})
+        with SpreadScorer(Meeting(rank, 2), rewards, judge=judge) as scorer:
             return scorer.score(items(total, failing))
 
     with ThreadPoolExecutor(2) as threads:
@@ -197,6 +198,18 @@ def test_the_rate_is_that_of_all_processes() -> None:
     assert [i for i, score in enumerate(one) if "unscored" in score.parts] == list(failing)
     with pytest.raises(JudgeError, match=r"no score to 2 of the 16 .*judge\.max_failure_rate=0\.1\b"):
         spread(16, failing)
+
+
+def test_all_are_lost_only_if_they_are_in_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_fragile.py").write_text(
+        "import os\ndef fragile(row, text):\n    return os._exit(1) if 'unmarkable' in text else 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    one, other = spread(4, (0, 2), reward="my_fragile:fragile")  # both of process 0, none of process 1
+    assert [score.value for score in one] == [score.value for score in other] == [0.0, 1.0, 0.0, 1.0]
+    with pytest.raises(GraderError, match="none of 2 responses could be scored"):  # one of each
+        spread(2, (0, 1), reward="my_fragile:fragile")
 
 
 @pytest.mark.usefixtures("rules_that_find_nothing")

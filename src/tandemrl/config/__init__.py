@@ -21,6 +21,7 @@ from tandemrl.config.rewards import SandboxConfig as SandboxConfig
 from tandemrl.config.rollout import RetrievalConfig as RetrievalConfig
 from tandemrl.config.rollout import RolloutConfig as RolloutConfig
 from tandemrl.config.rollout import VllmConfig as VllmConfig
+from tandemrl.config.schema import CUSTOM_SAMPLING as CUSTOM_SAMPLING
 from tandemrl.config.schema import Config as Config
 from tandemrl.config.schema import DataConfig as DataConfig
 from tandemrl.config.schema import EvalConfig as EvalConfig

@@ -200,8 +200,8 @@ def _evaluation(c: Config) -> Iterator[Fault]:
     selectors = [f"pass@{k}" for k in e.k if k <= e.train_samples]
     if every > 0 and e.select_by is not None and e.select_by not in selectors:
         yield Fault("eval.select_by", "null or one of " + ", ".join(selectors))
-    if e.context is not None and e.profile != "custom":
-        yield Fault("eval.context", f"null with eval.profile={e.profile}, which has its own")
+    if e.unread:
+        yield Fault("eval.profile", f"custom with {', '.join(e.unread)}, which others do not read; or leave it out")
 
 
 def _model(c: Config) -> Iterator[Fault]:

@@ -275,6 +275,20 @@ class EvalConfig:
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The assignments of a custom profile's sampling beside another profile, which does not read them."""
+        if self.profile == "custom":
+            return ()
+        values = ((key, getattr(self, key)) for key in CUSTOM_SAMPLING)
+        return tuple(f"eval.{key}={value}" for key, value in values if value != CUSTOM_SAMPLING[key])
+
+
+CUSTOM_SAMPLING = {
+    key: getattr(EvalConfig(), key) for key in ("temperature", "top_p", "top_k", "max_tokens", "context")
+}
+"""The keys of `EvalConfig` that only ``profile: custom`` reads, with their defaults."""
+
 
 @dataclass(frozen=True)
 class FunctionRecord:

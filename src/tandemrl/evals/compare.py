@@ -32,6 +32,7 @@ from tandemrl.evals import (
     silent_sets,
 )
 from tandemrl.evals.files import EVAL_TEXTS
+from tandemrl.evals.measures import is_of
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
 from tandemrl.files import hint, write_text
 
@@ -179,11 +180,11 @@ def verdict(difference: Interval) -> Verdict:
 # ------------------------------------------------------------------------------------------------------------- showing
 
 _HIGHER_IS_BETTER = (
-    *("pass@", "maj@", "verified_pass@", "score", "acceptance"),
-    *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
+    *("score", "acceptance", "em", "f1", "f1_official"),
+    *("recall", "precision", "citation", "support_f1", "format"),
 )
 _LOWER_IS_BETTER = (
-    *("truncation_rate", "rejected_rate", "cross_entropy", "unlikely_rate"),
+    *("truncation_rate", "rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"),
     *("tool_errors", "invalid_calls", "tool_timeouts", "cut_results"),
 )
 
@@ -192,13 +193,12 @@ def good_end(metric: str) -> Literal["higher", "lower"] | None:
     """Which values of a metric are better; None if neither end is.
 
     Examples:
-        >>> good_end("senior_first/pass@1"), good_end("cross_entropy"), good_end("length")
-        ('higher', 'lower', None)
+        >>> good_end("senior_first/pass@1"), good_end("cross_entropy"), good_end("length"), good_end("format_errors")
+        ('higher', 'lower', None, None)
     """
-    name = metric.rpartition("/")[2]
-    if name.startswith(_HIGHER_IS_BETTER):
+    if is_of(metric, _HIGHER_IS_BETTER):
         return "higher"
-    return "lower" if name.startswith(_LOWER_IS_BETTER) else None
+    return "lower" if metric.rpartition("/")[2] in _LOWER_IS_BETTER else None
 
 
 def judgement(contrast: Contrast) -> str:

@@ -14,15 +14,17 @@ from tandemrl.types import Author, Metrics
 MANY_ROUNDS = 150
 """Handoff chains with more rounds than this are counted. The original protocol stops there; this one does not."""
 
+OF_K = ("pass@", "maj@", "verified_pass@")
+"""How the names of rates begin that have a k."""
+
 WITH_INTERVAL = (
-    *("pass@", "maj@", "verified_pass@", "rejected_rate"),
-    *("cross_entropy", "acceptance", "surprisal", "excess", "kl", "unlikely_rate"),
-    *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
+    *("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "surprisal", "excess", "kl"),
+    *("unlikely_rate", "em", "f1", "f1_official", "recall", "precision", "citation", "support_f1", "format"),
 )
-"""Rates that get a bootstrap interval, given by the beginning of their names."""
+"""Rates that get a bootstrap interval, beside those of k."""
 
 HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate", "turns", "tool_errors", "invalid_calls")
-"""Rates that a summary or a comparison shows, given by the beginning of their names."""
+"""Rates that a summary or a comparison shows, beside those of k."""
 
 GROUPED_BY = {"n_hops": "hops"}
 """Keys of a row's ``extra_info`` that divide problems into groups, with the name of the groups. The headline rates are
@@ -36,10 +38,16 @@ def is_headline(metric: str) -> bool:
     """Whether a rate, of one arm or of all arms, is a headline metric.
 
     Examples:
-        >>> is_headline("senior_first/pass@1"), is_headline("rounds")
-        (True, False)
+        >>> is_headline("senior_first/pass@1"), is_headline("rounds"), is_headline("format_errors")
+        (True, False, False)
     """
-    return metric.rpartition("/")[2].startswith(HEADLINE)
+    return is_of(metric, HEADLINE)
+
+
+def is_of(metric: str, names: Collection[str]) -> bool:
+    """Whether a rate, of one arm or of all arms, is one of k or has one of these names."""
+    name = metric.rpartition("/")[2]
+    return name in names or name.startswith(OF_K)
 
 
 def says_one_author(metric: str, values: Iterable[float]) -> bool:
@@ -352,7 +360,7 @@ def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, se
             columns = [sets[name].rates[metric] for name in names if metric in sets[name].rates]
             values = [np.array(list(column.values())) for column in columns]
             out[metric] = float(np.mean([value.mean() for value in values]))
-            if bootstrap and metric.rpartition("/")[2].startswith(WITH_INTERVAL):
+            if bootstrap and is_of(metric, WITH_INTERVAL):
                 _, out[f"{metric}/low"], out[f"{metric}/high"] = macro_interval(values, resamples=bootstrap, seed=seed)
         totals = dict.fromkeys(metric for name in names for metric in sets[name].counts)
         return out | {metric: sum(sets[name].counts.get(metric, 0) for name in names) for metric in totals}

@@ -73,11 +73,12 @@ def profile_of(config: EvalConfig) -> Profile:
     """The profile that a config names, or with ``profile: custom`` the one whose values it gives.
 
     Raises:
-        EvalError: ``eval.context`` is set for a profile that has its own.
+        EvalError: sampling is set for a profile that has its own.
     """
     if config.profile in PROFILES:
-        if config.context is not None:
-            raise EvalError(f"eval.context={config.context} is read with eval.profile=custom, not {config.profile}")
+        if config.unread:
+            listed = ", ".join(config.unread)
+            raise EvalError(f"{listed}: eval.profile={config.profile} does not read it; set eval.profile=custom")
         return PROFILES[config.profile]
     sampling = Sampling(
         max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k

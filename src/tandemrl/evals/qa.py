@@ -46,23 +46,25 @@ def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, floa
     """The scores that MuSiQue's script gives ``predictions(…, rows)``.
 
     Raises:
-        ValueError: see `official_scores`.
+        EvalError: there is no score of these rows (see `official_scores`).
         DataError: the ground truth or the documents of a row are malformed.
     """
-    return official_scores(
-        [
-            Judged(
-                id=each.id,
-                references=targets(row),
-                supports=[str(index) for index, _, supporting in _indices(row) if supporting],
-                answerable=bool(row.extra_info.get("answerable", True)),
-                predicted_answer=each.predicted_answer,
-                predicted_supports=[*map(str, each.predicted_support_idxs)],
-                predicted_answerable=each.predicted_answerable,
-            )
-            for each, row in zip(found, rows, strict=True)
-        ]
-    )
+    judged = [
+        Judged(
+            id=each.id,
+            references=targets(row),
+            supports=[str(index) for index, _, supporting in _indices(row) if supporting],
+            answerable=bool(row.extra_info.get("answerable", True)),
+            predicted_answer=each.predicted_answer,
+            predicted_supports=[*map(str, each.predicted_support_idxs)],
+            predicted_answerable=each.predicted_answerable,
+        )
+        for each, row in zip(found, rows, strict=True)
+    ]
+    try:
+        return official_scores(judged)
+    except ValueError as error:
+        raise EvalError(f"MuSiQue's script cannot score these rows: {error}") from None
 
 
 def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:

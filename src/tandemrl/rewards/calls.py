@@ -20,8 +20,8 @@ verifiers ``completion`` first, or with       those of ``prompt``, ``completion`
 ========= =================================== ==========================================================================
 
 The ground truth is the value in the row's file, even if that is not text. A function of verl's may return a number, a
-dict with ``score``, whose other numbers become parts of the score and whose ``pred`` is the answer, or a tuple that
-begins with the score. A function of TRL's returns a list of one number.
+dict with ``score``, whose other numbers become parts of the score (as ``verl_NAME`` for a name in ``METRICS``) and
+whose ``pred`` is the answer, or a tuple that begins with the score. A function of TRL's returns a list of one number.
 
 TRL and verifiers give prompts and completions as texts or as lists of messages, depending on the data set. Here a
 function gets texts. If it fails on them as one does that expects messages, it gets messages; if the annotation of the
@@ -43,8 +43,11 @@ from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.rewards.protocol import GraderError, Score, number
 
-METRICS = ("mean", "std")
-"""Names that no part of a score may have, since ``reward/mean`` and ``reward/std`` are statistics of the reward."""
+RATES = ("score", "length", "truncation_rate", "rounds", "senior_share", "turns")
+"""What an evaluation measures of every text, beside the parts of its score and the counts of its episode."""
+METRICS = ("mean", "std", *RATES)
+"""Names that no part of a score may have: ``reward/mean`` and ``reward/std`` are statistics of the reward, and
+evaluations have rates of the other names."""
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keyword arguments that verl passes to a reward function."""
 VERL_MARKS = {"solution_str", "ground_truth"}
@@ -263,8 +266,8 @@ def checked(result: Any, name: str, row: Row) -> Score:
     if not usable:
         raise GraderError(
             f"{name}, row {row.example_id}: expected a finite number, or Score(value, parts, answer) with finite "
-            "numbers, acc (0 or 1) and neither mean nor std among the parts, and a string or None as the answer; found "
-            f"{_shown(result)}"
+            f"numbers, acc (0 or 1) and none of {', '.join(METRICS)} among the parts, and a string or None as the "
+            f"answer; found {_shown(result)}"
         )
     return score
 
@@ -306,6 +309,7 @@ def _of_verl(result: Any) -> Any:
     if not isinstance(result, Mapping) or "score" not in result:
         return result
     rest = {str(name): x for name, x in result.items() if name not in ("score", "pred")}
+    rest = {f"verl_{name}" if name in METRICS else name: x for name, x in rest.items()}
     parts: dict[str, Any] = {name: x for name, x in rest.items() if isinstance(x, SupportsFloat)}
     answer = None if result.get("pred") is None else str(result["pred"])
     try:

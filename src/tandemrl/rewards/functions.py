@@ -25,7 +25,7 @@ Grade = Callable[[Row, str, RewardConfig, Transcript | None], Score | Deferred]
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives with its own ``score``."""
 RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
-"""Names that no reward may have, since parts of every score have them."""
+"""Names that no reward of a sum may have, since parts of every score or metrics have them."""
 
 
 class Term(NamedTuple):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.calls import Call
+from tandemrl.rewards.calls import RATES, Call
 from tandemrl.rewards.functions import (
     RESERVED,
     Grade,
@@ -159,7 +159,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         if repeated := next((name for name in short if short.count(name) > 1), None):
             raise GraderError(f"{total}: two rewards are called {repeated}; rename a function")
         if taken := next((name for name in short if name in RESERVED), None):
-            raise GraderError(f"{total}: {taken} is a part of every score; rename the function")
+            raise GraderError(f"{total}: {taken} is a metric or a part of every score; rename the function")
     return tuple(
         Term(name, options.weights.get(name, 1.0), _scorer(path, functions, options), *_kind(path, functions, options))
         for name, path in zip(short, names, strict=True)
@@ -187,7 +187,8 @@ def check_rewards(
     """
     kinds = sorted(set(kinds))
     for name in functions:
-        if name in SCORERS or name in RESERVED or not name.isidentifier():
+        taken = name in SCORERS or (name in RESERVED and name not in RATES)  # a rate's only in a sum: see `terms_of`
+        if taken or not name.isidentifier():
             kind = "no name" if not name.isidentifier() else "a name of the library's"
             raise GraderError(f"reward {name!r} is {kind}; give the function one of its own: reward={{'my_reward': …}}")
 

@@ -131,22 +131,38 @@ class Scorer:
             GraderError: a pool or a reward function is broken, a scorer reads transcripts and there are none, or all
                 of at least two items hung or crashed.
         """
-        episodes = [None] * len(items) if transcripts is None else transcripts
+        scored = self.score_part(items, [None] * len(items) if transcripts is None else transcripts)
+        self.check_lost(sum(lost for _, lost in scored), len(scored))
+        return [score for score, _ in scored]
+
+    def score_part(
+        self, items: Sequence[tuple[Row, str]], episodes: Sequence[Transcript | None]
+    ) -> list[tuple[Score, bool]]:
+        """Score a part of a batch, and say of each score whether a process hung or died over it. Call `check_lost` with
+        their number in the whole batch."""
         terms = [self._terms_of(row) for row, _ in items]
         tasks = [(i, term) for i, each in enumerate(terms) for term in each]  # a reward of an item
         results = [term.score(*items[i], self._reward, episodes[i]) for i, term in tasks]
         with self._lock:
-            settled, lost = self._settle(results, [items[i] for i, _ in tasks])
-            if len({tasks[task][0] for task in lost}) == len(items) > 1:
-                raise GraderError(
-                    f"none of {len(items)} responses could be scored: all hung for {self._reward.timeout_s} s or "
-                    "crashed; raise reward.timeout_s if the machine is slow"
-                )
+            settled, lost_tasks = self._settle(results, [items[i] for i, _ in tasks])
             rest = iter(settled)
             scores = [weighted(each, list(islice(rest, len(each)))) for each in terms]
             self.timeouts += sum("timeout" in score.parts for score in scores)
             self.failures += sum("failure" in score.parts for score in scores)
-        return scores
+        lost = {tasks[task][0] for task in lost_tasks}
+        return [(score, i in lost) for i, score in enumerate(scores)]
+
+    def check_lost(self, lost: int, total: int) -> None:
+        """Check how many scores of a whole batch were lost.
+
+        Raises:
+            GraderError: all of at least two were.
+        """
+        if lost == total > 1:
+            raise GraderError(
+                f"none of {total} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; raise "
+                "reward.timeout_s if the machine is slow"
+            )
 
     def tried(self, row: Row, text: str) -> dict[str, Score]:
         """The scores that the user's own functions give one response, by name, before they are weighted.

@@ -15,7 +15,7 @@ from tandemrl.rewards.scoring import Scorer
 class SpreadScorer(Scorer):
     """A ``Scorer`` over the scorers of all processes, which must all make the same calls.
 
-    Whether too many responses are unscored is decided over the whole batch.
+    Whether too many responses are unscored, or all were lost, is decided over the whole batch.
     """
 
     def __init__(self, world: World, reward: RewardConfig, *, judge: JudgePool | None = None, **options: Any) -> None:
@@ -26,12 +26,13 @@ class SpreadScorer(Scorer):
         self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
     ) -> list[Score]:
         episodes = [None] * len(items) if transcripts is None else transcripts
-        own = super().score
 
-        def share(dealt: Sequence[tuple[tuple[Row, str], Transcript | None]]) -> list[Score]:
-            return own([item for item, _ in dealt], [transcript for _, transcript in dealt])
+        def share(dealt: Sequence[tuple[tuple[Row, str], Transcript | None]]) -> list[tuple[Score, bool]]:
+            return self.score_part([item for item, _ in dealt], [transcript for _, transcript in dealt])
 
-        scores = self._world.scatter_gather(list(zip(items, episodes, strict=True)), share)
+        scored = self._world.scatter_gather(list(zip(items, episodes, strict=True)), share)
+        self.check_lost(sum(lost for _, lost in scored), len(scored))
+        scores = [score for score, _ in scored]
         if self._judges is not None:
             self._judges.check(scores)
         return scores

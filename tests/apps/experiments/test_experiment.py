@@ -27,12 +27,13 @@ from tandemrl.apps.experiments.experiment import (
     Experiment,
     ExperimentError,
     Job,
+    about_left,
     run_experiment,
 )
 from tandemrl.apps.experiments.families import PAIRS, WORDED, Recipe
 from tandemrl.apps.experiments.pair import PairError
 from tandemrl.cli.main import app
-from tandemrl.config import load
+from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare
 
 SHORT = (
@@ -148,12 +149,23 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
         ({"seeds": (1, 1)}, "seeds must be one or more different ones"),
         ({"arms": (Arm("base", "x"),)}, "cannot be called 'base'"),
         ({"contrasts": (("tandem", "ppo"),)}, r"unknown arms \['ppo'\]"),
+        ({"overrides": ("train.seed=7", "model={junior: null}")}, r"model\.junior, train\.seed is set for each run"),
+        ({"overrides": ("selection.strategy=word",)}, r"selection\.strategy is what the arm grpo sets"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=message):
         run_experiment(Experiment(**({"name": "x", "arms": (GRPO, TANDEM)} | change)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_run_sets_is_refused_but_for_settings_of_training(finished: Finished) -> None:
+    overrides = experiments._run_overrides(finished.experiment, Job("plain", 0, TANDEM), finished.out)
+    assert stated_keys(overrides) - experiments.OF_RUN == {"train.lr", "train.threads"}
+    asked = replace(EXPERIMENTS["ablations"], overrides=("selection.prob_senior=0.5", "train.lr=1e-4"))
+    with pytest.raises(ExperimentError, match=r"prob_senior is what the arm p_0\.25 sets"):
+        experiments._check_experiment(asked)
+    experiments._check_experiment(asked.only(["tandem", "K_2"]))
 
 
 def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:
@@ -210,7 +222,27 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
         run_experiment(two, tmp_path, workers=1, say=said.append)
     assert done == ["plain/seed-0/pair", "plain/seed-0/tandem", "plain/seed-0/base"]
     assert len(said) == 5
+    assert re.fullmatch(r"\[3/8, \d+ s, about 0 s left\] plain/seed-0/tandem: fine", said[2])
+    assert re.fullmatch(r"\[5/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[4])
     assert not (tmp_path / "results.json").exists()
+
+
+def test_the_time_left_is_that_of_parts_of_the_same_kind() -> None:
+    def parts(seed: int) -> list[Job]:
+        return [Job("plain", seed, arm) for arm in (None, GRPO, TANDEM, Arm(BASE, "before training"))]
+
+    pair, grpo, tandem, base = parts(0)
+    others = [*parts(1), *parts(2)]
+    assert about_left({pair: 30.0}, [grpo, tandem, base, *others], 1) == ""  # no arm yet
+    times = {pair: 30.0, base: 60.0, tandem: 900.0}  # as in several processes; GRPO takes as long as the other arm
+    assert about_left(times, [grpo, *others], 1) == "about 78 min left"  # 900 + 2 (30 + 900 + 900 + 60)
+    times[grpo] = 300.0
+    assert about_left(times, others, 1) == "about 43 min left"  # 2 (30 + 300 + 900 + 60)
+    assert about_left(times, others, 2) == "about 22 min left"
+    assert about_left(times, others[2:3], 2) == "about 15 min left"  # a single part is not divided
+    times[others[2]] = 1500.0
+    assert about_left(times, [others[6]], 1) == "about 20 min left"  # in the median
+    assert about_left(times, [], 1) == ""
 
 
 def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:

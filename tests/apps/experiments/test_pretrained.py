@@ -485,16 +485,26 @@ def test_what_is_claimed_of_a_pretrained_model() -> None:
         for arm, values in solo.items()
         for seed, value in enumerate(values)
     ]
-    difference = {"mean": -0.06, "low": -0.1, "high": -0.02}
     contrast = {"pair": "word_problems", "A": "tandem_self", "phase": "pass-at-k", "metric": "pass@1"}
-    contrasts = [contrast | {"B": arm, "difference": difference} for arm in ("grpo", "grpo_8")]
-    claims = claims_of("word_problems", rows, contrasts)
-    assert [(claim.bar, claim.verdict) for claim in claims] == [
+
+    def claims_with(low: float, high: float, rows: list[dict[str, Any]] = rows) -> list[Any]:
+        difference = {"mean": (low + high) / 2, "low": low, "high": high}
+        contrasts = [contrast | {"B": arm, "difference": difference} for arm in ("grpo", "grpo_8")]
+        return claims_of("word_problems", rows, contrasts)
+
+    assert [(claim.bar, claim.verdict) for claim in claims_with(-0.08, -0.06)] == [
         (">= 0.15", "fails"),  # +.14 on the second seed
         (">= 0.1", "holds"),
         (">= -0.05", "fails"),  # of as many trained tokens
         (">= -0.1", "holds"),  # of as many rollouts
     ]
+    # A mean above both bars, as of three seeds that differ, says nothing if the interval reaches below.
+    wide = claims_with(-0.2, 0.3)[2:]
+    assert [(claim.values, claim.verdict) for claim in wide] == [((-0.2,), "undecided")] * 2
+    assert all("at equal numbers of" in claim.claim and "interval over seeds" in claim.claim for claim in wide)
+    one = claims_with(-0.2, 0.3, [row for row in rows if row["seed"] == 0])[2:]
+    assert [claim.verdict for claim in one] == ["undecided"] * 2
+    assert all("interval over problems" in claim.claim for claim in one)
     assert claims_of("word_problems", [row for row in rows if row["arm"] == "base"], []) == []
 
 

@@ -88,6 +88,9 @@ def test_what_makes_no_sense_is_refused(benchmark: Benchmark, tmp_path: Path) ->
         ({"retrievers": ("bm25",)}, "at least two"),
         ({"models": ("a/x", "b/x")}, "one name"),
         ({"data": ()}, "need questions"),
+        ({"pairs": ("hops_jargon",)}, "leave out --pair"),
+        ({"seeds": (0, 1)}, "leave out --pair and --seeds"),
+        ({"models": (), "junior": "m"}, "leave out --junior"),
     ):
         with pytest.raises(ExperimentError, match=message):
             run_retrievers(replace(benchmark, **wrong), tmp_path)

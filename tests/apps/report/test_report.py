@@ -24,7 +24,7 @@ from tandemrl.apps.report import (
     tables,
     write_report,
 )
-from tandemrl.apps.report.figures import shared, thin
+from tandemrl.apps.report.figures import shared, shared_blocks, thin
 from tandemrl.apps.report.page import styles, to_html, to_markdown, without_tags
 from tandemrl.apps.report.provenance import caveats, commands
 from tandemrl.apps.report.records import discover
@@ -640,6 +640,23 @@ def test_evaluated_arms_that_no_experiment_compared_are_compared(tmp_path: Path)
     assert any(each.startswith("other and base cannot be compared: ") for each in caveats)
 
 
+def test_only_shared_seeds_are_compared(tmp_path: Path) -> None:
+    right = {("base", 0): "1000", ("base", 2): "0000", ("mine", 0): "1100", ("mine", 1): "1111"}
+    for (arm, seed), correct in right.items():
+        rows = [sample([1], "S1", "x", problem=i, correct=c == "1", score=float(c)) for i, c in enumerate(correct)]
+        once = {"samples": 1, "k": [1]}
+        write_phase(tmp_path / f"seed-{seed}" / arm, "pass-at-k", {"pass@1": correct.count("1") / 4}, rows, eval=once)
+    built = build_report(tmp_path)
+    (contrast,) = [each for each in built.records.settings[0].contrasts if each.metric == "pass@1"]
+    assert contrast.difference.mean == 0.25  # of seed 0
+    assert "mine and base are compared over the seeds of both only: 0." in built.caveats
+    for arm, seed in (("base", 0), ("mine", 0)):
+        shutil.rmtree(tmp_path / f"seed-{seed}" / arm)
+    built = build_report(tmp_path)
+    assert built.records.settings[0].contrasts == ()
+    assert "mine and base are not compared: they have no seed in common." in built.caveats
+
+
 def test_runs_without_an_evaluation_are_compared_by_their_last_one_during_training(tmp_path: Path) -> None:
     for arm, right in (("grpo", 0), ("tandem", 1)):
         write_run(tmp_path / arm, eval={"train_samples": 1, "k": [1]})
@@ -926,6 +943,12 @@ def test_a_mean_over_seeds_needs_a_value_of_every_seed() -> None:
     )
     assert steps.tolist() == [2.0, 3.0]
     assert values.tolist() == [[6.0, 7.0], [8.0, 9.0]]
+
+
+def test_long_runs_of_other_lengths_share_blocks() -> None:
+    long, short = np.arange(1.0, 301.0), np.arange(1.0, 201.0)
+    steps, values = shared_blocks([(long, long), (short, -short)])
+    assert steps.tolist() == values[0].tolist() == (-values[1]).tolist() == [2 * i + 1.5 for i in range(100)]
 
 
 def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]) -> None:

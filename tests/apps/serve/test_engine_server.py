@@ -233,6 +233,21 @@ def test_pieces_of_a_text_are_the_text(text: str, style: dict[str, Any], shown: 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize(
+    ("stop", "pieces", "told"),
+    [
+        ("abcdef", ("abc", "def"), ["", ""]),
+        ("</answer>", ("<", "/a", "nswer", ">"), ["", "", "", ""]),
+        ("</answer>", ("x <", "/a", "nd more"), ["", "", "x </"]),
+    ],
+)
+def test_nothing_of_a_stop_string_is_told(stop: str, pieces: Sequence[str], told: list[str]) -> None:
+    from tandemrl.apps.serve.asked import TextStyle
+
+    stream = TextStream(Letters(), TextStyle(stop=(stop,)))
+    assert [stream.add(list(piece.encode()), [0.0] * len(piece)) for piece in pieces] == told
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "content", "arguments"),
@@ -413,7 +428,7 @@ def test_what_waits_is_written_together_and_told_apart(engine: TorchEngine, stre
     first = thread.submit(request_of(1))
     assert slow.begun.wait(60)
     others = [thread.submit(request_of(seed, samples=2), hear(seed)) for seed in (10, 20, 30)]
-    thread.cancel(others[1])  # it has not begun
+    thread.cancel(others[1:2])  # it has not begun
     slow.go_on.set()
     [one] = first.done.result(60)
     assert one.tokens.tolist() == engine.generate([request_of(1)])[0][0].tokens.tolist()
@@ -436,14 +451,34 @@ def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engin
     gate.done.result(60)
     slow.go_on.clear()
     assert slow.begun.wait(60)
-    thread.cancel(other)
+    thread.cancel([other])
     slow.go_on.set()
     twin.done.result(60)
     assert slow.aborted == {mix64(2)}
-    thread.cancel(other)  # it has ended
+    thread.cancel([other])  # it has ended
     thread.close()
     with pytest.raises(EngineError, match="outside the vocabulary"):
         thread.submit(replace(request_of(1), prompt=(10**6,)))
+
+
+def test_the_prompts_of_a_request_share_keys_and_are_aborted_together(engine: TorchEngine) -> None:
+    slow = Slow(engine)
+    thread = EngineThread(slow)
+    gate = thread.submit(request_of(0))
+    assert slow.begun.wait(60)
+    slow.begun.clear()
+    prompts = [replace(request_of(1, samples=2), prompt=prompt) for prompt in ((2, 3), (3, 2))]
+    jobs, twin = [thread.submit(each) for each in prompts], thread.submit(request_of(2))
+    slow.go_on.set()
+    gate.done.result(60)
+    slow.go_on.clear()
+    assert slow.begun.wait(60)
+    thread.cancel(jobs)
+    assert slow.aborted == {mix64(1)}  # the twin wants the other
+    thread.cancel([twin])
+    assert slow.aborted == {mix64(1), mix64(2)}
+    slow.go_on.set()
+    thread.close()
 
 
 def test_an_engine_that_breaks_is_an_error_of_the_server(words: Any, engine: TorchEngine) -> None:

@@ -156,6 +156,8 @@ def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, mo
         (["--strategy", "words"], "'words' is none of word"),
         (["--mode", "eager"], "mode=eager: must be one of lazy, lockstep, draft, auto"),
         (["--mode", "auto", "--draft-tokens", "none"], "'none' is neither auto nor a positive number"),
+        (["--draft-tokens", "4"], "--draft-tokens requires --mode draft or --mode auto"),
+        (["--mode", "lockstep", "--draft-tokens", "x"], "with --mode lockstep the junior drafts nothing"),
         (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
         (["--junior", "./nowhere"], "nowhere"),
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),

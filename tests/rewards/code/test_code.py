@@ -304,6 +304,25 @@ def test_no_torch():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
+PROMPT = 'from typing import List\n\ndef double(x: List[int]) -> List[int]:\n    """Twice each."""\n'
+TWICE = "\ndef double(x: List[int]) -> list[int] | None:\n    return [2 * n for n in x]\n"
+
+
+@pytest.mark.parametrize(
+    ("opening", "value"),
+    [
+        ("from __future__ import annotations", 1.0),
+        ('"""A text."""\n# why\nfrom __future__ import (annotations,\n    division)  # both', 1.0),
+        ("from __future__ import annotations; import math", 1.0),
+        ("import math\nfrom __future__ import division", 0.0),  # as without a prompt
+    ],
+)
+def test_imports_from_the_future_stay_in_front_of_a_prompt(opening, value):
+    check = "def check(candidate):\n    assert candidate([1, 2]) == [2, 4]\n"
+    truth = row(test=check, entry_point="double", prompt=PROMPT)
+    assert score(truth, opening + TWICE).value == value
+
+
 # HumanEval -----------------------------------------------------------------------------------------------------------
 
 

@@ -284,6 +284,7 @@ def test_what_authors_do_wrong_is_told_and_counted(world: EpisodeRunner) -> None
             tempers.Saying({"role": "user", "content": "x"}, counts={"turns": 1}),
             "counts 'turns', which is the library's",
         ),
+        (tempers.Saying({"role": "user", "content": "x"}, counts={"length": 1}), "counts 'length', which is the lib"),
         (tempers.Saying({"role": "user", "content": "x"}, counts=[1]), "counts what is no number"),
     ],
 )

@@ -95,12 +95,10 @@ def pretrained_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[
         for arm, title, bar in (("grpo", "GRPO", 0.15), ("tandem_self", "tandem GRPO", 0.1))
         if found.has(BASE, arm)
     ]
-    several = ", mean over seeds" if len(found.seeds) > 1 else ""
     for reference, equal, margin in (("grpo_8", "trained tokens", SOLO_MARGIN), ("grpo", "rollouts", 2 * SOLO_MARGIN)):
         if (difference := _solo_difference(pair, contrasts, "tandem_self", than=reference)) is not None:
-            holds: Verdict = "holds" if difference.mean >= -margin else "fails"
-            name = f"tandem GRPO - GRPO in solo pass@1, at equal numbers of {equal}{several}"
-            claims.append(Claim(name, f">= {-margin:g}", (difference.mean,), holds))
+            what = f"tandem GRPO - GRPO in solo pass@1, at equal numbers of {equal}"
+            claims.append(_loss_excluded(found, what, difference, margin))
     return claims
 
 
@@ -175,24 +173,31 @@ def _solo_difference(pair: str, contrasts: Sequence[Contrast], arm: str, than: s
     return Interval(**differences[0]) if differences else None
 
 
-def _not_inferior(found: _Found, difference: Interval, arm: str) -> list[Claim]:
-    """The claims that an arm's solo skill is not inferior to GRPO's; being better is no fault.
+def _loss_excluded(found: _Found, what: str, difference: Interval, margin: float) -> Claim:
+    """The claim that a difference shows no loss above ``margin``; being better is no fault.
 
-    The claim holds if the lower end of the 95 % interval of arm - GRPO is above ``-SOLO_MARGIN``. It fails if the whole
-    interval is below, and is undecided otherwise. With one seed, the claim about the mean over seeds is not asked.
+    It holds if the lower end of the 95 % interval is above ``-margin``, fails if the whole interval is below, and is
+    undecided otherwise.
     """
-    support = at_least(difference, -SOLO_MARGIN)
+    support = at_least(difference, -margin)
+    return Claim(
+        f"{what}, lower end of the 95 % interval over {'seeds' if len(found.seeds) > 1 else 'problems'}",
+        f">= {-margin:g}",
+        (difference.low,),
+        "undecided" if support is None else "holds" if support else "fails",
+    )
+
+
+def _not_inferior(found: _Found, difference: Interval, arm: str) -> list[Claim]:
+    """The claims that an arm's solo skill is not inferior to GRPO's.
+
+    With one seed, the claim about the mean over seeds is not asked.
+    """
     several = len(found.seeds) > 1
     mean_holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
     name = {"turns": "tandem by turns"}.get(arm, arm)
     return [
-        Claim(
-            f"solo skill not inferior: {name} - GRPO in solo pass@1, lower end of the 95 % interval over "
-            + ("seeds" if several else "problems"),
-            f">= {-SOLO_MARGIN:g}",
-            (difference.low,),
-            "undecided" if support is None else "holds" if support else "fails",
-        ),
+        _loss_excluded(found, f"solo skill not inferior: {name} - GRPO in solo pass@1", difference, SOLO_MARGIN),
         Claim(
             f"{name} - GRPO in solo pass@1, mean over seeds",
             f">= {-SOLO_MEAN_MARGIN:g}",

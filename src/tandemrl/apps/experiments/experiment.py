@@ -15,6 +15,7 @@ when it is started again.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +39,19 @@ from tandemrl.apps.experiments.claims import BASE, claims_of
 from tandemrl.apps.experiments.families import PAIRS, Recipe
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.tiny import DEFAULT_SIZE, SIZES, lr_scale
-from tandemrl.apps.experiments.warm_start import Progress, progress_line
+from tandemrl.apps.experiments.warm_start import Pace, Progress, progress_line
 from tandemrl.apps.report.records import MEASURES
-from tandemrl.config import load
+from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 from tandemrl.training.loop import train
+from tandemrl.training.tracking import time_left
 
 SCHEMA = 2
+OF_RUN = frozenset(
+    ("model.senior", "model.junior", "model.device", "data.train", "data.eval", "train.seed", "output_dir")
+)
+"""Keys that say which run it is. No override of an experiment may set them, as none may set those of an arm."""
 NUMERIC_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -253,12 +260,14 @@ def run_experiment(
         out: the folder of the experiment.
         workers: how many processes run at once. None means one per core, but no more than the free memory is enough
             for, or one on a GPU; 1 means this process.
-        say: called with a line for each finished part, and with the headline tables at the end.
+        say: called with a line for each finished part, which says about how long the others take, and with the headline
+            tables at the end.
 
     Raises:
         ConfigError: the overrides of an arm are not valid.
-        ExperimentError: the experiment is not valid, ``out`` holds another one, a part failed, or every pair was
-            refused. (Some refused pairs are recorded in the results, and the rest is compared.)
+        ExperimentError: the experiment is not valid (its overrides may not set what an arm or each run sets), ``out``
+            holds another one, a part failed, or every pair was refused. (Some refused pairs are recorded in the
+            results, and the rest is compared.)
     """
     out = Path(out)
     _check_experiment(experiment)
@@ -269,21 +278,34 @@ def run_experiment(
     for family in dict.fromkeys(PAIRS[job.pair] for job in missing):
         family.prepare(say)
     started = time.perf_counter()
-    total = len(jobs) * (2 + len(experiment.arms))
 
     def after(job: Job) -> list[Job]:
         return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
 
+    parts = [part for job in jobs for part in (job, *after(job))]
+    total = len(parts)
+    there = {part for part in parts if _is_there(experiment, part, out)}
+    left = dict.fromkeys(part for part in parts if part not in there)
+    times: dict[Job, float] = {}
     failed: dict[str, BaseException] = {}
     refused: dict[Job, str] = {}
-    ended = _run_jobs(jobs, after, lambda job: (run_job, experiment, job, out), workers)
+    ended = _run_jobs(jobs, after, lambda job: (_timed, run_job, experiment, job, out), workers)
     for finished, (job, outcome) in enumerate(ended, 1):
-        if isinstance(outcome, PairError):
-            refused[job] = str(outcome)
-        elif isinstance(outcome, BaseException):
-            failed[str(job)] = outcome
-        shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
-        say(f"[{finished}/{total}, {time.perf_counter() - started:.0f} s] {job}: {shown}")
+        if isinstance(outcome, BaseException):
+            if isinstance(outcome, PairError):
+                refused[job] = str(outcome)
+            else:
+                failed[str(job)] = outcome
+            shown, over = f"{type(outcome).__name__}: {outcome}", [job, *after(job)]
+        else:
+            shown, seconds = outcome
+            over = [job]
+            if job not in there:
+                times[job] = seconds
+        for part in over:
+            left.pop(part, None)
+        spent = [f"{time.perf_counter() - started:.0f} s", about_left(times, [*left], workers)]
+        say(f"[{finished}/{total}, {', '.join(filter(None, spent))}] {job}: {shown}")
     if failed:
         listed = "; ".join(f"{job}: {type(error).__name__}: {error}" for job, error in failed.items())
         raise ExperimentError(
@@ -302,6 +324,37 @@ def reported(results: dict[str, Any], out: Path, say: Callable[[str], None]) -> 
     report.write_report(page)
     say(report.headlines(page, report.headline_lines))
     return results
+
+
+def about_left(times: Mapping[Job, float], left: Sequence[Job], workers: int) -> str:
+    """About how long the parts take that are left, or "" if no part of some kind has been finished.
+
+    A part takes as long as the finished ones of the same pair and arm in the median, or else as those of all arms.
+
+    Args:
+        times: how long each finished part took, in seconds.
+        workers: how many parts run at once.
+
+    Examples:
+        >>> grpo, tandem = Job("jargon", 0, GRPO), Job("jargon", 0, TANDEM)
+        >>> about_left({grpo: 600.0}, [tandem, grpo._replace(seed=1), tandem._replace(seed=1)], 2)
+        'about 15 min left'
+    """
+
+    def estimate(job: Job) -> float:
+        alike = [seconds for done, seconds in times.items() if (done.pair, done.arm) == (job.pair, job.arm)]
+        arms = [seconds for done, seconds in times.items() if job.arm and done.arm and done.arm.name != BASE]
+        return median(alike or arms or [math.nan])
+
+    parts = [estimate(job) for job in left]
+    seconds = max(sum(parts) / workers, max(parts, default=0.0))
+    return time_left(seconds) if parts and math.isfinite(sum(parts)) else ""
+
+
+def _timed(function: Callable[..., str], *arguments: Any) -> tuple[str, float]:
+    """What a function returns, and how long it took, in seconds."""
+    started = time.monotonic()
+    return function(*arguments), time.monotonic() - started
 
 
 def run_job(experiment: Experiment, job: Job, out: Path) -> str:
@@ -357,14 +410,14 @@ def _check_pair_of_runs(experiment: Experiment, job: Job, home: Path) -> None:
 @contextmanager
 def _building(home: Path, job: Job) -> Iterator[Progress]:
     """A context in which a warm start writes its progress to a file, at most once a second. ``heartbeat`` reads it."""
-    file, started, written = home / "pair.progress.json", time.monotonic(), 0.0
+    file, pace, written = home / "pair.progress.json", Pace(), 0.0
 
     def note(step: int, steps: int, loss: float) -> None:
         nonlocal written
-        now = time.monotonic()
+        now, times = time.monotonic(), pace.times()
         if now - written >= 1 or step == steps:
             written = now
-            line = progress_line(step, steps, loss, now - started)
+            line = progress_line(step, steps, loss, times)
             says = f"building the {job.pair} pair of seed {job.seed}: {line}"
             write_text(file, json.dumps({"says": says}) + "\n")
 
@@ -511,7 +564,15 @@ def _check_experiment(experiment: Experiment) -> None:
     unknown = {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}
     if unknown:
         raise ExperimentError(f"{experiment.name}: contrasts name unknown arms {sorted(unknown)}; arms: {names}")
+    stated = stated_keys(experiment.overrides)
+    if of_run := sorted(stated & OF_RUN):
+        raise ExperimentError(f"{experiment.name}: {', '.join(of_run)} is set for each run; leave it out")
     for arm in experiment.arms:
+        if of_arm := sorted(stated & stated_keys(arm.overrides)):
+            raise ExperimentError(
+                f"{experiment.name}: {', '.join(of_arm)} is what the arm {arm.name} sets; leave it out, or train other "
+                "arms: --arms"
+            )
         load(experiment.config, [*arm.overrides, *experiment.overrides])  # a bad key is found before an hour of work
 
 
@@ -552,6 +613,12 @@ def _is_built(experiment: Experiment, job: Job, home: Path) -> bool:
     """Whether the pair of a job, by this recipe, is there."""
     stored = read_manifest(home / "pair")
     return stored is not None and stored.items() >= PAIRS[job.pair].identity(_recipe(experiment, job)).items()
+
+
+def _is_there(experiment: Experiment, job: Job, out: Path) -> bool:
+    """Whether a part was finished by an earlier command, so that it takes no time now."""
+    home = _home(job, out)
+    return _is_built(experiment, job, home) if job.arm is None else (home / "eval" / job.arm.name).is_dir()
 
 
 def _recipe(experiment: Experiment, job: Job) -> Recipe:

@@ -77,8 +77,8 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
 
     Raises:
         ConfigError, DataError, EngineError, EvalError: an evaluation cannot be run.
-        ExperimentError: there are fewer than two retrievers, two models have the same name, or models are given without
-            data.
+        ExperimentError: there are fewer than two retrievers, two models have the same name, models are given without
+            data or with pairs or seeds, or a junior without models.
     """
     out = Path(out)
     _check(benchmark)
@@ -103,6 +103,11 @@ def _check(benchmark: Benchmark) -> None:
         raise ExperimentError(f"two of the models have one name: {', '.join(names)}")
     if benchmark.models and not benchmark.data:
         raise ExperimentError("models that are given need questions: --data, or data of the benchmark")
+    default = Benchmark()
+    if benchmark.models and (benchmark.pairs, benchmark.seeds) != (default.pairs, default.seeds):
+        raise ExperimentError("pairs and seeds are of the tiny models; leave out --pair and --seeds, or --model")
+    if benchmark.junior is not None and not benchmark.models:
+        raise ExperimentError("the tiny pairs have juniors of their own; leave out --junior, or give --model")
 
 
 def _described(benchmark: Benchmark) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 import itertools
 import math
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,17 +34,43 @@ MEASURING = "measuring what it can do"
 """What a warm start does after its last step, for up to a minute."""
 
 
-def progress_line(step: int, steps: int, loss: float, elapsed_s: float) -> str:
-    """How far a warm start is, and about how long the rest takes.
+RECENT_STEPS = 5
+"""The time left follows the median of so many steps."""
+
+
+def rest_of_steps(times: Sequence[float], left: int) -> str:
+    """About how long ``left`` steps take, after steps that took ``times``, in seconds.
 
     Examples:
-        >>> progress_line(50, 200, 1.25, elapsed_s=10)
+        >>> rest_of_steps([100.0, 2.0, 2.0, 2.0, 30.0], 100)
+        'about 3 min left'
+    """
+    return time_left(median(times[-RECENT_STEPS:]) * left)
+
+
+def progress_line(step: int, steps: int, loss: float, times: Sequence[float]) -> str:
+    """How far a warm start is, and about how long the rest takes, after steps that took ``times``, in seconds.
+
+    Examples:
+        >>> progress_line(50, 200, 1.25, [0.2, 0.2])
         'step 50 of 200, loss 1.250, about 30 s left'
-        >>> progress_line(200, 200, 0.5, elapsed_s=40)
+        >>> progress_line(200, 200, 0.5, [0.2, 0.2])
         'step 200 of 200, loss 0.500, measuring what it can do'
     """
-    left = time_left(elapsed_s / step * (steps - step)) if step < steps else MEASURING
+    left = rest_of_steps(times, steps - step) if step < steps else MEASURING
     return f"step {step} of {steps}, loss {loss:.3f}, {left}"
+
+
+class Pace:
+    """Measures how long the last steps took, in seconds. The first one begins with the object."""
+
+    def __init__(self) -> None:
+        self._ends = deque([time.monotonic()], maxlen=RECENT_STEPS + 1)
+
+    def times(self) -> list[float]:
+        """The times of the last steps, of which one has just ended."""
+        self._ends.append(time.monotonic())
+        return [after - before for before, after in itertools.pairwise(self._ends)]
 
 
 IGNORE = -100

@@ -1,12 +1,12 @@
 """Paired differences between the arms of a report that no experiment has compared yet."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from tandemrl.apps.report.records import ArmRecord, ContrastRecord, Setting, natural
+from tandemrl.apps.report.records import ArmRecord, ContrastRecord, Setting
 from tandemrl.config import ConfigError
 from tandemrl.evals import PHASES, EvalError
 from tandemrl.evals.compare import CompareError, Contrast, compare, last_texts
@@ -26,10 +26,18 @@ def paired_differences(setting: Setting, say: Callable[[str], None]) -> tuple[Co
     first, *others = evaluated
     found: list[ContrastRecord] = []
     for arm in others:
-        if [file.name for file in _texts(arm)] != [file.name for file in _texts(first)] and not arm.evaluations:
+        sides = _evaluations(arm), _evaluations(first)
+        seeds = [seed for seed in sides[0] if seed in sides[1]]
+        if not seeds:
+            say(f"{arm.title} and {first.title} are not compared: they have no seed in common.")
+            continue
+        if len(seeds) < len(sides[0].keys() | sides[1].keys()):
+            say(f"{arm.title} and {first.title} are compared over the seeds of both only: {', '.join(seeds)}.")
+        if not arm.evaluations and _steps(arm, seeds) != _steps(first, seeds):
             say(f"{arm.title} and {first.title} are not compared: their last evaluations are of different steps.")
             continue
-        contrasts = _contrasts(_evaluations(arm), _evaluations(first), _state(arm), _state(first))
+        paired = (tuple(place for seed in seeds for place in side[seed]) for side in sides)
+        contrasts = _contrasts(*paired, _state(arm), _state(first))
         if isinstance(contrasts, str):
             say(f"{arm.title} and {first.title} cannot be compared: {contrasts}")
             continue
@@ -46,12 +54,20 @@ def _contrasts(a: tuple[Path, ...], b: tuple[Path, ...], *state: object) -> list
         return str(error)
 
 
-def _evaluations(arm: ArmRecord) -> tuple[Path, ...]:
-    """The folder (or, under a name of its own, the file) of each seed's evaluation, in the order of the seeds; without
-    any, the folders of the runs."""
-    ordered = sorted(arm.evaluations, key=lambda each: natural(each.seed))
-    folders = [each.file.parent if each.file.stem in PHASES else each.file for each in ordered]
-    return tuple(dict.fromkeys(folders or [run.folder for run in arm.runs]))
+def _evaluations(arm: ArmRecord) -> dict[str, list[Path]]:
+    """The folders (or, under names of their own, the files) of each seed's evaluations, in the order of the seeds;
+    without any, the folders of the runs."""
+    found = [(each.seed, each.file.parent if each.file.stem in PHASES else each.file) for each in arm.evaluations]
+    by_seed: dict[str, list[Path]] = {seed: [] for seed in arm.seeds}
+    for seed, place in found or [(run.seed, run.folder) for run in arm.runs]:
+        if place not in by_seed[seed]:
+            by_seed[seed].append(place)
+    return {seed: places for seed, places in by_seed.items() if places}
+
+
+def _steps(arm: ArmRecord, seeds: Collection[str]) -> list[str]:
+    """The names of the texts of the last evaluations during the runs of some seeds."""
+    return [file.name for run, file in zip(arm.runs, _texts(arm), strict=True) if run.seed in seeds]
 
 
 def _texts(arm: ArmRecord) -> list[Path]:

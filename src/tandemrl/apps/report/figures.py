@@ -96,6 +96,13 @@ def shared(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
     return np.array(common), np.array(rows)
 
 
+def shared_blocks(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """What is `shared`, then thinned: the blocks of two runs of other lengths would have no step in common."""
+    steps, rows = shared(curves)
+    thinned = [thin(steps, row) for row in rows]
+    return thinned[0][0], np.array([values for _, values in thinned])
+
+
 def curve_plot(arms: Styled, name: str, curve: Curve) -> Figure | None:
     """A learning curve: the mean over seeds, a band from the lowest to the highest seed, and a thin line per seed."""
     longest, several = 0, False
@@ -109,8 +116,8 @@ def curve_plot(arms: Styled, name: str, curve: Curve) -> Figure | None:
             if not runs:
                 continue
             longest, several = max(longest, *(len(x) for x, _ in runs)), several or len(runs) > 1
+            x, values = shared_blocks(runs)
             runs = [thin(x, y) for x, y in runs]
-            x, values = shared(runs)
             marker = look.marker if len(x) < 12 else ""
             if len(runs) > 1:
                 for seed_x, seed_y in runs:

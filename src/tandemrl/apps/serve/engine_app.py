@@ -172,7 +172,7 @@ class _Routes:
                     before = i * len(each.keys)
                     jobs.append(self._thread.submit(each, _told(put, before) if asked.stream else None))
         except HTTPException:
-            self._cancel(jobs)
+            self._thread.cancel(jobs)
             raise
         prefix = "chatcmpl" if chat else "cmpl"
         kind = ("chat.completion" if chat else "text_completion") + (".chunk" if chat and asked.stream else "")
@@ -192,11 +192,7 @@ class _Routes:
             return JSONResponse(await asyncio.to_thread(self._whole, asked, written.result(), about))
         finally:
             gone.cancel()
-            self._cancel(jobs)
-
-    def _cancel(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            self._thread.cancel(job)
+            self._thread.cancel(jobs)
 
     def _whole(self, asked: Asked, groups: list[list[Completion]], about: Mapping[str, Any]) -> dict[str, Any]:
         pairs = [(request, one) for request, group in zip(asked.requests, groups, strict=True) for one in group]
@@ -242,7 +238,7 @@ class _Routes:
         except EngineError as error:
             yield _event(error_body(str(error), 500, kind="Internal Server Error"))
         finally:
-            self._cancel(jobs)
+            self._thread.cancel(jobs)
         yield b"data: [DONE]\n\n"
 
 

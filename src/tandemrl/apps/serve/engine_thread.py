@@ -1,7 +1,7 @@
 """An engine in a thread of its own, for requests that come one by one: those that wait are written in one call."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -51,14 +51,15 @@ class EngineThread:
         self._waiting.put(job)
         return job
 
-    def cancel(self, job: Job) -> None:
-        """End a job that nobody waits for. Keys that another running job has, too, are written on."""
-        if job.done.cancel():  # it has not begun
-            return
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """End jobs that nobody waits for. Keys that another running job has, too, are written on."""
+        begun = {job for job in jobs if not job.done.cancel()}
         with self._lock:
-            if job in self._running:
-                wanted = {key for other in self._running if other is not job for key in other.request.keys}
-                self.engine.abort(set(job.request.keys) - wanted)
+            unwanted = {key for job in self._running if job in begun for key in job.request.keys}
+            self._running = [job for job in self._running if job not in begun]
+            unwanted -= {key for job in self._running for key in job.request.keys}
+            if unwanted:
+                self.engine.abort(unwanted)
 
     def close(self) -> None:
         """End what is being written, and the thread. The engine stays open."""

@@ -61,7 +61,7 @@ class TextStream:
         self._held += whole[len(known) :]
         if any(stop in self._held for stop in self.style.stop):
             return ""
-        certain = self._held[: len(self._held) - self._hold]
+        certain = self._held[: max(0, len(self._held) - self._hold)]
         self._held = self._held[len(certain) :]
         self._told += certain
         return certain

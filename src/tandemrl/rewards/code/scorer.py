@@ -27,6 +27,8 @@ MAX_NUMBER_CHARS = 400
 
 _PYTHON_FENCE = re.compile(r"```(?:python3?|py)\b[^\n`]*\n", re.IGNORECASE)
 _ANY_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_OPENING = re.compile(r'''(?:\s|#[^\n]*|"""(?:[^"\\]|\\.|"(?!""))*""")*''', re.DOTALL)
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n;#(]*)[ \t;]*", re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?")
 
 
@@ -90,8 +92,14 @@ def extract_program(text: str) -> str:
 
 def complete(program: str, test: Test) -> str:
     """The program behind what it needs of HumanEval's prompt: imports and helpers, and the function head if it lacks
-    that."""
-    return f"{test.prompt}\n{program}" if isinstance(test, Check) else program
+    that. Imports from ``__future__`` with which the program begins stay in front."""
+    if not isinstance(test, Check):
+        return program
+    futures = []
+    while (opening := _OPENING.match(program)) and (found := _FUTURE.match(program, opening.end())):
+        futures.append(found[0].rstrip("; \t") + "\n")
+        program = program[: found.start()] + program[found.end() :]
+    return f"{''.join(futures)}{test.prompt}\n{program}"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -107,10 +107,15 @@ def parse_score(text: str) -> float | None:
 
 
 def parse_verdict(text: str) -> float | None:
-    """1 if a reply says true (or yes), 0 if it says false (or no), None if it says neither, both, or "not true"."""
+    """1 if a reply says true (or yes), 0 if it says false (or no), None if it says neither, both, or negates its word.
+
+    Examples:
+        >>> [parse_verdict(text) for text in ("True.", "no", "It isn't true.", "not entirely false")]
+        [1.0, 0.0, None, None]
+    """
     text = _after_thinking(text).rpartition("Answer:")[2].lower()
     for positive, negative in (("true", "false"), ("yes", "no")):
-        if re.search(rf"\b(?:not|n't)\s+{positive}\b", text):
+        if re.search(rf"(?:\bnot|\bcannot|\bnever|n['’]t)\s+(?:\w+\s+)?(?:{positive}|{negative})\b", text):
             return None
         verdicts = {word for word in (positive, negative) if re.search(rf"\b{word}\b", text)}
         if verdicts:

@@ -21,6 +21,7 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
+from tandemrl.rewards.calls import RATES
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
 from tandemrl.rollout.envs.factory import make_environment
@@ -32,7 +33,7 @@ from tandemrl.rollout.envs.worker import answering
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
 """The counts that the library keeps of every episode, beside those that the environment returns."""
-RESERVED_METRICS = {*COUNTS, "observation_tokens"} - {"tool_errors"}
+RESERVED_METRICS = {*COUNTS, "observation_tokens", *RATES} - {"tool_errors"}
 """Names that an environment must not use for its counts, since the library's own metrics have them."""
 
 
