@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -649,6 +650,37 @@ def smollm2_first() -> str:
     )
 
 
+def smollm2_solo() -> str:
+    """Solo skill of the models before and after training, on more samples than the table of all phases has."""
+    content = json.loads((BENCHMARKS / "smollm2_solo.json").read_text())
+    titles = {"base": "before", "grpo": "GRPO", "tandem": "tandem GRPO"}
+    pairs = [(each["A"], each["B"]) for each in content["contrasts"] if each["metric"] == "pass@1"]
+    seeds = sorted({row["seed"] for row in content["rows"]})
+    arms = [arm for arm in titles if any(row["arm"] == arm for row in content["rows"])]
+
+    def cells(
+        metric: str, which: Sequence[int], interval: Callable[[Mapping[str, Any]], Mapping[str, float]]
+    ) -> list[str]:
+        values = [
+            fmean(row[metric] for row in content["rows"] if row["arm"] == arm and row["seed"] in which) for arm in arms
+        ]
+        of = {(each["A"], each["B"]): interval(each) for each in content["contrasts"] if each["metric"] == metric}
+        found = ["{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**of[pair]).replace("-", "−") for pair in pairs]
+        return [*(f"{value:.3f}" for value in values), *found]
+
+    rows = []
+    for metric in ("pass@1", "pass@4"):
+        for i, seed in enumerate(seeds):
+            rows.append([f"{metric}, seed {seed}", *cells(metric, [seed], lambda each, i=i: each["per_seed"][i])])
+        rows.append([f"{metric}, mean", *cells(metric, seeds, itemgetter("difference"))])
+    head = ["solo", *(titles[arm] for arm in arms), *(f"{titles[a]} − {titles[b]}" for a, b in pairs)]
+    return (
+        markdown_table(head, rows)
+        + "\nThe models of the tables above on 256 problems × 4. Intervals of a seed are over problems, those of means "
+        f"over seeds (`{content['command']}`; {versions_of([content])}; {_file('smollm2_solo.json')}).\n"
+    )
+
+
 def smollm2_longer() -> str:
     """Solo pass@1 of GRPO by seed, where it went on."""
     longer, shorter = (
@@ -834,6 +866,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2": lambda: headline("smollm2.json"),
     "smollm2-more": lambda: headline_table(results("smollm2.json")[1].arms, (ACCEPTANCE, DRIFT, LENGTH)),
     "smollm2-differences": lambda: differences("smollm2.json"),
+    "smollm2-solo": smollm2_solo,
     "smollm2-longer": smollm2_longer,
     "tandem-noise": tandem_noise,
     "step-shares": step_shares,

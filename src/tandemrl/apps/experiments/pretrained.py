@@ -53,8 +53,8 @@ class Steps(NamedTuple):
 
 
 STEPS: dict[str, Steps] = {PLAIN: Steps(10, 10), "word_problems_terse": Steps(20, 40)}
-"""The steps of each pair. After ten SmolLM2 solves about a sixth of the problems, after twenty a third to a half. A longer warm
-start makes its texts more alike, and groups of rollouts then differ less in reward."""
+"""The steps of each pair. After ten SmolLM2 solves about a sixth of the problems, after twenty a third to a half. A
+longer warm start makes its texts more alike, and groups of rollouts then differ less in reward."""
 
 
 def build_pretrained_pair(
