@@ -67,6 +67,8 @@ def packaged(name: str) -> Config:
         ("train.lr=[1", r"train\.lr=\[1: not readable as YAML"),
         ("selection.prob_senior=1.5", r"selection\.prob_senior=1\.5: must be in \(0, 1\]"),
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
+        ("train.mini_batch_prompts=0", r"train\.mini_batch_prompts=0: must be null or at least 1"),
+        ("rollout.group_size=0", r"rollout\.group_size=0: must be at least 1"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("eval.k=[16]", r"eval\.k=\[16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,14 @@ from torch import Tensor
 
 import tandemrl.training.build as build_module
 from tandemrl.cli.errors import one_line
-from tandemrl.config import ConfigError, load
+from tandemrl.config import ConfigError, FunctionRecord, load
+from tandemrl.config.rules import check
+from tandemrl.config.schema import FunctionsConfig
 from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, annealed, bernoulli, chunk, linear, solo, try_strategy
 from tandemrl.selection.strategies import turn
-from tandemrl.training.arguments import accept, try_strategies
+from tandemrl.training.arguments import accept, tried_recipe, try_strategies
 from tandemrl.training.loop import train
 from tandemrl.types import Batch, Totals
 
@@ -95,10 +98,53 @@ def test_a_recipe_that_cannot_train_is_refused_before_any_weight(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_of_the_library_passes_its_trial(name: str) -> None:
-    from tandemrl.training.arguments import tried_recipe
-
     assert tried_recipe(None, load(overrides=[f"loss.recipe={name}"])).name == name
     assert tried_recipe(RECIPES[name], load()).name == name
+
+
+OWN = FunctionsConfig(recipe=FunctionRecord("own"))
+"""As in the config of a run to which a recipe was passed."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            RECIPES["rloo"],
+            ["train.mini_batch_prompts=4"],
+            r"^train\.mini_batch_prompts=4: must be null with rloo, which",
+        ),
+        (RECIPES["rloo"]._replace(name="mine"), ["train.mini_batch_prompts=8"], "must be null with mine"),
+        (GRPO, ["loss.recipe=ppo", "rollout.group_size=1"], r"^rollout\.group_size=1: must be at least 2: a group of"),
+        (GRPO, ["loss.recipe=ppo", "train.critic_warmup_steps=1"], r"^train\.critic_warmup_steps=1: must be 0 unless"),
+        (GRPO, ["loss.recipe=ppo", "model.critic=x"], r"^model\.critic=x: must be null unless the recipe has a critic"),
+    ],
+)
+def test_the_config_has_to_suit_the_recipe_that_trains(recipe: Recipe, overrides: list[str], message: str) -> None:
+    settings = replace(load(overrides=overrides), functions=OWN)
+    check(settings)  # which cannot know the recipe
+    with pytest.raises(ConfigError, match=message):
+        tried_recipe(recipe, settings)
+
+
+def test_a_recipe_s_name_in_the_config_says_nothing_beside_one_that_is_passed() -> None:
+    settings = load(overrides=["train.mini_batch_prompts=8"])
+    unpaired = replace(settings.rollout, group_size=1)
+    with_critic = replace(settings, functions=OWN, model=replace(settings.model, critic="x"), rollout=unpaired)
+    check(with_critic)
+    assert tried_recipe(RECIPES["ppo"]._replace(whiten=False), with_critic).advantage is None
+    alone = replace(settings, functions=OWN, rollout=unpaired)
+    assert tried_recipe(GRPO._replace(advantage=lambda rewards, groups: rewards - 0.5), alone).advantage is not None
+
+
+def test_a_custom_recipe_without_a_ratio_gets_no_second_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_rloo.py").write_text(
+        "from tandemrl.losses import RECIPES\nmine = RECIPES['rloo']._replace(name='mine')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = load(overrides=["loss.recipe=my_rloo:mine", "train.mini_batch_prompts=4"])
+    with pytest.raises(ConfigError, match=r"^train\.mini_batch_prompts=4: must be null with mine"):
+        tried_recipe(None, settings)
 
 
 def test_a_scalar_loss_is_refused_by_the_loss_itself() -> None:

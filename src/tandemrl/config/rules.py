@@ -58,6 +58,24 @@ def check_processes(config: Config, processes: int) -> None:
     _refuse(config, _among_processes(config) if processes > 1 else _alone(config))
 
 
+def check_recipe(config: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> None:
+    """Refuse values that do not work with the recipe that trains.
+
+    ``check`` knows this only of the library's recipes: one of the user's own has to be made first, and one that is
+    passed to ``train`` takes the place of ``loss.recipe``.
+
+    Args:
+        name: the recipe's, for the message.
+        critic: whether it needs a critic.
+        grouped: whether an advantage comes from the other rollouts of a group.
+        ratio: whether its surrogate corrects for updates since the rollouts.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    _refuse(config, _with_recipe(config, name, critic=critic, grouped=grouped, ratio=ratio))
+
+
 def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
     """Refuse values that do not work with a junior that has a vocabulary of its own.
 
@@ -95,9 +113,6 @@ def _refuse(config: Config, faults: Iterator[Fault]) -> None:
 
 def _groups(c: Config) -> Iterator[Fault]:
     r, t = c.rollout, c.train
-    if r.group_size < (2 if c.loss.kind.critic is False else 1):
-        why = "a group of one has no advantage (with a critic, as in ppo, at least 1)"
-        yield Fault("rollout.group_size", f"at least 2: {why}")
     if t.max_resamples > 0 and r.group_size < 2:
         yield Fault("train.max_resamples", "0 with rollout.group_size=1: the rewards of one rollout are always equal")
     if t.max_resamples > 0 and t.async_steps > 0:
@@ -106,6 +121,26 @@ def _groups(c: Config) -> Iterator[Fault]:
     if t.async_steps > 1 and r.workers == 0:
         why = "this process decodes with one version of the weights at a time"
         yield Fault("train.async_steps", f"0 or 1 with rollout.workers=0: {why}")
+
+
+def _recipe(c: Config) -> Iterator[Fault]:
+    """What contradicts ``loss.recipe``, if that is known and no other takes its place."""
+    kind = c.loss.kind
+    if kind.critic is not None and c.functions.recipe is None:
+        yield from _with_recipe(c, kind.name, critic=kind.critic, grouped=not kind.critic, ratio=bool(kind.clips))
+
+
+def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> Iterator[Fault]:
+    t, group = c.train, c.rollout.group_size
+    if grouped and group < 2:
+        why = "a group of one has no advantage (with a critic, as in ppo, at least 1)"
+        yield Fault("rollout.group_size", f"at least 2: {why}")
+    if not ratio and t.mini_batch_prompts not in (None, t.prompts_per_step):
+        yield Fault("train.mini_batch_prompts", f"null with {name}, which has no correction for a second update")
+    if c.model.critic is not None and not critic:
+        yield Fault("model.critic", "null unless the recipe has a critic, as loss.recipe=ppo")
+    if t.critic_warmup_steps > 0 and not critic:
+        yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
 
 
 def _drafts(c: Config) -> Iterator[Fault]:
@@ -146,7 +181,7 @@ def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if c.rollout.draft_tokens != 0:
         why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
         yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
-    if c.loss.word_ends and c.loss.kind.critic:
+    if c.loss.word_ends and c.loss.kind.critic and c.functions.recipe is None:
         why = "a critic has no value for the end of a word; group recipes such as grpo need none"
         yield Fault("loss.word_ends", f"false with {name} and loss.recipe={c.loss.recipe}: {why}")
 
@@ -163,10 +198,7 @@ def _in_two_engines(c: Config, why: str) -> Iterator[Fault]:
 def _batches(c: Config) -> Iterator[Fault]:
     t, longest = c.train, c.longest_sequence
     per_update = t.mini_batch_prompts or t.prompts_per_step
-    if not c.loss.kind.clips and per_update != t.prompts_per_step:
-        why = "which has no correction for a second update"
-        yield Fault("train.mini_batch_prompts", f"null with {c.loss.recipe}, {why}")
-    if per_update < 1 or t.prompts_per_step % per_update:
+    if t.prompts_per_step % per_update:
         yield Fault("train.mini_batch_prompts", f"a divisor of train.prompts_per_step ({t.prompts_per_step})")
     if t.tokens_per_micro_batch < longest:
         parts = "data.max_prompt_tokens + rollout.max_tokens" + (
@@ -178,13 +210,9 @@ def _batches(c: Config) -> Iterator[Fault]:
 
 
 def _critic(c: Config) -> Iterator[Fault]:
-    critic, warmup = c.loss.kind.critic, c.train.critic_warmup_steps
-    if c.model.critic is not None and critic is False:
-        yield Fault("model.critic", "null unless the recipe has a critic, as loss.recipe=ppo")
+    warmup = c.train.critic_warmup_steps
     if warmup < 0 or (c.train.epochs is None and warmup >= c.train.steps):
         yield Fault("train.critic_warmup_steps", f"0 or positive, and below train.steps ({c.train.steps})")
-    if warmup > 0 and critic is False:
-        yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
 
 
 def _evaluation(c: Config) -> Iterator[Fault]:
@@ -241,6 +269,7 @@ def _services(c: Config) -> Iterator[Fault]:
 
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _groups,
+    _recipe,
     _drafts,
     _in_flight,
     _dropped_proposals,

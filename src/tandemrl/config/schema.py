@@ -165,7 +165,7 @@ class TrainConfig:
     """The learning rate after the warm-up: constant, or a cosine down to 0 at the last step."""
     prompts_per_step: PositiveInt = 16
     """Prompts sampled per step; each gets rollout.group_size rollouts."""
-    mini_batch_prompts: int | None = None
+    mini_batch_prompts: PositiveInt | None = None
     """Prompts per optimiser step; null = all of prompts_per_step (one on-policy update)."""
     max_resamples: NonNegativeInt = 0
     """Dynamic sampling (DAPO): prompts whose rewards are all equal are replaced by others, at most this many times."""
