@@ -82,6 +82,8 @@ def packaged(name: str) -> Config:
         ("judge.gates=[polite]", r"judge\.gates"),
         ("judge.retry_temperature=0", r"judge\.retry_temperature=0\.0: must be positive"),
         ("judge.concurrency=0", r"judge\.concurrency=0: must be at least 1"),
+        ("loss.clip_low=-0.2", r"loss\.clip_low=-0\.2: must be null or in \[0, 1\]"),
+        ("loss.clip_high=-0.2", r"loss\.clip_high=-0\.2: must be null, 0 or positive"),
         ("loss.kl_coef=???", r"leaves a value to you .* loss\.kl_coef=…"),
     ],
 )

@@ -32,9 +32,9 @@ class LossConfig:
     word_ends: bool = True
     """With `before_word`: a senior that ends its word, where the junior takes over, has made a choice, which is trained
     like a token of its own. false leaves it out; the gradient is then biased."""
-    clip_low: float | None = None
+    clip_low: Share | None = None
     """The probability ratio is clipped at 1 - clip_low."""
-    clip_high: float | None = None
+    clip_high: NonNegativeFloat | None = None
     """The probability ratio is clipped at 1 + clip_high."""
     dual_clip: Annotated[float, Allowed("0 (off) or above 1", lambda x: x == 0 or x > 1)] | None = None
     """Bound of the loss at negative advantages; 0 = off."""
