@@ -145,6 +145,28 @@ def test_the_config_has_to_suit_the_recipe_that_trains(recipe: Recipe, overrides
         tried_recipe(recipe, settings)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["loss.recipe=rloo"],
+            r"loss\.normalise_by=response: must be weight with rloo and its reduction sequence_mean_",
+        ),
+        (["loss.reduction=token_sum_constant"], r"must be weight with grpo and its reduction token_sum_constant"),
+        (["loss.importance_cap=3"], r"loss\.importance_cap=3\.0: must be null with grpo and without importance"),
+    ],
+)
+def test_a_key_that_the_recipe_does_not_read_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tried_recipe(None, load(overrides=[*overrides, "loss.normalise_by=response"]))
+
+
+def test_the_keys_of_a_mean_and_of_importance_sampling_go_with_them() -> None:
+    for more in (["loss.reduction=sequence_mean_token_mean", "loss.importance=token"], ["train.async_steps=1"]):
+        settings = load(overrides=["loss.normalise_by=response", "loss.importance_cap=3", *more])
+        assert tried_recipe(None, settings).importance_cap == 3
+
+
 def test_a_recipe_s_name_in_the_config_says_nothing_beside_one_that_is_passed() -> None:
     settings = load(overrides=["train.mini_batch_prompts=8"])
     unpaired = replace(settings.rollout, group_size=1)

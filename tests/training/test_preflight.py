@@ -173,6 +173,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "senior": ["model.senior=./models/seinor"],
         "junior": [f"model.junior={models}/stranger"],
         "device": ["model.device=cuda:63"],
+        "turns": ["rollout.turn_tokens=8"],
         "data": ["data.train=trian.jsonl"],
         "heldout": ["data.eval=heldotu.jsonl"],
         "monitored": ["data.monitor=heldotu.jsonl"],
@@ -198,6 +199,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
         ("monitored", "data.monitor", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
+        ("turns", "data.train", "rollout.turn_tokens=8: rollout.environment=single has one turn"),
         ("bad row", "data.train", "train.jsonl, line 1"),
         ("too few", "data.train", "4 usable rows"),
         (

@@ -16,9 +16,10 @@ from typing import get_args
 
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, Fault
+from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.reference import Leaf, leaves
-from tandemrl.config.schema import Config
+from tandemrl.config.schema import Config, TrainConfig
 from tandemrl.config.strategies import KINDS
 
 
@@ -58,7 +59,16 @@ def check_processes(config: Config, processes: int) -> None:
     _refuse(config, _among_processes(config) if processes > 1 else _alone(config))
 
 
-def check_recipe(config: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> None:
+def check_recipe(
+    config: Config,
+    name: str,
+    *,
+    critic: bool,
+    grouped: bool,
+    ratio: bool,
+    reduction: str,
+    importance: str,
+) -> None:
     """Refuse values that do not work with the recipe that trains.
 
     ``check`` knows this only of the library's recipes: one of the user's own has to be made first, and one that is
@@ -69,11 +79,13 @@ def check_recipe(config: Config, name: str, *, critic: bool, grouped: bool, rati
         critic: whether it needs a critic.
         grouped: whether an advantage comes from the other rollouts of a group.
         ratio: whether its surrogate corrects for updates since the rollouts.
+        reduction, importance: its own, or what ``loss`` sets instead.
 
     Raises:
         ConfigError: the message names the key and what is allowed.
     """
-    _refuse(config, _with_recipe(config, name, critic=critic, grouped=grouped, ratio=ratio))
+    unused = _unused_by_recipe(config, name, reduction, importance)
+    _refuse(config, chain(_with_recipe(config, name, critic=critic, grouped=grouped, ratio=ratio), unused))
 
 
 def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
@@ -123,6 +135,13 @@ def _groups(c: Config) -> Iterator[Fault]:
         yield Fault("train.async_steps", f"0 or 1 with rollout.workers=0: {why}")
 
 
+_OF_A_CRITIC = {
+    **{f"loss.{name}": getattr(LossConfig, name) for name in ("gamma", "lam", "value_clip")},
+    "train.critic_lr": TrainConfig.critic_lr,
+}
+"""The keys that only a critic reads, with their defaults."""
+
+
 def _recipe(c: Config) -> Iterator[Fault]:
     """What contradicts ``loss.recipe``, if that is known and no other takes its place."""
     kind = c.loss.kind
@@ -141,6 +160,28 @@ def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bo
         yield Fault("model.critic", "null unless the recipe has a critic, as loss.recipe=ppo")
     if t.critic_warmup_steps > 0 and not critic:
         yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
+    if critic:
+        return
+    for key, default in _OF_A_CRITIC.items():
+        if attrgetter(key)(c) != default:
+            yield Fault(key, f"{default:g} (the default) with {name}, which has no critic")
+
+
+def _unused_by_recipe(c: Config, name: str, reduction: str, importance: str) -> Iterator[Fault]:
+    if c.loss.normalise_by != "weight" and reduction in ("sequence_mean_token_sum", "token_sum_constant"):
+        why = "which does not divide by tokens; loss.reduction can be another"
+        yield Fault("loss.normalise_by", f"weight with {name} and its reduction {reduction}, {why}")
+    if c.loss.importance_cap is not None and importance == "none":
+        yield Fault("loss.importance_cap", f"null with {name} and without importance sampling: see loss.importance")
+
+
+def _junior_tokens(c: Config) -> Iterator[Fault]:
+    if not c.selection.kind.solo or c.functions.strategy is not None:
+        return
+    for key in ("loss.junior_weight", "loss.junior_kl_coef"):
+        if attrgetter(key)(c) > 0:
+            where = f"selection.strategy={c.selection.strategy}"
+            yield Fault(key, f"0 with {where}: there are no tokens of the junior's")
 
 
 def _drafts(c: Config) -> Iterator[Fault]:
@@ -270,6 +311,7 @@ def _services(c: Config) -> Iterator[Fault]:
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _groups,
     _recipe,
+    _junior_tokens,
     _drafts,
     _in_flight,
     _dropped_proposals,

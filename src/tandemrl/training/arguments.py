@@ -147,7 +147,15 @@ def tried_recipe(recipe: Recipe | None, config: Config) -> Recipe:
     except ValueError as error:
         raise ConfigError(f"recipe {resolved.name}: {error}") from error
     critic, grouped = resolved.advantage is None, is_grouped(resolved)
-    check_recipe(config, resolved.name, critic=critic, grouped=grouped, ratio=has_ratio(resolved))
+    check_recipe(
+        config,
+        resolved.name,
+        critic=critic,
+        grouped=grouped,
+        ratio=has_ratio(resolved),
+        reduction=resolved.reduction,
+        importance=resolved.importance,
+    )
     return resolved
 
 
