@@ -256,6 +256,11 @@ def test_an_evaluation_must_fit_too(arguments: list[str], models: Path) -> None:
     result = dry_run(*arguments, *beyond)
     assert "3 tokens and the 300 of a response (eval.profile=custom) exceed the context" in result.stdout
     assert dry_run(*arguments, *beyond, "train.eval_every=0").exit_code == 0
+    found = Preflight(load("quickstart", [*arguments, "eval.profile=custom", "eval.context=3", "train.eval_every=5"]))
+    with pytest.raises(
+        ConfigError, match=r"^row .* of 3 tokens leaves no room .*data\.max_prompt_tokens.*eval\.context"
+    ):
+        found.evaluated_data(found.heldout)
 
 
 def test_vllm_has_no_windows_and_a_critic_needs_no_lm_head(arguments: list[str], models: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import axes_of
-from tandemrl.evals import profile_of
+from tandemrl.evals import EvalError, profile_of, sampling_for
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
@@ -470,13 +470,17 @@ class Preflight:
             self._sees(key, path, *max(read, key=itemgetter(1)), new, f"{budget}={new}", fix)
 
     def _fits_evaluated(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts and the senior's responses to them fit into what the senior can see."""
+        """Check that prompts and the senior's responses to them fit into the evaluation's context and the senior's."""
         if not prompts:
             return
         config, profile = self.config, profile_of(self.config.eval)
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         observed = config.response_tokens - config.rollout.max_tokens
         tokens = len(longest.tokens)
+        try:
+            sampling_for(profile, longest)
+        except EvalError as error:
+            raise ConfigError(str(error)) from None
         new = profile.longest(tokens) + observed - tokens
         named = f"the {new} of a response (eval.profile={config.eval.profile})"
         fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
