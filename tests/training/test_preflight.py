@@ -199,7 +199,11 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
         ("monitored", "data.monitor", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
-        ("turns", "data.train", "rollout.turn_tokens=8: rollout.environment=single has one turn"),
+        (
+            "turns",
+            "data.train",
+            "rollout.turn_tokens=8: must be null with rollout.environment=single, where there is one turn",
+        ),
         ("bad row", "data.train", "train.jsonl, line 1"),
         ("too few", "data.train", "4 usable rows"),
         (

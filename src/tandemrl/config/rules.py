@@ -19,6 +19,7 @@ from tandemrl.config.fields import ConfigError, Fault
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.reference import Leaf, leaves
+from tandemrl.config.rollout import RolloutConfig
 from tandemrl.config.schema import Config, TrainConfig
 from tandemrl.config.strategies import KINDS
 
@@ -86,6 +87,17 @@ def check_recipe(
     """
     unused = _unused_by_recipe(config, name, reduction, importance)
     _refuse(config, chain(_with_recipe(config, name, critic=critic, grouped=grouped, ratio=ratio), unused))
+
+
+def check_single_turn(config: Config) -> None:
+    """Refuse values that do not work in a run without an environment, where a response is a single turn.
+
+    ``check`` cannot know this: an environment can be passed to ``train``.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    _refuse(config, _without_turns(config))
 
 
 def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
@@ -182,6 +194,16 @@ def _junior_tokens(c: Config) -> Iterator[Fault]:
         if attrgetter(key)(c) > 0:
             where = f"selection.strategy={c.selection.strategy}"
             yield Fault(key, f"0 with {where}: there are no tokens of the junior's")
+
+
+def _without_turns(c: Config) -> Iterator[Fault]:
+    one = f"with rollout.environment={c.rollout.environment}, where there is one turn; or name an environment"
+    if c.selection.kind.by_turns:
+        yield Fault("selection.strategy", f"another, such as solo, {one}")
+    if c.rollout.max_turns != RolloutConfig.max_turns:
+        yield Fault("rollout.max_turns", f"{RolloutConfig.max_turns} (the default) {one}")
+    if c.rollout.turn_tokens is not None:
+        yield Fault("rollout.turn_tokens", f"null {one}")
 
 
 def _drafts(c: Config) -> Iterator[Fault]:

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.fields import is_own
-from tandemrl.config.rollout import RolloutConfig
 from tandemrl.config.rules import check as check_rules
-from tandemrl.config.rules import check_processes
+from tandemrl.config.rules import check_processes, check_single_turn
 from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row
@@ -177,17 +176,7 @@ class Preflight:
                 )
             check_rules(config)  # with room for what it says
         if self.signed_environment is None:
-            if config.selection.kind.by_turns:
-                raise ConfigError(
-                    f"selection.strategy={config.selection.strategy}: with rollout.environment=single there is one "
-                    "turn; name an environment, or use selection.strategy=solo"
-                )
-            for name in ("max_turns", "turn_tokens"):
-                if (value := getattr(config.rollout, name)) != getattr(RolloutConfig, name):
-                    raise ConfigError(
-                        f"rollout.{name}={value}: rollout.environment=single has one turn, of up to "
-                        "rollout.max_tokens; leave it out, or name an environment"
-                    )
+            check_single_turn(config)
             return None
         ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
