@@ -426,7 +426,7 @@ def discard_after(output_dir: str | Path, step: int) -> None:
 
     Folders of other names, and folders that are not checkpoints, stay.
     """
-    for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *_numbered(Path(output_dir, "hf"))]:
+    for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *numbered(Path(output_dir, "hf"))]:
         if step_of(path) > step:
             drop(path)
 
@@ -440,7 +440,7 @@ def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
     Raises:
         CheckpointError: a folder cannot be removed.
     """
-    exports = _numbered(Path(output_dir, "hf"))
+    exports = numbered(Path(output_dir, "hf"))
     kept = {path.name for path in (*exports[-keep:], *_steps(Path(output_dir, "checkpoints")))}
     dropped = [path for path in exports if path.name not in kept]
     for path in dropped:
@@ -453,10 +453,10 @@ def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
 
 def _steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, including damaged ones, in the order of their steps."""
-    return [path for path in _numbered(folder) if is_checkpoint(path)]
+    return [path for path in numbered(folder) if is_checkpoint(path)]
 
 
-def _numbered(folder: Path) -> list[Path]:
+def numbered(folder: Path) -> list[Path]:
     """The directories called step_N, in the order of their steps."""
     folders = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=step_of)
