@@ -16,6 +16,7 @@ from tandemrl.cli.main import app
 from tandemrl.config import (
     Config,
     ConfigError,
+    FunctionRecord,
     batch_plan,
     difference,
     expected,
@@ -26,8 +27,10 @@ from tandemrl.config import (
     to_dict,
     to_yaml,
 )
+from tandemrl.config.losses import LossConfig
 from tandemrl.config.reference import Leaf
-from tandemrl.config.rules import check_processes
+from tandemrl.config.rules import check, check_processes
+from tandemrl.config.schema import FunctionsConfig
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")
@@ -67,6 +70,8 @@ def packaged(name: str) -> Config:
         ("train.lr=[1", r"train\.lr=\[1: not readable as YAML"),
         ("selection.prob_senior=1.5", r"selection\.prob_senior=1\.5: must be in \(0, 1\]"),
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
+        ("train.mini_batch_prompts=0", r"train\.mini_batch_prompts=0: must be null or at least 1"),
+        ("rollout.group_size=0", r"rollout\.group_size=0: must be at least 1"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("eval.temperature=0", r"eval\.profile=tiny: must be custom with eval\.temperature=0\.0, which others do not"),
         ("eval.k=[16]", r"eval\.k=\[16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
@@ -81,12 +86,40 @@ def packaged(name: str) -> Config:
         ("judge.gates=[polite]", r"judge\.gates"),
         ("judge.retry_temperature=0", r"judge\.retry_temperature=0\.0: must be positive"),
         ("judge.concurrency=0", r"judge\.concurrency=0: must be at least 1"),
+        ("loss.lam=0.9", r"loss\.lam=0\.9: must be 0\.95 \(the default\) with grpo, which has no critic"),
+        ("loss.gamma=0.9", r"loss\.gamma=0\.9: must be 1 \(the default\) with grpo, which has no critic"),
+        ("loss.value_clip=null", r"loss\.value_clip=None: must be 0\.5 \(the default\) with grpo"),
+        ("train.critic_lr=1", r"train\.critic_lr=1\.0: must be 1e-05 \(the default\) with grpo"),
+        ("loss.clip_low=-0.2", r"loss\.clip_low=-0\.2: must be null or in \[0, 1\]"),
+        ("loss.clip_high=-0.2", r"loss\.clip_high=-0\.2: must be null, 0 or positive"),
         ("loss.kl_coef=???", r"leaves a value to you .* loss\.kl_coef=…"),
     ],
 )
 def test_a_bad_override_names_the_key_and_what_is_allowed(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(overrides=[override])
+
+
+@pytest.mark.parametrize("key", ["loss.junior_weight", "loss.junior_kl_coef"])
+def test_without_tokens_of_the_junior_s_they_have_no_weight(key: str) -> None:
+    alone = ["selection.strategy=solo", f"{key}=0.5"]
+    with pytest.raises(
+        ConfigError, match=rf"^{key}=0\.5: must be 0 with selection\.strategy=solo: there are no tokens"
+    ):
+        load(overrides=alone)
+    settings = load(overrides=alone[:1])
+    passed = FunctionsConfig(strategy=FunctionRecord("mine"))  # in place of solo
+    check(dataclasses.replace(settings, loss=LossConfig(junior_weight=0.5), functions=passed))
+
+
+def test_k1_is_for_a_kl_in_the_reward() -> None:
+    k1 = ["loss.kl_coef=0.1", "loss.kl_kind=k1"]
+    for in_loss in ([], ["loss.kl_in_reward=true", "loss.kl_in_loss=true"]):
+        with pytest.raises(
+            ConfigError, match=r"^loss\.kl_kind=k1: must be k2 or k3 for a KL in the loss: the gradient"
+        ):
+            load(overrides=[*k1, *in_loss])
+    assert load(overrides=[*k1, "loss.kl_in_reward=true"]).loss.loss_kl_coef == 0
 
 
 @pytest.mark.parametrize(
@@ -532,7 +565,7 @@ def test_a_value_outside_of_its_range_is_refused_with_the_range(leaf: Leaf) -> N
         ):
             load(overrides=[f"{leaf.key}={value}"])
     if "null" in expected(leaf.type):
-        load(overrides=[f"{leaf.key}=null"])
+        load(overrides=["loss.recipe=ppo", f"{leaf.key}=null"])  # which has a critic, too
 
 
 def test_the_reference_is_printed_by_section_within_80_columns() -> None:

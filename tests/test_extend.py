@@ -52,7 +52,8 @@ def overrides(*names: str) -> list[str]:
 
 
 def config(agents: Path, out: Path, *names: str, extra: tuple[str, ...] = ()) -> Config:
-    return load(None, small.overrides(agents, out, "train.steps=2", *overrides(*names), *extra))
+    turns = () if "my_environment" in names else ("rollout.max_turns=10", "rollout.turn_tokens=null")
+    return load(None, small.overrides(agents, out, "train.steps=2", *turns, *overrides(*names), *extra))
 
 
 def test_there_are_six_examples_of_at_most_25_lines() -> None:

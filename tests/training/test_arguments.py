@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,14 @@ from torch import Tensor
 
 import tandemrl.training.build as build_module
 from tandemrl.cli.errors import one_line
-from tandemrl.config import ConfigError, load
-from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip
+from tandemrl.config import ConfigError, FunctionRecord, load
+from tandemrl.config.rules import check
+from tandemrl.config.schema import FunctionsConfig
+from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip, try_recipe
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, annealed, bernoulli, chunk, linear, solo, try_strategy
 from tandemrl.selection.strategies import turn
-from tandemrl.training.arguments import accept, try_strategies
+from tandemrl.training.arguments import accept, tried_recipe, try_strategies
 from tandemrl.training.loop import train
 from tandemrl.types import Batch, Totals
 
@@ -81,8 +84,8 @@ GRPO = RECIPES["grpo"]
         (GRPO._replace(advantage=without_epsilon), "expected finite numbers, also for a group with equal rewards"),
         (GRPO._replace(advantage=lambda rewards: rewards), "the advantage function failed: TypeError: .*called as"),
         (GRPO._replace(reduction="mean"), "reduction='mean': must be one of token_mean"),
-        (GRPO._replace(clip_low="0.2"), "clip_low='0.2': must be a number or None"),
-        (GRPO._replace(dual_clip=0.5), "dual_clip=0.5: must be above 1"),
+        (GRPO._replace(clip_low="0.2"), r"clip_low='0\.2': must be None or in \[0, 1\]"),
+        (GRPO._replace(dual_clip=0.5), r"dual_clip=0\.5: must be None or above 1"),
     ],
 )
 def test_a_recipe_that_cannot_train_is_refused_before_any_weight(
@@ -93,12 +96,95 @@ def test_a_recipe_that_cannot_train_is_refused_before_any_weight(
         train(config(tiny_pair, tmp_path), recipe=recipe, quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_low": -0.2}, r"clip_low=-0\.2: must be None or in \[0, 1\]"),
+        ({"clip_low": True}, r"clip_low=True: must be None or in \[0, 1\]"),
+        ({"clip_high": -0.2}, r"clip_high=-0\.2: must be None, 0 or positive"),
+        ({"importance_cap": None}, "importance_cap=None: must be positive"),
+        ({"importance_cap": 0.0}, r"importance_cap=0\.0: must be positive"),
+        ({"overlong_share": None}, r"overlong_share=None: must be in \[0, 1\)"),
+        ({"overlong_share": 2.0}, r"overlong_share=2\.0: must be in \[0, 1\)"),
+        ({"overlong_share": -0.5}, r"overlong_share=-0\.5: must be in \[0, 1\)"),
+    ],
+)
+def test_a_recipe_s_numbers_are_in_their_ranges(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        try_recipe(GRPO._replace(**change))
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_of_the_library_passes_its_trial(name: str) -> None:
-    from tandemrl.training.arguments import tried_recipe
-
     assert tried_recipe(None, load(overrides=[f"loss.recipe={name}"])).name == name
     assert tried_recipe(RECIPES[name], load()).name == name
+
+
+OWN = FunctionsConfig(recipe=FunctionRecord("own"))
+"""As in the config of a run to which a recipe was passed."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            RECIPES["rloo"],
+            ["train.mini_batch_prompts=4"],
+            r"^train\.mini_batch_prompts=4: must be null with rloo, which",
+        ),
+        (RECIPES["rloo"]._replace(name="mine"), ["train.mini_batch_prompts=8"], "must be null with mine"),
+        (GRPO, ["loss.recipe=ppo", "rollout.group_size=1"], r"^rollout\.group_size=1: must be at least 2: a group of"),
+        (GRPO, ["loss.recipe=ppo", "train.critic_warmup_steps=1"], r"^train\.critic_warmup_steps=1: must be 0 unless"),
+        (GRPO, ["loss.recipe=ppo", "model.critic=x"], r"^model\.critic=x: must be null unless the recipe has a critic"),
+    ],
+)
+def test_the_config_has_to_suit_the_recipe_that_trains(recipe: Recipe, overrides: list[str], message: str) -> None:
+    settings = replace(load(overrides=overrides), functions=OWN)
+    check(settings)  # which cannot know the recipe
+    with pytest.raises(ConfigError, match=message):
+        tried_recipe(recipe, settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["loss.recipe=rloo"],
+            r"loss\.normalise_by=response: must be weight with rloo and its reduction sequence_mean_",
+        ),
+        (["loss.reduction=token_sum_constant"], r"must be weight with grpo and its reduction token_sum_constant"),
+        (["loss.importance_cap=3"], r"loss\.importance_cap=3\.0: must be null with grpo and without importance"),
+    ],
+)
+def test_a_key_that_the_recipe_does_not_read_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tried_recipe(None, load(overrides=[*overrides, "loss.normalise_by=response"]))
+
+
+def test_the_keys_of_a_mean_and_of_importance_sampling_go_with_them() -> None:
+    for more in (["loss.reduction=sequence_mean_token_mean", "loss.importance=token"], ["train.async_steps=1"]):
+        settings = load(overrides=["loss.normalise_by=response", "loss.importance_cap=3", *more])
+        assert tried_recipe(None, settings).importance_cap == 3
+
+
+def test_a_recipe_s_name_in_the_config_says_nothing_beside_one_that_is_passed() -> None:
+    settings = load(overrides=["train.mini_batch_prompts=8"])
+    unpaired = replace(settings.rollout, group_size=1)
+    with_critic = replace(settings, functions=OWN, model=replace(settings.model, critic="x"), rollout=unpaired)
+    check(with_critic)
+    assert tried_recipe(RECIPES["ppo"]._replace(whiten=False), with_critic).advantage is None
+    alone = replace(settings, functions=OWN, rollout=unpaired)
+    assert tried_recipe(GRPO._replace(advantage=lambda rewards, groups: rewards - 0.5), alone).advantage is not None
+
+
+def test_a_custom_recipe_without_a_ratio_gets_no_second_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_rloo.py").write_text(
+        "from tandemrl.losses import RECIPES\nmine = RECIPES['rloo']._replace(name='mine')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = load(overrides=["loss.recipe=my_rloo:mine", "train.mini_batch_prompts=4"])
+    with pytest.raises(ConfigError, match=r"^train\.mini_batch_prompts=4: must be null with mine"):
+        tried_recipe(None, settings)
 
 
 def test_a_scalar_loss_is_refused_by_the_loss_itself() -> None:

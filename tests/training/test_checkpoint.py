@@ -821,6 +821,21 @@ def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
         restore_rng(before)
 
 
+@pytest.mark.parametrize(("rank", "given"), [(0, 10), (1, 11), (2, 10)])
+def test_each_process_gets_the_state_of_its_own_gpu(rank: int, given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of two processes goes on with any number of them, and of visible GPUs."""
+    device, states = torch.device("cuda", rank), {}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([10 + device.index]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: int(state)}))
+    two = [rng_state(torch.device("cuda", index)) for index in range(2)]
+    saved = {**two[0], "cuda": [each for own in two for each in own["cuda"]]}
+    restore_rng(saved, device, rank=rank)
+    assert states == {device: given}
+    restore_rng(saved)
+    assert rng_state()["cuda"] == []
+    assert states == {device: given}
+
+
 def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = versions.versions()
     assert set(found) == {"python", "torch", "transformers", "tandemrl", "git_revision", "git_dirty"}

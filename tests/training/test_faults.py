@@ -1,7 +1,9 @@
 """Signals, and errors that say where they happened and what to change."""
 
+import inspect
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from runs import assert_same_run, config, metrics
+from tandemrl.config import leaves, load
 from tandemrl.distributed.world import World
 from tandemrl.rollout.engine import EngineError
+from tandemrl.training import checkpoint, loop
 from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import (
     ENDING,
@@ -30,6 +35,7 @@ from tandemrl.training.faults import (
     explained,
     is_lost_process,
     is_out_of_memory,
+    save_on_failure,
     signal_anywhere,
 )
 from tandemrl.training.gates import TrainError
@@ -137,14 +143,23 @@ MEMORY = [
 
 
 @pytest.mark.parametrize("error", MEMORY, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("phase", ["rollout", "update/forward_backward", "eval", "sync"])
+@pytest.mark.parametrize("phase", ["rollout", "update/forward_backward", "eval", "sync", ""])
 def test_out_of_memory_names_what_to_change(error: Exception, phase: str) -> None:
     assert is_out_of_memory(error)
     explanation = explained(error, step=7, phase=phase, world=World(), timeout_s=60.0)
     assert isinstance(explanation, OutOfMemoryError)
-    assert str(explanation).startswith(f"step 7, {phase}: out of memory.")
-    if phase != "sync":
-        assert LESS_MEMORY[phase.partition("/")[0]] in str(explanation)
+    assert str(explanation).startswith(f"step 7, {phase or 'between phases'}: out of memory.")
+    assert LESS_MEMORY[phase.partition("/")[0] or "update"] in str(explanation)
+
+
+def test_every_phase_of_a_step_has_keys_that_need_less_memory() -> None:
+    source = inspect.getsource(loop)
+    phases = set(re.findall(r'with clock\("(\w+)"\)', source)) - {"logprobs"}  # a part of the update
+    assert phases == LESS_MEMORY.keys()
+    keys = {leaf.key for leaf in leaves(load())}
+    named = {key for text in LESS_MEMORY.values() for key in re.findall(r"\b\w+(?:\.\w+)+", text)}
+    assert len(named) > 10
+    assert named <= keys
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:
@@ -196,6 +211,31 @@ def test_steps_of_any_optimiser_are_noticed() -> None:
     assert steps.taken
     steps.reset()
     assert not steps.taken
+
+
+def test_a_failed_step_is_saved_with_the_random_states_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Any] = []
+    monkeypatch.setattr(checkpoint, "save", lambda run, records, rng=None: saved.append(rng))
+    sampler = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    settings = load(overrides=[f"output_dir={tmp_path}"])
+    setup = SimpleNamespace(world=World(), config=settings, device=torch.device("cpu"))
+    progress = SimpleNamespace(step=2, sampler=sampler, kl_coef=0.0)
+    run: Any = (setup, SimpleNamespace(trained={}), progress)
+    tracker: Any = SimpleNamespace(say=lambda line: None)
+    before = torch.get_rng_state()
+
+    def failed_step() -> None:
+        torch.rand(())
+        raise EngineError("lost")
+
+    with torch.random.fork_rng(devices=[]):
+        with pytest.raises(EngineError), save_on_failure(run, OptimizerSteps([]), tracker, ()):
+            failed_step()
+        assert not torch.equal(torch.get_rng_state(), before)
+    (rng,) = saved
+    assert torch.equal(rng["torch"], before)
 
 
 # ------------------------------------------------------------------------------------------------------------ in a run

@@ -92,7 +92,7 @@ def same_gradients(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]
     ("knobs", "read"),
     [
         ([], [3, 4, 5, 10, 11]),  # advantages are 0 where a group's rewards are equal, and at the mean
-        (["loss.importance=sequence", "loss.junior_weight=0.5"], [3, 4, 5, 10, 11]),
+        (["loss.importance=sequence", "loss.junior_weight=0.5", "selection.strategy=chunk"], [3, 4, 5, 10, 11]),
         (["loss.recipe=gspo", "loss.normalise_by=response"], [3, 4, 5, 10, 11]),
         (["loss.recipe=dr_grpo", "train.tokens_per_micro_batch=144"], [3, 4, 5, 10, 11]),
         (["loss.recipe=reinforce_pp"], [*range(12)]),  # whitened: no advantage is 0
@@ -156,7 +156,7 @@ def test_the_advantage_function_is_called_once_a_step(knobs: list[str], tiny_pai
 
 
 def test_the_gate_sees_a_group_with_tokens_of_the_senior(tiny_pair: Path, tmp_path: Path) -> None:
-    run = run_of(tiny_pair, tmp_path, "loss.junior_weight=1")
+    run = run_of(tiny_pair, tmp_path, "loss.junior_weight=1", "selection.strategy=chunk")
     first, *others = groups_of(run, [[1.0] * 3] * 4)
     junior_alone = tuple(replace(r, author=np.minimum(r.author, Author.JUNIOR)) for r in first.rollouts)
     experience = make_experience(run.setup, [first._replace(rollouts=junior_alone), *others])

@@ -215,7 +215,13 @@ def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Pat
 
 
 def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
-    knobs = ["loss.recipe=grpo", "loss.kl_coef=0.05", "loss.kl_in_reward=true", "loss.kl_target=0.01"]
+    knobs = [
+        "loss.recipe=grpo",
+        "train.critic_lr=1e-5",
+        "loss.kl_coef=0.05",
+        "loss.kl_in_reward=true",
+        "loss.kl_target=0.01",
+    ]
     out = train(config(tiny_pair, tmp_path, *knobs, "train.steps=2"), quiet=True)
     first, second = metrics(out)
     assert first["kl/coef"] == 0.05
@@ -322,7 +328,13 @@ def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: Path, tmp_path: Path) -> None:
     """Eight rows only, so that examples come again within a step."""
-    knobs = ["loss.recipe=dapo", "data.train=synthetic:plain:train:8", "train.steps=2", "rollout.group_size=2"]
+    knobs = [
+        "loss.recipe=dapo",
+        "train.critic_lr=1e-5",
+        "data.train=synthetic:plain:train:8",
+        "train.steps=2",
+        "rollout.group_size=2",
+    ]
     without = train(config(tiny_pair, tmp_path / "a", *knobs, "train.steps=1"), quiet=True)
     out = train(config(tiny_pair, tmp_path / "b", *knobs, "train.max_resamples=4"), quiet=True)
     a, b = metrics(without)[0], metrics(out)[0]

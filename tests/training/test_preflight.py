@@ -25,6 +25,7 @@ from tandemrl.config import Config, ConfigError, load
 from tandemrl.models.loading import load_model
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.checkpoint import check_resume
+from tandemrl.training.disk import most_at_once
 from tandemrl.training.preflight import NotHereError, Preflight
 
 Disk = namedtuple("Disk", "total used free")
@@ -173,6 +174,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "senior": ["model.senior=./models/seinor"],
         "junior": [f"model.junior={models}/stranger"],
         "device": ["model.device=cuda:63"],
+        "turns": ["rollout.turn_tokens=8"],
         "data": ["data.train=trian.jsonl"],
         "heldout": ["data.eval=heldotu.jsonl"],
         "monitored": ["data.monitor=heldotu.jsonl"],
@@ -198,6 +200,11 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
         ("monitored", "data.monitor", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
+        (
+            "turns",
+            "data.train",
+            "rollout.turn_tokens=8: must be null with rollout.environment=single, where there is one turn",
+        ),
         ("bad row", "data.train", "train.jsonl, line 1"),
         ("too few", "data.train", "4 usable rows"),
         (
@@ -254,6 +261,11 @@ def test_an_evaluation_must_fit_too(arguments: list[str], models: Path) -> None:
     result = dry_run(*arguments, *beyond)
     assert "3 tokens and the 300 of a response (eval.profile=custom) exceed the context" in result.stdout
     assert dry_run(*arguments, *beyond, "train.eval_every=0").exit_code == 0
+    found = Preflight(load("quickstart", [*arguments, "eval.profile=custom", "eval.context=3", "train.eval_every=5"]))
+    with pytest.raises(
+        ConfigError, match=r"^row .* of 3 tokens leaves no room .*data\.max_prompt_tokens.*eval\.context"
+    ):
+        found.evaluated_data(found.heldout)
 
 
 def test_vllm_has_no_windows_and_a_critic_needs_no_lm_head(arguments: list[str], models: Path, tmp_path: Path) -> None:
@@ -336,10 +348,25 @@ def test_the_space_is_that_of_the_checkpoints_and_exports(
         ).space()
     with pytest.raises(ValueError, match=r"checkpoints and the first export need .*train\.keep_checkpoints"):
         with_free(first - 1).space()
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "samples.jsonl").write_text("x" * 10**6)  # it stays, so its bytes are not free
+    with pytest.raises(ValueError, match="checkpoints and the first export need"):
+        with_free(first - 1).space()
     for step in (3, 9):  # nearly done: one export is left
         (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{step}" / "meta.json").write_text("{}")
-    assert f"{(size * 12 + 2 * size * 4) / 1e9:.2f} GB for" in with_free(needed).space()
+    (tmp_path / "runs" / "mine" / "checkpoints" / "step_9" / "state.pt").write_bytes(bytes(size * 12))
+    with_free(size * 12 + 2 * size * 4).space()
+    with pytest.raises(ValueError, match="checkpoints and the first export need"):  # step_9 goes when step_10 is there
+        with_free(size * 12 + 2 * size * 4 - 1).space()
+    (tmp_path / "runs" / "mine" / "hf" / "best").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "hf" / "best" / "model.safetensors").write_bytes(bytes(size * 4))
+    with_free(size * 12 + size * 4).space()
+
+
+@pytest.mark.parametrize(("old", "keep", "most"), [([], 2, 30), ([10, 10], 2, 10), ([1, 1], 2, 28), ([5], None, 90)])
+def test_one_more_than_are_kept_is_there_at_once(old: list[int], keep: int | None, most: int) -> None:
+    assert most_at_once(9, 10, old, keep) == most
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_markup_in_a_completion_is_text(tmp_path: Path) -> None:
 def test_without_a_terminal_there_are_plain_lines_and_no_bars(tmp_path: Path) -> None:
     screen, text = console()
     with Tracker(tmp_path, load(overrides=["train.steps=2"]), console=screen) as tracker:
-        tracker.rollout_progress(8)(100)
+        tracker.rollout_progress(1, 8)(100)
         tracker.samples(1, [rollout()], WordTokenizer())
         tracker.step(1, {"reward/mean": 0.5, "eval/pass@1": 0.25})
         tracker.step(2, {"reward/mean": 0.75})
@@ -129,15 +129,43 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bars(tmp_path: Path) ->
 def test_a_terminal_gets_bars_for_steps_and_rollout_tokens(tmp_path: Path) -> None:
     screen, text = console(terminal=True)
     with Tracker(tmp_path, load(overrides=["train.steps=4", "rollout.max_tokens=50"]), console=screen) as tracker:
-        advance = tracker.rollout_progress(8)
+        advance = tracker.rollout_progress(1, 8)
         advance(30)
         advance(70)
         tracker.step(1, {})
-        tracker.rollout_progress(8)
+        tracker.rollout_progress(2, 8)
     shown = text.getvalue()
     assert "tokens of 8 rollouts" in shown
     assert "400" in shown  # 8 rows x 50 tokens
     assert "ETA" in shown
+
+
+def test_the_end_of_a_step_leaves_the_bar_of_the_next_one(tmp_path: Path) -> None:
+    """With train.async_steps a thread generates the next step's rollouts meanwhile."""
+    screen, _ = console(terminal=True)
+    with Tracker(tmp_path, load(overrides=["rollout.max_tokens=50"]), console=screen) as tracker:
+        tracker.rollout_progress(1, 8)(30)
+        later = tracker.rollout_progress(2, 8)
+        tracker.step(1, {})
+        later(70)
+        assert tracker._progress is not None
+        assert [(bar.completed, bar.total) for bar in tracker._progress.tasks[1:]] == [(70, 400)]
+        tracker.step(2, {})
+        assert len(tracker._progress.tasks) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_what_the_run_ends_with(tmp_path: Path) -> None:
+    """The lines that could not be written are still in the buffer, and would be written again by close()."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with (
+        pytest.raises(TrackingError, match=r"metrics\.jsonl: No space left on device; free the disk and resume"),
+        Tracker(tmp_path, load(), quiet=True) as tracker,
+    ):
+        tracker.step(1, {"loss": 1.0})
+    assert json.loads((tmp_path / "stopped.json").read_text())["reason"].startswith("TrackingError: ")
+    assert tracker._samples is not None
+    assert tracker._samples.closed
 
 
 def test_the_table_of_samples_is_shown_on_the_first_step_and_on_evaluation_steps(tmp_path: Path) -> None:
@@ -151,7 +179,7 @@ def test_the_table_of_samples_is_shown_on_the_first_step_and_on_evaluation_steps
 
 def test_quiet_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Tracker(tmp_path, load(), quiet=True) as tracker:
-        tracker.rollout_progress(8)(5)
+        tracker.rollout_progress(1, 8)(5)
         tracker.samples(1, [rollout()], WordTokenizer())
         tracker.step(1, {"loss": 1.0})
         tracker.say("hello")

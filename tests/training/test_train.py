@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training import checkpoint, evaluation, gates
+from tandemrl.training import checkpoint, evaluation, gates, loop
 from tandemrl.training.arguments import resolve_recipe
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock, restore
@@ -815,9 +816,52 @@ def test_prompts_of_few_hops_come_first(tiny_pair: Path, tmp_path: Path) -> None
     assert [hops[row] for row in build(by_hops).progress.sampler.next(12)] == [2, 2, 2, 3, 3, 4] * 2
 
 
-def test_two_processes_cannot_write_one_folder(tiny_pair: Path, tmp_path: Path) -> None:
-    with lock(tmp_path), pytest.raises(CheckpointError, match="another process"):
+@pytest.mark.parametrize("name", ["make_optimizer", "mismatch_limit"])
+def test_the_engine_of_a_run_that_cannot_be_built_is_closed(
+    name: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[TorchEngine] = []
+    monkeypatch.setattr(TorchEngine, "close", lambda engine: closed.append(engine))
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        assert not closed
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(build_module, name, no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        build(config(tiny_pair, tmp_path))
+    assert len(closed) == 1
+
+
+def test_two_processes_cannot_write_one_folder(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("build", "judge_server"):  # a second judge would find the port of the first one taken
+        monkeypatch.setattr(loop, name, lambda *_, **__: pytest.fail("something was started"))
+    with lock(tmp_path), pytest.raises(CheckpointError, match="another process is training there"):
         train(config(tiny_pair, tmp_path), quiet=True)
+
+
+def test_a_lock_leaves_no_folder_where_nothing_was_written_and_none_to_a_fork(tmp_path: Path) -> None:
+    with lock(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new").exists()
+    with lock(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+        (begun, begin), (ended, end) = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:  # it waits for the end of the test
+            os.close(end)
+            os.write(begin, b".")
+            os.read(ended, 1)
+            os._exit(0)
+        os.read(begun, 1)
+    with lock(tmp_path / "run"):
+        assert (tmp_path / "run" / "config.yaml").is_file()
+    os.close(end)
+    os.waitpid(child, 0)
+    with pytest.raises(CheckpointError, match=r"config\.yaml: a file"), lock(tmp_path / "run" / "config.yaml"):
+        pass
 
 
 def test_a_run_without_checkpoint_is_not_overwritten_by_another(tiny_pair: Path, tmp_path: Path) -> None:

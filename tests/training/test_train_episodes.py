@@ -202,9 +202,13 @@ def checked(agents: Path, out: Path, *extra: str, **passed: Any) -> None:
 
 
 def test_what_does_not_go_together_is_refused_before_weights_are_loaded(agents: Path, tmp_path: Path) -> None:
-    room = "train.tokens_per_micro_batch=101"
+    room, one_turn = "train.tokens_per_micro_batch=101", ["rollout.max_turns=10", "rollout.turn_tokens=null"]
     for extra, passed, message in (
-        (["selection.strategy=turn"], {}, "selection.strategy=turn: with rollout.environment=single"),
+        (
+            ["selection.strategy=turn"],
+            {},
+            "selection.strategy=turn: must be another, such as solo, with rollout.environment=single",
+        ),
         (["rollout.tools=[small_world:add]"], {}, "rollout.tools=.*: must be empty with rollout.environment=single"),
         (["rollout.environment=tools"], {}, "rollout.tools=.*: must be at least one"),
         (["rollout.turn_tokens=31"], {}, r"rollout.turn_tokens=31: must be null, or at most rollout.max_tokens \(30\)"),
@@ -221,7 +225,7 @@ def test_what_does_not_go_together_is_refused_before_weights_are_loaded(agents: 
         ([*TOOLS], {"environment": small_world.Talk()}, "another environment was passed to train"),
         ([*TOOLS[:1], "rollout.tools=[small_world:sub]"], {}, "small_world:sub"),
         ([*TOOLS[:2]], {}, "no scorer for data_source 'own'"),
-        ([*TOOLS[2:]], {}, "small_world:sums_for_letters, row .* it reads the transcript of an episode"),
+        ([*TOOLS[2:], *one_turn], {}, "small_world:sums_for_letters, row .* it reads the transcript of an episode"),
     ):
         with pytest.raises((ConfigError, DataError, GraderError), match=message):
             checked(agents, tmp_path, *extra, **passed)

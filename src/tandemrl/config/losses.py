@@ -32,16 +32,16 @@ class LossConfig:
     word_ends: bool = True
     """With `before_word`: a senior that ends its word, where the junior takes over, has made a choice, which is trained
     like a token of its own. false leaves it out; the gradient is then biased."""
-    clip_low: float | None = None
+    clip_low: Share | None = None
     """The probability ratio is clipped at 1 - clip_low."""
-    clip_high: float | None = None
+    clip_high: NonNegativeFloat | None = None
     """The probability ratio is clipped at 1 + clip_high."""
     dual_clip: Annotated[float, Allowed("0 (off) or above 1", lambda x: x == 0 or x > 1)] | None = None
     """Bound of the loss at negative advantages; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL to the initial policy; 0 = off."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL in the loss: Schulman's k1, k2 or k3."""
+    """Estimator of that KL in the loss: Schulman's k2 or k3. The gradient of k1 has expectation 0 there."""
     kl_in_reward: bool = False
     """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
     kl_in_loss: bool | None = None
@@ -95,6 +95,9 @@ class LossConfig:
         for name in CLIPS["ppo_clip"]:
             if getattr(self, name) is not None and name not in self.kind.clips:
                 yield Fault(f"loss.{name}", f"null with {self.recipe}, which does not use it")
+        if self.loss_kl_coef > 0 and self.kl_kind == "k1":
+            why = "the gradient of k1 has expectation 0; in the reward (loss.kl_in_reward) the KL is always k1"
+            yield Fault("loss.kl_kind", f"k2 or k3 for a KL in the loss: {why}")
         if self.kl_in_reward and self.kl_coef == 0:
             yield Fault("loss.kl_in_reward", "false unless loss.kl_coef > 0")
         if self.kl_in_loss and self.kl_coef == 0:

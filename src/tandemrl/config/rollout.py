@@ -80,7 +80,7 @@ class RolloutConfig:
     """What decodes. `module:name` = a custom function or class that makes an Engine."""
     engine_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
     """Parameters of a custom engine."""
-    group_size: int = 8
+    group_size: PositiveInt = 8
     """Rollouts per prompt. They are the group within which advantages are computed."""
     temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
     """Sampling temperature of both authors."""

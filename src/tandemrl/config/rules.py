@@ -16,9 +16,11 @@ from typing import get_args
 
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, Fault
+from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.reference import Leaf, leaves
-from tandemrl.config.schema import Config
+from tandemrl.config.rollout import RolloutConfig
+from tandemrl.config.schema import Config, TrainConfig
 from tandemrl.config.strategies import KINDS
 
 
@@ -58,6 +60,46 @@ def check_processes(config: Config, processes: int) -> None:
     _refuse(config, _among_processes(config) if processes > 1 else _alone(config))
 
 
+def check_recipe(
+    config: Config,
+    name: str,
+    *,
+    critic: bool,
+    grouped: bool,
+    ratio: bool,
+    reduction: str,
+    importance: str,
+) -> None:
+    """Refuse values that do not work with the recipe that trains.
+
+    ``check`` knows this only of the library's recipes: one of the user's own has to be made first, and one that is
+    passed to ``train`` takes the place of ``loss.recipe``.
+
+    Args:
+        name: the recipe's, for the message.
+        critic: whether it needs a critic.
+        grouped: whether an advantage comes from the other rollouts of a group.
+        ratio: whether its surrogate corrects for updates since the rollouts.
+        reduction, importance: its own, or what ``loss`` sets instead.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    unused = _unused_by_recipe(config, name, reduction, importance)
+    _refuse(config, chain(_with_recipe(config, name, critic=critic, grouped=grouped, ratio=ratio), unused))
+
+
+def check_single_turn(config: Config) -> None:
+    """Refuse values that do not work in a run without an environment, where a response is a single turn.
+
+    ``check`` cannot know this: an environment can be passed to ``train``.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    _refuse(config, _without_turns(config))
+
+
 def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
     """Refuse values that do not work with a junior that has a vocabulary of its own.
 
@@ -95,9 +137,6 @@ def _refuse(config: Config, faults: Iterator[Fault]) -> None:
 
 def _groups(c: Config) -> Iterator[Fault]:
     r, t = c.rollout, c.train
-    if r.group_size < (2 if c.loss.kind.critic is False else 1):
-        why = "a group of one has no advantage (with a critic, as in ppo, at least 1)"
-        yield Fault("rollout.group_size", f"at least 2: {why}")
     if t.max_resamples > 0 and r.group_size < 2:
         yield Fault("train.max_resamples", "0 with rollout.group_size=1: the rewards of one rollout are always equal")
     if t.max_resamples > 0 and t.async_steps > 0:
@@ -106,6 +145,66 @@ def _groups(c: Config) -> Iterator[Fault]:
     if t.async_steps > 1 and r.workers == 0:
         why = "this process decodes with one version of the weights at a time"
         yield Fault("train.async_steps", f"0 or 1 with rollout.workers=0: {why}")
+
+
+_OF_A_CRITIC = {
+    **{f"loss.{name}": getattr(LossConfig, name) for name in ("gamma", "lam", "value_clip")},
+    "train.critic_lr": TrainConfig.critic_lr,
+}
+"""The keys that only a critic reads, with their defaults."""
+
+
+def _recipe(c: Config) -> Iterator[Fault]:
+    """What contradicts ``loss.recipe``, if that is known and no other takes its place."""
+    kind = c.loss.kind
+    if kind.critic is not None and c.functions.recipe is None:
+        yield from _with_recipe(c, kind.name, critic=kind.critic, grouped=not kind.critic, ratio=bool(kind.clips))
+
+
+def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> Iterator[Fault]:
+    t, group = c.train, c.rollout.group_size
+    if grouped and group < 2:
+        why = "a group of one has no advantage (with a critic, as in ppo, at least 1)"
+        yield Fault("rollout.group_size", f"at least 2: {why}")
+    if not ratio and t.mini_batch_prompts not in (None, t.prompts_per_step):
+        yield Fault("train.mini_batch_prompts", f"null with {name}, which has no correction for a second update")
+    if c.model.critic is not None and not critic:
+        also = "; set that beside a variant of it that is passed to train, too"
+        yield Fault("model.critic", f"null unless the recipe has a critic, as loss.recipe=ppo{also}")
+    if t.critic_warmup_steps > 0 and not critic:
+        yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
+    if critic:
+        return
+    for key, default in _OF_A_CRITIC.items():
+        if attrgetter(key)(c) != default:
+            yield Fault(key, f"{default:g} (the default) with {name}, which has no critic")
+
+
+def _unused_by_recipe(c: Config, name: str, reduction: str, importance: str) -> Iterator[Fault]:
+    if c.loss.normalise_by != "weight" and reduction in ("sequence_mean_token_sum", "token_sum_constant"):
+        why = "which does not divide by tokens; loss.reduction can be another"
+        yield Fault("loss.normalise_by", f"weight with {name} and its reduction {reduction}, {why}")
+    if c.loss.importance_cap is not None and importance == "none":
+        yield Fault("loss.importance_cap", f"null with {name} and without importance sampling: see loss.importance")
+
+
+def _junior_tokens(c: Config) -> Iterator[Fault]:
+    if not c.selection.kind.solo or c.functions.strategy is not None:
+        return
+    for key in ("loss.junior_weight", "loss.junior_kl_coef"):
+        if attrgetter(key)(c) > 0:
+            where = f"selection.strategy={c.selection.strategy}"
+            yield Fault(key, f"0 with {where}: there are no tokens of the junior's")
+
+
+def _without_turns(c: Config) -> Iterator[Fault]:
+    one = f"with rollout.environment={c.rollout.environment}, where there is one turn; or name an environment"
+    if c.selection.kind.by_turns:
+        yield Fault("selection.strategy", f"another, such as solo, {one}")
+    if c.rollout.max_turns != RolloutConfig.max_turns:
+        yield Fault("rollout.max_turns", f"{RolloutConfig.max_turns} (the default) {one}")
+    if c.rollout.turn_tokens is not None:
+        yield Fault("rollout.turn_tokens", f"null {one}")
 
 
 def _drafts(c: Config) -> Iterator[Fault]:
@@ -146,7 +245,7 @@ def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if c.rollout.draft_tokens != 0:
         why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
         yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
-    if c.loss.word_ends and c.loss.kind.critic:
+    if c.loss.word_ends and c.loss.kind.critic and c.functions.recipe is None:
         why = "a critic has no value for the end of a word; group recipes such as grpo need none"
         yield Fault("loss.word_ends", f"false with {name} and loss.recipe={c.loss.recipe}: {why}")
 
@@ -163,10 +262,7 @@ def _in_two_engines(c: Config, why: str) -> Iterator[Fault]:
 def _batches(c: Config) -> Iterator[Fault]:
     t, longest = c.train, c.longest_sequence
     per_update = t.mini_batch_prompts or t.prompts_per_step
-    if not c.loss.kind.clips and per_update != t.prompts_per_step:
-        why = "which has no correction for a second update"
-        yield Fault("train.mini_batch_prompts", f"null with {c.loss.recipe}, {why}")
-    if per_update < 1 or t.prompts_per_step % per_update:
+    if t.prompts_per_step % per_update:
         yield Fault("train.mini_batch_prompts", f"a divisor of train.prompts_per_step ({t.prompts_per_step})")
     if t.tokens_per_micro_batch < longest:
         parts = "data.max_prompt_tokens + rollout.max_tokens" + (
@@ -178,13 +274,9 @@ def _batches(c: Config) -> Iterator[Fault]:
 
 
 def _critic(c: Config) -> Iterator[Fault]:
-    critic, warmup = c.loss.kind.critic, c.train.critic_warmup_steps
-    if c.model.critic is not None and critic is False:
-        yield Fault("model.critic", "null unless the recipe has a critic, as loss.recipe=ppo")
+    warmup = c.train.critic_warmup_steps
     if warmup < 0 or (c.train.epochs is None and warmup >= c.train.steps):
         yield Fault("train.critic_warmup_steps", f"0 or positive, and below train.steps ({c.train.steps})")
-    if warmup > 0 and critic is False:
-        yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
 
 
 def _evaluation(c: Config) -> Iterator[Fault]:
@@ -241,6 +333,8 @@ def _services(c: Config) -> Iterator[Fault]:
 
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _groups,
+    _recipe,
+    _junior_tokens,
     _drafts,
     _in_flight,
     _dropped_proposals,

@@ -162,10 +162,10 @@ class TrainConfig:
     warmup_steps: NonNegativeInt = 0
     """Number of steps in which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """The learning rate after the warm-up: constant, or a cosine down to 0 at the last step."""
+    """The learning rate after the warm-up: constant, or a cosine that would reach 0 one step after the last."""
     prompts_per_step: PositiveInt = 16
     """Prompts sampled per step; each gets rollout.group_size rollouts."""
-    mini_batch_prompts: int | None = None
+    mini_batch_prompts: PositiveInt | None = None
     """Prompts per optimiser step; null = all of prompts_per_step (one on-policy update)."""
     max_resamples: NonNegativeInt = 0
     """Dynamic sampling (DAPO): prompts whose rewards are all equal are replaced by others, at most this many times."""
@@ -267,7 +267,8 @@ class EvalConfig:
     context: int | None = None
     """Maximum number of tokens of prompt and response together, with `profile: custom`; null = no limit."""
     select_by: str | None = None
-    """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
+    """Metric that chooses hf/best; null = pass@k, averaged over the data sources, at the largest of `k` that is
+    neither above `train_samples` nor above 4, or else at the first one that is not above `train_samples`."""
     train_samples: PositiveInt = 4
     """Samples per problem in the evaluations during training."""
     train_problems: PositiveInt = 128

@@ -98,7 +98,8 @@ def sampling_for(profile: Profile, prompt: Prompt) -> Sampling:
     if room < 1:
         raise EvalError(
             f"row {prompt.row.example_id}: its prompt of {len(prompt.tokens)} tokens leaves no room in a context of "
-            f"{profile.context} ({profile.reserve} reserved); lower max_prompt_tokens"
+            f"{profile.context} ({profile.reserve} reserved); lower data.max_prompt_tokens, which drops such rows, or "
+            "use eval.profile=custom with a larger eval.context"
         )
     return replace(profile.sampling, max_tokens=min(profile.sampling.max_tokens, room))
 

@@ -25,7 +25,9 @@ from tandemrl.losses.recipes import Coefficients as Coefficients
 from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import average_metrics as average_metrics
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
+from tandemrl.losses.recipes import has_ratio as has_ratio
 from tandemrl.losses.recipes import idle as idle
+from tandemrl.losses.recipes import is_grouped as is_grouped
 from tandemrl.losses.recipes import policy_loss as policy_loss
 from tandemrl.losses.reduce import NormaliseBy as NormaliseBy
 from tandemrl.losses.reduce import reduce as reduce

@@ -231,6 +231,19 @@ LINEAR: tuple[Surrogate, ...] = tuple(getattr(surrogates, name) for name in CLIP
 """The surrogates whose loss is 0, and has gradient 0, at every token whose advantage is 0."""
 
 
+def has_ratio(recipe: Recipe) -> bool:
+    """Whether the surrogate compares with old log-probs, so that a second update on the same rollouts is corrected for.
+
+    One that is not the library's is taken to do so.
+    """
+    return recipe.surrogate not in [getattr(surrogates, name) for name, clips in CLIPS.items() if not clips]
+
+
+def is_grouped(recipe: Recipe) -> bool:
+    """Whether an advantage comes from the other rollouts of a group. What a custom function reads is not known."""
+    return recipe.advantage in [getattr(estimators, kind.advantage) for kind in KINDS.values() if kind.advantage]
+
+
 def idle(
     recipe: Recipe,
     advantages: Float[Tensor, " s"],

@@ -79,9 +79,9 @@ def reduce(
       ``constant`` the longest response allowed, in tokens.
 
     Under ``normalise_by="response"`` the first two divide by the number of response tokens, whoever wrote them, instead
-    of by Σw. The loss then shrinks with the senior's share. Sequences with Σw = 0 add nothing and are not counted.
-    Entries of ``x`` at weight 0 are ignored, even NaN. Without any positive weight the result is 0, and so is its
-    gradient.
+    of by Σw. The loss then shrinks with the senior's share. Sequences with Σw = 0 add nothing and are not counted as
+    sequences; their response tokens count in ``token_mean`` under ``normalise_by="response"``. Entries of ``x`` at
+    weight 0 are ignored, even NaN. Without any positive weight the result is 0, and so is its gradient.
 
     Args:
         totals: the counts of the whole optimiser step, over all ranks and micro-batches, not of this micro-batch.

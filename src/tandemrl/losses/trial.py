@@ -1,5 +1,7 @@
 """Tries a recipe on a few made-up tokens, before a run relies on it."""
 
+from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -9,7 +11,14 @@ from tandemrl.losses.recipes import Recipe, compute_advantages, require_per_toke
 from tandemrl.losses.reduce import require_one_of
 from tandemrl.losses.surrogates import RatioLevel
 
-NUMBERS = ("clip_low", "clip_high", "dual_clip", "importance_cap", "overlong_share")
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "clip_low": ("None or in [0, 1]", lambda x: 0 <= x <= 1),
+    "clip_high": ("None, 0 or positive", lambda x: 0 <= x < inf),
+    "dual_clip": ("None or above 1", lambda x: 1 < x < inf),
+    "importance_cap": ("positive", lambda x: 0 < x < inf),
+    "overlong_share": ("in [0, 1)", lambda x: 0 <= x < 1),
+}
+"""What the numbers of a recipe must be, in words and as a test."""
 
 
 def try_recipe(recipe: Recipe) -> None:
@@ -20,10 +29,12 @@ def try_recipe(recipe: Recipe) -> None:
     """
     for field, allowed in (("reduction", Reduction), ("ratio_level", RatioLevel), ("importance", Importance)):
         require_one_of(field, getattr(recipe, field), allowed)
-    for field in NUMBERS:
+    for field, (words, holds) in RANGES.items():
         value = getattr(recipe, field)
-        if isinstance(value, bool) or not isinstance(value, int | float | None):
-            raise ValueError(f"{field}={value!r}: must be a number or None")
+        if value is None and words.startswith("None"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+            raise ValueError(f"{field}={value!r}: must be {words}")
     for field, function in (("advantage", recipe.advantage), ("surrogate", recipe.surrogate)):
         if not callable(function) and not (field == "advantage" and function is None):
             raise ValueError(f"{field}={function!r}: must be a function")

@@ -12,8 +12,9 @@ from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import is_own
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rules import check as check_rules
+from tandemrl.config.rules import check_recipe
 from tandemrl.config.strategies import KINDS
-from tandemrl.losses import RECIPES, Recipe, try_recipe
+from tandemrl.losses import RECIPES, Recipe, has_ratio, is_grouped, try_recipe
 from tandemrl.processes.names import import_failure, made, named
 from tandemrl.rollout.factory import EngineFactory
 from tandemrl.selection import Strategy, try_strategy
@@ -132,19 +133,29 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
 
 
 def tried_recipe(recipe: Recipe | None, config: Config) -> Recipe:
-    """The recipe that a run trains with, after a trial.
+    """The recipe that a run trains with, after a trial and after the rules of the config that depend on it.
 
     Args:
         recipe: the recipe that was passed. None means ``loss.recipe``.
 
     Raises:
-        ConfigError: it cannot be trained with.
+        ConfigError: it cannot be trained with, or not with this config.
     """
     resolved = resolve_recipe(recipe or named_recipe(config.loss), config)
     try:
         try_recipe(resolved)
     except ValueError as error:
         raise ConfigError(f"recipe {resolved.name}: {error}") from error
+    critic, grouped = resolved.advantage is None, is_grouped(resolved)
+    check_recipe(
+        config,
+        resolved.name,
+        critic=critic,
+        grouped=grouped,
+        ratio=has_ratio(resolved),
+        reduction=resolved.reduction,
+        importance=resolved.importance,
+    )
     return resolved
 
 

@@ -1,6 +1,7 @@
 """Builds a run from a config: data, models, engine and scorer."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 
 import torch
@@ -134,49 +135,52 @@ def build(
         whole_words=first.starts is not None,
         acting=None if preflight.episode_runner is None else preflight.episode_runner.elsewhere(config),
     )
-    sampling = Sampling(
-        max_tokens=rollout.max_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-    )
-    device, vocabulary = resolve_device(model.device), models.engine.vocabulary
-    starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
-    # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
-    measure = partial(
-        self_difference,
-        models.policy,
-        prompts,
-        options=forward_options(config, sampling, vocabulary, world),
-        dtype=getattr(torch, model.dtype),
-        world=world,
-        device=device,
-    )
-    setup = RunSetup(
-        config=config,
-        recipe=recipe,
-        schedule=schedule,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        dropped=dropped,
-        heldout=preflight.heldout.prompts,
-        monitored=preflight.monitored.prompts,
-        sampling=sampling,
-        vocabulary=vocabulary,
-        scorer=scorer,
-        episode_runner=preflight.episode_runner,
-        environment_id=preflight.environment_id,
-        judge=None if judge is None else judge.model,
-        starts=starts,
-        removed=removed,
-        mismatch_limit=mismatch_limit(config, measure),
-        device=device,
-        world=world,
-    )
-    levels = [hops(prompt.row) for prompt in prompts] if config.data.order == "by_hops" else None
-    sampler = Sampler(len(prompts), seed=config.train.seed, levels=levels)
-    return Run(setup, models, Progress(sampler, config.loss.kl_coef))
+    with ExitStack() as unfinished:
+        unfinished.callback(models.engine.close)
+        sampling = Sampling(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        )
+        device, vocabulary = resolve_device(model.device), models.engine.vocabulary
+        starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
+        # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
+        measure = partial(
+            self_difference,
+            models.policy,
+            prompts,
+            options=forward_options(config, sampling, vocabulary, world),
+            dtype=getattr(torch, model.dtype),
+            world=world,
+            device=device,
+        )
+        setup = RunSetup(
+            config=config,
+            recipe=recipe,
+            schedule=schedule,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            dropped=dropped,
+            heldout=preflight.heldout.prompts,
+            monitored=preflight.monitored.prompts,
+            sampling=sampling,
+            vocabulary=vocabulary,
+            scorer=scorer,
+            episode_runner=preflight.episode_runner,
+            environment_id=preflight.environment_id,
+            judge=None if judge is None else judge.model,
+            starts=starts,
+            removed=removed,
+            mismatch_limit=mismatch_limit(config, measure),
+            device=device,
+            world=world,
+        )
+        levels = [hops(prompt.row) for prompt in prompts] if config.data.order == "by_hops" else None
+        sampler = Sampler(len(prompts), seed=config.train.seed, levels=levels)
+        unfinished.pop_all()  # from here on ``train`` closes it
+        return Run(setup, models, Progress(sampler, config.loss.kl_coef))
 
 
 def build_models(
@@ -230,26 +234,31 @@ def build_models(
     writer = decoder if tandem else None
     shared = config.rollout.workers > 0 and world.size > 1
     engine = None if shared and not world.main else build_engine(config, writer, tokenizer, factory, acting)
-    reference = None
-    if model.lora.rank and world.size == 1:
-        attach(policy, model.lora, config.train.seed)
-    if loss.kl_coef > 0:
-        # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
-        reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
-    if model.compile:
-        compile_layers(policy, device=resolve_device(model.device))
-    value_model = None
-    if critic:
-        module = load_value_model(model, world, offload=config.parallel.offload_parameters)
-        value_model = Trained(module, make_optimizer(module, config.train, config.train.critic_lr))
-    return Models(
-        policy=policy,
-        optimizer=make_optimizer(policy, config.train, config.train.lr),
-        critic=value_model,
-        reference=reference,
-        junior=junior,
-        engine=_of_all(engine, world),
-    )
+    with ExitStack() as unfinished:
+        if engine is not None:
+            unfinished.callback(engine.close)
+        reference = None
+        if model.lora.rank and world.size == 1:
+            attach(policy, model.lora, config.train.seed)
+        if loss.kl_coef > 0:
+            # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
+            reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
+        if model.compile:
+            compile_layers(policy, device=resolve_device(model.device))
+        value_model = None
+        if critic:
+            module = load_value_model(model, world, offload=config.parallel.offload_parameters)
+            value_model = Trained(module, make_optimizer(module, config.train, config.train.critic_lr))
+        made = Models(
+            policy=policy,
+            optimizer=make_optimizer(policy, config.train, config.train.lr),
+            critic=value_model,
+            reference=reference,
+            junior=junior,
+            engine=_of_all(engine, world),
+        )
+        unfinished.pop_all()
+    return made
 
 
 def _of_all(engine: Engine | None, world: World) -> Engine:

@@ -106,6 +106,10 @@ _LOST = re.compile(
 )
 LESS_MEMORY = {
     "rollout": "a smaller rollout.max_rows or rollout.max_tokens",
+    "resample": "a smaller rollout.max_rows or rollout.max_tokens",
+    "score": "a smaller reward.workers, rollout.tool_workers or sandbox.memory_mb, or a judge elsewhere (judge.url)",
+    "sync": "a smaller rollout.vllm.gpu_memory_utilization, parallel.offload_optimizer=true or model.dtype=bfloat16",
+    "save": "train.async_save=false, model.dtype=bfloat16, or more processes with parallel.dp_shard",
     "eval": "a smaller rollout.max_rows or eval.max_tokens",
     "gate": "a smaller train.tokens_per_micro_batch",
     "update": "a smaller train.tokens_per_micro_batch, model.gradient_checkpointing=true, "
@@ -149,7 +153,7 @@ def explained(error: Exception, *, step: int, phase: str, world: World, timeout_
     where = f"step {step}, {phase or 'between phases'}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if is_out_of_memory(error):
-        advice = LESS_MEMORY.get(phase.partition("/")[0], "a smaller batch")
+        advice = LESS_MEMORY.get(phase.partition("/")[0], LESS_MEMORY["update"])
         return OutOfMemoryError(f"{where}: out of memory. It needs {advice}. ({first})")
     if world.size > 1 and is_lost_process(error):
         return LostProcessError(
@@ -202,6 +206,7 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker,
     setup, models, progress = run
     optimizer_steps.reset()
     step, sampler, kl_coef = progress.step, progress.sampler.state_dict(), progress.kl_coef
+    rng = checkpoint.rng_state(setup.device)
     try:
         yield
     except Exception as error:
@@ -215,7 +220,7 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker,
             progress.sampler.load_state_dict(sampler)
             progress.kl_coef, progress.rollouts_in_flight = kl_coef, None
             try:
-                checkpoint.save(run, records)
+                checkpoint.save(run, records, rng)
                 checkpoint.wait()
                 tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
             except Exception as failure:

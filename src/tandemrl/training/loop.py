@@ -109,25 +109,26 @@ def train(
     world = init_world(config.parallel, device)
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
-    if config.judge.command is not None and world.main and not quiet:
-        say = (console or Console()).print
-        say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
-    with in_use(environment), judge_server(config, start=world.main) as check_judge:
-        run = build(config, recipe, strategy, world, by_name(reward), environment, engine, check_judge, stated)
-        config, silent = run.setup.config, quiet or not world.main
-        locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
-        with closing(run.models.engine), locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
-            records = checkpoint.restore(run, resume)
-            with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
-                loop(run, tracker, records)
-                checkpoint.wait()
-                check_record(run, tracker)
-                if world.main:
-                    ending = f"done: {config.output_dir}"
-                    if little := verdict(config, run.setup.recipe):
-                        tracker.say(little[1])
-                        ending += f", but its rewards taught it {little[0]}: see above"
-                    tracker.say(ending)
+    locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()  # before anything is started
+    with locked:
+        if config.judge.command is not None and world.main and not quiet:
+            say = (console or Console()).print
+            say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
+        with in_use(environment), judge_server(config, start=world.main) as check_judge:
+            run = build(config, recipe, strategy, world, by_name(reward), environment, engine, check_judge, stated)
+            config, silent = run.setup.config, quiet or not world.main
+            with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
+                records = checkpoint.restore(run, resume)
+                with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
+                    loop(run, tracker, records)
+                    checkpoint.wait()
+                    check_record(run, tracker)
+                    if world.main:
+                        ending = f"done: {config.output_dir}"
+                        if little := verdict(config, run.setup.recipe):
+                            tracker.say(little[1])
+                            ending += f", but its rewards taught it {little[0]}: see above"
+                        tracker.say(ending)
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 

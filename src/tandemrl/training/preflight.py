@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.fields import is_own
 from tandemrl.config.rules import check as check_rules
-from tandemrl.config.rules import check_processes
+from tandemrl.config.rules import check_processes, check_single_turn
 from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import axes_of
-from tandemrl.evals import profile_of
+from tandemrl.evals import EvalError, profile_of, sampling_for
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
@@ -176,11 +176,7 @@ class Preflight:
                 )
             check_rules(config)  # with room for what it says
         if self.signed_environment is None:
-            if config.selection.kind.by_turns:
-                raise ConfigError(
-                    f"selection.strategy={config.selection.strategy}: with rollout.environment=single there is one "
-                    "turn; name an environment, or use selection.strategy=solo"
-                )
+            check_single_turn(config)
             return None
         ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
@@ -463,13 +459,17 @@ class Preflight:
             self._sees(key, path, *max(read, key=itemgetter(1)), new, f"{budget}={new}", fix)
 
     def _fits_evaluated(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts and the senior's responses to them fit into what the senior can see."""
+        """Check that prompts and the senior's responses to them fit into the evaluation's context and the senior's."""
         if not prompts:
             return
         config, profile = self.config, profile_of(self.config.eval)
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         observed = config.response_tokens - config.rollout.max_tokens
         tokens = len(longest.tokens)
+        try:
+            sampling_for(profile, longest)
+        except EvalError as error:
+            raise ConfigError(str(error)) from None
         new = profile.longest(tokens) + observed - tokens
         named = f"the {new} of a response (eval.profile={config.eval.profile})"
         fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"

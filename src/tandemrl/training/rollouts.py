@@ -34,7 +34,7 @@ def generate(
     """
     config, strategy = setup.config, setup.schedule.strategy(step)
     check_starts(strategy, setup.starts, setup.removed, step)
-    advance_bar = tracker.rollout_progress(len(examples) * config.rollout.group_size)
+    advance_bar = tracker.rollout_progress(step, len(examples) * config.rollout.group_size)
     with profiler.trace("rollout", step) as count_call:
 
         def progress(tokens: int) -> None:

@@ -8,10 +8,11 @@ import math
 import netrc
 import os
 import textwrap
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +105,8 @@ class Tracker:
         )
         self._progress: Progress | None = None
         self._steps_bar: TaskID | None = None
-        self._rollout_bar: TaskID | None = None
+        self._rollout_bars: dict[int, TaskID] = {}
+        self._lock = threading.Lock()  # with train.async_steps another thread shows the bars of later steps
         self._started = time.perf_counter()
         self._first_step: int | None = None
         self._bound_met = False
@@ -115,11 +117,11 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
         if error is not None and self._ending is not None:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARS]
             with suppress(OSError):  # the error itself is what matters
                 write_text(self._ending, json.dumps({"step": self._last_step or 0, "reason": reason}) + "\n")
+        self.close(failed=kind is not None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (non-finite values as null) and print its summary line.
@@ -205,21 +207,23 @@ class Tracker:
         assert file is not None
         return file.tell()
 
-    def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
+    def rollout_progress(self, step: int, total_rows: int) -> Callable[[int], None]:
         """Show a progress bar, and return the function to call with the number of newly written tokens.
 
-        The bar is full at ``total_rows`` rows of the greatest length.
+        The bar is full at ``total_rows`` rows of the greatest length. It is there until another one of the step
+        replaces it, or until the step ends.
         """
         if not self._live:
             return lambda tokens: None
-        progress = self._bars()
-        if self._rollout_bar is not None:
-            progress.remove_task(self._rollout_bar)
-        bar = progress.add_task(f"tokens of {total_rows} rollouts", total=total_rows * self._config.rollout.max_tokens)
-        self._rollout_bar = bar
+        what, total = f"step {step}: tokens of {total_rows} rollouts", total_rows * self._config.rollout.max_tokens
+        with self._lock:
+            progress = self._bars()
+            if step in self._rollout_bars:
+                progress.remove_task(self._rollout_bars[step])
+            bar = self._rollout_bars[step] = progress.add_task(what, total=total)
 
         def advance(tokens: int) -> None:
-            with suppress(KeyError):  # the bar of a later step has replaced it
+            with suppress(KeyError):  # it is gone
                 progress.advance(bar, tokens)
 
         return advance
@@ -230,16 +234,22 @@ class Tracker:
             console.print(line, markup=False, soft_wrap=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Remove the progress bars and close the files. It may be called twice."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Remove the progress bars and close the files. It may be called twice.
+
+        Args:
+            failed: an error ends the run. What cannot be written then, as on a full disk, does not hide it.
+        """
+        with self._lock:
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
         for file in (self._metrics, self._samples, self._log):
             if file is not None:
-                file.close()
+                with suppress(OSError) if failed else nullcontext():
+                    file.close()
 
     def _is_table_step(self, step: int) -> bool:
         every = self._config.train.eval_every
@@ -253,12 +263,12 @@ class Tracker:
             summary_line(step, self._config.train.steps, metrics, (now - self._started) / (step - self._first_step + 1))
         )
         if self._live:
-            progress = self._bars()
-            assert self._steps_bar is not None
-            progress.update(self._steps_bar, completed=step)
-            if self._rollout_bar is not None:
-                progress.remove_task(self._rollout_bar)
-                self._rollout_bar = None
+            with self._lock:
+                progress = self._bars()
+                assert self._steps_bar is not None
+                progress.update(self._steps_bar, completed=step)
+                for done in [each for each in self._rollout_bars if each <= step]:
+                    progress.remove_task(self._rollout_bars.pop(done))
 
     def _bars(self) -> Progress:
         if self._progress is None:

@@ -213,7 +213,9 @@ def set_learning_rates(train: TrainConfig, models: Models, step: int) -> None:
 
 
 def learning_rate(train: TrainConfig, step: int, peak: float) -> float:
-    """The learning rate of a step: a linear warm-up over ``train.warmup_steps``, then constant or a cosine down to 0.
+    """The learning rate of a step: a linear warm-up over ``train.warmup_steps``, then constant or a cosine.
+
+    The cosine would reach 0 one step after the last, so that every step learns.
 
     Args:
         step: the training step, from 1.

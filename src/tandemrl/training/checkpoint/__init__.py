@@ -17,9 +17,11 @@ from tandemrl.training.checkpoint.runs import Records as Records
 from tandemrl.training.checkpoint.runs import check_resume as check_resume
 from tandemrl.training.checkpoint.runs import export as export
 from tandemrl.training.checkpoint.runs import restore as restore
+from tandemrl.training.checkpoint.runs import rng_state as rng_state
 from tandemrl.training.checkpoint.runs import save as save
 from tandemrl.training.checkpoint.storage import is_checkpoint as is_checkpoint
 from tandemrl.training.checkpoint.storage import latest as latest
 from tandemrl.training.checkpoint.storage import lock as lock
+from tandemrl.training.checkpoint.storage import numbered as numbered
 from tandemrl.training.checkpoint.storage import step_of as step_of
 from tandemrl.training.checkpoint.storage import wait as wait

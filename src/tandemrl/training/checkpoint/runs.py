@@ -20,21 +20,24 @@ from tandemrl.training.checkpoint.identity import check_same_config, check_same_
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.state import Run, move_state
 
+CPU = torch.device("cpu")
 Records = tuple[Coverage, ...]
 """The lines of metrics.jsonl and samples.jsonl that the checkpoints of a run cover, on rank 0 only."""
 
 
-def save(run: Run, records: Records) -> list[Path]:
+def save(run: Run, records: Records, rng: Mapping[str, Any] | None = None) -> list[Path]:
     """Save the run: first the Hugging Face export, then the checkpoint, so that a checkpoint always has its export.
 
     Args:
         records: the lines that earlier checkpoints cover, as ``restore`` returns them. They grow to the lines of now.
+        rng: the states of the random generators; None means those of now.
 
     Returns:
         earlier exports that were removed (``train.keep_exports``), on rank 0 only.
     """
     setup, models, progress = run
     config, train = setup.config, setup.config.train
+    rng = rng or rng_state(setup.device)
     export(run, f"step_{progress.step}", progress.step)
     for record in records:
         record.extend(progress.step)
@@ -46,7 +49,7 @@ def save(run: Run, records: Records) -> list[Path]:
         "kl_coef": progress.kl_coef,
         "identity": identity(run),
         "records": {record.file.name: record.to_plain() for record in records},
-        "rng": rng_state(),
+        "rng": {**rng, "cuda": [each for own in setup.world.gather(rng["cuda"]) for each in own]},
     }
     storage.save(
         config.output_dir,
@@ -155,7 +158,7 @@ def _restore_from(run: Run, path: Path) -> Records:
     progress.rollouts_in_flight = state["ahead"]
     progress.kl_coef = state["kl_coef"]
     progress.step = int(state["step"])
-    restore_rng(state["rng"])
+    restore_rng(state["rng"], setup.device, rank=world.rank)
     return records
 
 
@@ -209,10 +212,11 @@ def _older_undamaged(path: Path, output: Path) -> str:
     )
 
 
-def rng_state() -> dict[str, Any]:
-    """The states of the global random generators of Python, NumPy and torch (with CUDA, if in use) as plain values."""
+def rng_state(device: torch.device = CPU) -> dict[str, Any]:
+    """The states of the global random generators of Python, NumPy, torch and, if it is a GPU, the device of this
+    process, as plain values."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one, on purpose
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
@@ -221,12 +225,15 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore what ``rng_state`` returned."""
+def restore_rng(state: Mapping[str, Any], device: torch.device = CPU, *, rank: int = 0) -> None:
+    """Restore what ``rng_state`` returned.
+
+    The states of GPUs are those of the processes, by rank. With more processes than before they are dealt out again.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"][rank % len(state["cuda"])], device)

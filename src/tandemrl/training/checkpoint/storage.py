@@ -10,13 +10,14 @@ import errno
 import fcntl
 import io
 import json
+import os
 import platform
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -265,17 +266,32 @@ def _brief(error: BaseException) -> str:
 def lock(output_dir: str | Path) -> Iterator[None]:
     """A context that locks the folder of a run, since a second process that writes there would corrupt its files.
 
+    The folder is made, and removed again if nothing was written there.
+
     Raises:
-        CheckpointError: another process holds it.
+        CheckpointError: another process holds it, or it is a file.
     """
     folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    path, new = folder / ".lock", not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise CheckpointError(f"output_dir={folder}: a file; choose a folder, which need not exist") from None
+    with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(f"{folder}: another process is training there; choose another output_dir") from None
-        yield
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise CheckpointError(f"{folder}: another process has just ended there; start again")
+        os.register_at_fork(after_in_child=file.close)  # an engine that outlives a killed run must not hold the lock
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if new and os.listdir(folder) == [path.name]:
+                    path.unlink()
+                    folder.rmdir()
 
 
 def latest(output_dir: str | Path) -> Path | None:
@@ -410,7 +426,7 @@ def discard_after(output_dir: str | Path, step: int) -> None:
 
     Folders of other names, and folders that are not checkpoints, stay.
     """
-    for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *_numbered(Path(output_dir, "hf"))]:
+    for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *numbered(Path(output_dir, "hf"))]:
         if step_of(path) > step:
             drop(path)
 
@@ -424,7 +440,7 @@ def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
     Raises:
         CheckpointError: a folder cannot be removed.
     """
-    exports = _numbered(Path(output_dir, "hf"))
+    exports = numbered(Path(output_dir, "hf"))
     kept = {path.name for path in (*exports[-keep:], *_steps(Path(output_dir, "checkpoints")))}
     dropped = [path for path in exports if path.name not in kept]
     for path in dropped:
@@ -437,10 +453,10 @@ def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
 
 def _steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, including damaged ones, in the order of their steps."""
-    return [path for path in _numbered(folder) if is_checkpoint(path)]
+    return [path for path in numbered(folder) if is_checkpoint(path)]
 
 
-def _numbered(folder: Path) -> list[Path]:
+def numbered(folder: Path) -> list[Path]:
     """The directories called step_N, in the order of their steps."""
     folders = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=step_of)
