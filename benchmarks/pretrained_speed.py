@@ -11,6 +11,7 @@ process); ratios are taken within a round. Each part is written when it is done;
   (`model.generate`), `vllm` (stock, with log-probs; left out where it is not installed), `solo`, `tandem` (`word`,
   p 0.5, K 32, a junior of the same weights), and `tandem auto N` and `solo auto N`: with drafts by the senior's first
   N layers.
+- bfloat16: tokens per CPU second of `solo` in bfloat16 and in float32.
 - update: packing, forward, backward and AdamW on 8 prompts x 8 made-up rollouts, as a share of the matmul peak.
 - sync: a weight sync, whose version and checksum are verified, and copying alone.
 - step: GRPO steps in turn with TRL's GRPOTrainer (`step_time.py`, `peers/trl.py`), solo and tandem.
@@ -40,11 +41,11 @@ import torch
 import update
 from _common import about, cpu_seconds, over_rounds, ratios, write_lines
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.apps.experiments.smollm2 import fetch
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import encode_prompts
+from tandemrl.data.rows import Prompt, encode_prompts
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Passes, Request, Sampling
 from tandemrl.rollout.sync import sync_weights
@@ -63,7 +64,9 @@ Contestant = Callable[[list[list[int]], int], Passes | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["rollout", "update", "sync", "step"], help="default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=["rollout", "bfloat16", "update", "sync", "step"], help="default: all"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-tokens", type=int, default=44)
     parser.add_argument("--layers", type=int, default=10, help="of the cut junior")
@@ -83,6 +86,7 @@ def main() -> None:
         found = {line["part"]: line for line in map(json.loads, options.out.read_text().splitlines())}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         **{f"rollout {rows}": partial(rollout, fetched.folder, rows, options) for rows in options.rows},
+        "bfloat16": partial(measure_bfloat16, fetched.folder, options),
         "update": partial(measure_update, fetched.folder, options),
         "sync": partial(measure_sync, fetched.folder, options),
         "step": partial(step, fetched.folder, options),
@@ -109,11 +113,7 @@ def main() -> None:
 def rollout(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per CPU second of every contestant at so many rows, and the CPU's limits."""
     tokenizer = load_tokenizer(folder)
-    groups = -(-rows // GROUP)
-    known, _ = encode_prompts(
-        load_rows([f"synthetic:word_problems:heldout:{groups}"]), tokenizer, max_prompt_tokens=1000
-    )
-    prompts = [list(known[row // GROUP].tokens) for row in range(rows)]
+    known, prompts = prompts_of(tokenizer, rows)
     senior = load_model(folder)
     contestants = prepare(folder, senior, tokenizer, rows, options)
     cpu: dict[str, list[float]] = {name: [] for name in contestants}
@@ -155,11 +155,42 @@ def rollout(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, A
     }
 
 
+def prompts_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[list[Prompt], list[list[int]]]:
+    """The prompts of word problems, and that of every row."""
+    problems = load_rows([f"synthetic:word_problems:heldout:{-(-rows // GROUP)}"])
+    known, _ = encode_prompts(problems, tokenizer, max_prompt_tokens=1000)
+    return known, [list(known[row // GROUP].tokens) for row in range(rows)]
+
+
+def measure_bfloat16(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per CPU second in both dtypes, in turn, the senior alone."""
+    tokenizer = load_tokenizer(folder)
+    models = {name: load_model(folder, dtype=name) for name in ("float32", "bfloat16")}
+    found = {}
+    for rows in options.rows:
+        prompts = prompts_of(tokenizer, rows)[1]
+        engines = {name: TorchEngine(model, None, tokenizer, max_rows=rows) for name, model in models.items()}
+        runs = {name: ours(solo("senior"), engine, options.max_tokens) for name, engine in engines.items()}
+        cpu: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(-1, options.rounds):
+            for name in [*runs][:: 1 if number % 2 else -1]:
+                start = time.process_time()
+                runs[name](prompts[:1] if number < 0 else prompts, number)
+                if number >= 0:
+                    cpu[name].append(time.process_time() - start)
+        found[str(rows)] = {
+            "tokens_per_cpu_s": {n: round(rows * options.max_tokens / statistics.median(c), 2) for n, c in cpu.items()},
+            "cpu_ratios": ratios(cpu, [("bfloat16", "float32")]),
+        }
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    known = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
+    return {"rounds": options.rounds, "max_tokens": options.max_tokens, "instructions": known, "rows": found}
+
+
 def prepare(
     folder: Path, senior: PreTrainedModel, tokenizer: Any, rows: int, options: argparse.Namespace
 ) -> dict[str, Contestant]:
     """The contestants that take part; the others load no model."""
-    sampling = Sampling(max_tokens=options.max_tokens, ignore_eos=True)
     both = word(0.5, 32, word_boundary_table(tokenizer, senior.get_output_embeddings().weight.shape[0]))
     drafts = f"auto {options.layers}"
 
@@ -172,18 +203,6 @@ def prepare(
             batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
             out = theirs.generate(**batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **length)
             assert out.shape == (len(prompts), batch["input_ids"].shape[1] + options.max_tokens)
-
-        return run
-
-    def ours(strategy: Strategy, engine: TorchEngine) -> Contestant:
-        def run(prompts: list[list[int]], number: int) -> Passes:
-            groups = [prompts[i : i + GROUP] for i in range(0, len(prompts), GROUP)]
-            keys = [tuple(request_key(0, number + 1, i, j) for j in range(len(g))) for i, g in enumerate(groups)]
-            written = engine.generate(
-                [Request(g[0], key, sampling, strategy) for g, key in zip(groups, keys, strict=True)]
-            )
-            assert all(len(completion.tokens) == options.max_tokens for group in written for completion in group)
-            return engine.passes
 
         return run
 
@@ -201,13 +220,26 @@ def prepare(
     makers: dict[str, Callable[[], Contestant | None]] = {
         "transformers": transformers,
         "vllm": partial(stock, folder, rows, options),
-        "solo": lambda: ours(solo("senior"), plain()),
-        "tandem": lambda: ours(both, plain()),
-        f"tandem {drafts}": lambda: ours(both, drafting()),
-        f"solo {drafts}": lambda: ours(solo("senior"), drafting()),
+        "solo": lambda: ours(solo("senior"), plain(), options.max_tokens),
+        "tandem": lambda: ours(both, plain(), options.max_tokens),
+        f"tandem {drafts}": lambda: ours(both, drafting(), options.max_tokens),
+        f"solo {drafts}": lambda: ours(solo("senior"), drafting(), options.max_tokens),
     }
     made = {name: make() for name, make in makers.items() if name not in options.without}
     return {name: each for name, each in made.items() if each is not None}
+
+
+def ours(strategy: Strategy, engine: TorchEngine, max_tokens: int) -> Contestant:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+
+    def run(prompts: list[list[int]], number: int) -> Passes:
+        groups = [prompts[i : i + GROUP] for i in range(0, len(prompts), GROUP)]
+        keys = [tuple(request_key(0, number + 1, i, j) for j in range(len(g))) for i, g in enumerate(groups)]
+        written = engine.generate([Request(g[0], key, sampling, strategy) for g, key in zip(groups, keys, strict=True)])
+        assert all(len(completion.tokens) == max_tokens for group in written for completion in group)
+        return engine.passes
+
+    return run
 
 
 def stock(folder: Path, rows: int, options: argparse.Namespace) -> Contestant | None:
