@@ -653,7 +653,7 @@ def smollm2_first() -> str:
 def smollm2_solo() -> str:
     """Solo skill of the models before and after training, on more samples than the table of all phases has."""
     content = json.loads((BENCHMARKS / "smollm2_solo.json").read_text())
-    titles = {"base": "before", "grpo": "GRPO", "tandem": "tandem GRPO"}
+    titles = {"base": "before", "grpo": "GRPO", "grpo_8": "GRPO, half of the prompts", "tandem": "tandem GRPO"}
     pairs = [(each["A"], each["B"]) for each in content["contrasts"] if each["metric"] == "pass@1"]
     seeds = sorted({row["seed"] for row in content["rows"]})
     arms = [arm for arm in titles if any(row["arm"] == arm for row in content["rows"])]
@@ -750,6 +750,45 @@ SMOLLM2_ARMS = {
     "sentence": "the same, by steps",
 }
 """Arms on a pretrained model, as README names them."""
+
+
+def gradient_signal() -> str:
+    """How much of a gradient is signal, and whether the signals of tandem and solo rollouts point the same way."""
+    content = json.loads((BENCHMARKS / "gradient_signal.json").read_text())
+    titles = {
+        "solo": "the senior alone",
+        "self": "beside a copy of it",
+        "weak": "beside the weaker junior",
+        "weak_group": "the same, authors drawn once for a group",
+    }
+
+    def shown(each: Mapping[str, float]) -> str:
+        return f"{each['value']:.2f} ± {each['standard_error']:.2f}"
+
+    rows = [
+        [
+            title,
+            f"{found['senior_tokens']:.1f}",
+            f"{found['reward']:.2f}",
+            shown(found["signal_share"]),
+            "—" if name == "solo" else shown(content["cosines"][f"solo, {name}"]),
+        ]
+        for name, title in titles.items()
+        for found in [content["conditions"][name]]
+    ]
+    head = [
+        "rollouts",
+        "trained tokens each",
+        "reward",
+        "signal in the gradient's square",
+        "cosine with the signal alone",
+    ]
+    return (
+        markdown_table(head, rows)
+        + f"\nGradients of {content['blocks']} batches of 8 × 8 rollouts at the weights of the first seed before training; "
+        "all rows have the same prompts. ± is a standard error (jackknife over batches). A cosine is a ratio of estimates, "
+        f"which can exceed 1 ({versions_of([content])}; {_file('gradient_signal.json')}).\n"
+    )
 
 
 def tandem_noise() -> str:
@@ -868,6 +907,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2-differences": lambda: differences("smollm2.json"),
     "smollm2-solo": smollm2_solo,
     "smollm2-longer": smollm2_longer,
+    "gradient-signal": gradient_signal,
     "tandem-noise": tandem_noise,
     "step-shares": step_shares,
     "smollm2-texts": lambda: texts("smollm2.json", (0, 1, 2)),
