@@ -786,8 +786,8 @@ def gradient_signal() -> str:
     return (
         markdown_table(head, rows)
         + f"\nGradients of {content['blocks']} batches of 8 × 8 rollouts at the weights of the first seed before "
-        "training; all rows have the same prompts. ± is a standard error (jackknife over batches). A cosine is a ratio of "
-        f"estimates, which can exceed 1 ({versions_of([content])}; {_file('gradient_signal.json')}).\n"
+        "training; all rows have the same prompts. ± is a standard error (jackknife over batches). A cosine is a ratio "
+        f"of estimates, which can exceed 1 ({versions_of([content])}; {_file('gradient_signal.json')}).\n"
     )
 
 
