@@ -650,6 +650,10 @@ def smollm2_first() -> str:
     )
 
 
+def _signed(difference: Mapping[str, float]) -> str:
+    return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**difference).replace("-", "−")
+
+
 def smollm2_solo() -> str:
     """Solo skill of the models before and after training, on more samples than the table of all phases has."""
     content = json.loads((BENCHMARKS / "smollm2_solo.json").read_text())
@@ -665,8 +669,7 @@ def smollm2_solo() -> str:
             fmean(row[metric] for row in content["rows"] if row["arm"] == arm and row["seed"] in which) for arm in arms
         ]
         of = {(each["A"], each["B"]): interval(each) for each in content["contrasts"] if each["metric"] == metric}
-        found = ["{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**of[pair]).replace("-", "−") for pair in pairs]
-        return [*(f"{value:.3f}" for value in values), *found]
+        return [*(f"{value:.3f}" for value in values), *(_signed(of[pair]) for pair in pairs)]
 
     rows = []
     for metric in ("pass@1", "pass@4"):
@@ -716,7 +719,7 @@ def other_family() -> str:
         return f"{each[name]:.3f} [{each[f'{name}/low']:.3f}, {each[f'{name}/high']:.3f}]"
 
     def difference(to: str, phase: str, name: str) -> str:
-        return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**content[to][f"{phase}/{name}"]).replace("-", "−")
+        return _signed(content[to][f"{phase}/{name}"])
 
     rows = [
         [

@@ -169,8 +169,8 @@ def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bo
     if not ratio and t.mini_batch_prompts not in (None, t.prompts_per_step):
         yield Fault("train.mini_batch_prompts", f"null with {name}, which has no correction for a second update")
     if c.model.critic is not None and not critic:
-        also = "; set that beside a variant of it that is passed to train, too"
-        yield Fault("model.critic", f"null unless the recipe has a critic, as loss.recipe=ppo{also}")
+        also = "set that beside a variant of it that is passed to train, too"
+        yield Fault("model.critic", f"null unless the recipe has a critic, as loss.recipe=ppo; {also}")
     if t.critic_warmup_steps > 0 and not critic:
         yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
     if critic:

@@ -11,6 +11,8 @@ from tandemrl.losses.recipes import Recipe, compute_advantages, require_per_toke
 from tandemrl.losses.reduce import require_one_of
 from tandemrl.losses.surrogates import RatioLevel
 
+OPTIONAL = ("clip_low", "clip_high", "dual_clip")
+"""The numbers of a recipe that may be None."""
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "clip_low": ("None or in [0, 1]", lambda x: 0 <= x <= 1),
     "clip_high": ("None, 0 or positive", lambda x: 0 <= x < inf),
@@ -31,7 +33,7 @@ def try_recipe(recipe: Recipe) -> None:
         require_one_of(field, getattr(recipe, field), allowed)
     for field, (words, holds) in RANGES.items():
         value = getattr(recipe, field)
-        if value is None and words.startswith("None"):
+        if value is None and field in OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
             raise ValueError(f"{field}={value!r}: must be {words}")
