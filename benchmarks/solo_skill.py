@@ -51,9 +51,8 @@ def main() -> None:
             sides = ([given.evaluations / f"seed-{seed}" / arm for seed in seeds] for arm in (a, b))
             found = [each for each in to_json(compare(*sides)) if each["metric"].startswith("pass@")]
             contrasts += [{"A": a, "B": b} | each for each in found]
-    command = (
-        f"python benchmarks/solo_skill.py runs/{given.experiment.name} --arms {' '.join(given.arms)} --samples {given.samples}"
-    )
+    asked = f"--arms {' '.join(given.arms)} --samples {given.samples}"
+    command = f"python benchmarks/solo_skill.py runs/{given.experiment.name} {asked}"
     result = {"command": command, "samples": given.samples, "rows": rows, "contrasts": contrasts, **about()}
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 
