@@ -54,6 +54,7 @@ def step(*arguments: str) -> list[str]:
     return ["gpu_step.py", *arguments]
 
 
+SMALL = ("--senior=qwen3-0.6b", "--steps=3", "rollout.max_tokens=256")
 TINY_TRAIN = train("--smoke", "train.steps=2")
 TINY_STEP = step("--smoke", "--who=packed", "--models=tiny")
 VLLM_SMOKE = train("--smoke", "train.steps=2", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1")
@@ -62,9 +63,7 @@ SUITE = "tests/rollout/vllm/"
 
 SLICES: dict[str, Slice] = {
     # 1: trainer and torch engine in bf16: gate, tokens/s, MFU, memory
-    "train-0.6b": Slice(
-        1, "the loop on CUDA in bf16: gate, tokens/s, MFU, memory", train("--senior=qwen3-0.6b"), TINY_TRAIN
-    ),
+    "train-0.6b": Slice(1, "the loop on CUDA in bf16: gate, tokens/s, MFU, memory", train(*SMALL), TINY_TRAIN),
     "train-4b": Slice(1, "the same with a 4B senior and a 0.6B junior (needs about 110 GiB)", train(), TINY_TRAIN),
     "train-4b-lora": Slice(
         1, "the same with adapters (fits into 80 GiB)", train("model.lora.rank=32"), TINY_TRAIN, ("peft",)
@@ -100,13 +99,13 @@ SLICES: dict[str, Slice] = {
     "rollout-compile": Slice(
         2,
         "rollout.compile and model.compile in the loop",
-        train("--senior=qwen3-0.6b", "rollout.compile=true", "model.compile=true"),
+        train(*SMALL, "rollout.compile=true", "model.compile=true"),
         TINY_TRAIN,
     ),
     "drafts": Slice(
         2,
         "drafts in the torch engine, auto",
-        train("--senior=qwen3-0.6b", "rollout.draft_tokens=auto"),
+        train(*SMALL, "rollout.draft_tokens=auto"),
         [*TINY_TRAIN, "rollout.draft_tokens=auto"],
     ),
     # 3: a pair of 46m end to end

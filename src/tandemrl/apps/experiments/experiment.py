@@ -385,7 +385,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         f"data.eval=[synthetic:{job.pair}:heldout:{experiment.problems}]",
         f"eval.samples={experiment.samples}",
         f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
-        f"rollout.max_rows={PAIRS[job.pair].evaluation_rows}",
+        f"rollout.max_rows={PAIRS[job.pair].evaluation_rows * (1 if experiment.device == 'cpu' else 8)}",
         "train.threads=1",
         *experiment.evaluation_overrides,
     ]

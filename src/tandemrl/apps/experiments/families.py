@@ -37,10 +37,10 @@ class Family(NamedTuple):
     """How the pairs of a family are built and measured.
 
     identity: what the manifest of a pair says of how it was built. measures: what an evaluation says beside the
-    measures of every pair. evaluation_rows: how many texts an evaluation writes at once. memory_gb: what a process that
-    builds, trains or evaluates needs at most. sizes: those that the models can have, if any. packaged: whether a pair
-    may come with the library. prepare: is called once before pairs are built, with a function that is told in lines
-    what is done.
+    measures of every pair. evaluation_rows: how many texts an evaluation writes at once on a CPU; on a GPU, eight times
+    as many. memory_gb: what a process that builds, trains or evaluates needs at most. sizes: those that the models can
+    have, if any. packaged: whether a pair may come with the library. prepare: is called once before pairs are built,
+    with a function that is told in lines what is done.
     """
 
     build: Build
