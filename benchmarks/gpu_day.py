@@ -68,6 +68,12 @@ SLICES: dict[str, Slice] = {
     "train-4b-lora": Slice(
         1, "the same with adapters (fits into 80 GiB)", train("model.lora.rank=32"), TINY_TRAIN, ("peft",)
     ),
+    "train-4b-offload": Slice(
+        1,
+        "the same with the optimiser's state in host memory (fits into 80 GiB)",
+        train("--steps=3", "rollout.max_tokens=256", "parallel.offload_optimizer=true"),
+        [*TINY_TRAIN, "parallel.offload_optimizer=true"],
+    ),
     "step-0.6b": Slice(1, "packed against padded, 0.6B", step("--models=qwen3-0.6b"), step("--smoke")),
     "step-4b": Slice(1, "packed against padded, 4B", step("--models=qwen3-4b"), step("--smoke")),
     # 2: compile, varlen, Liger, offload

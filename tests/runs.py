@@ -21,6 +21,7 @@ from tandemrl.config import Config, DataConfig, ModelConfig, load, packaged_conf
 from tandemrl.evals import Phase, evaluate
 
 SMALL = [
+    "model.device=cpu",  # also where there is a GPU, which `test_cuda` is about
     "train.threads=1",
     "train.steps=3",
     "train.prompts_per_step=4",

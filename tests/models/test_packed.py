@@ -164,7 +164,7 @@ class FakeFlash:
     def __init__(self) -> None:
         self.queries: list[int] = []
 
-    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
         assert window_size == (-1, 0)
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key)) == (len(query), len(value))
@@ -183,13 +183,22 @@ class FakeFlash:
         return torch.cat(out)
 
 
+class FakeFlashOfTorch211(FakeFlash):
+    """Takes as many heads of keys as of queries, and no ``enable_gqa``."""
+
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        given = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+        return super().__call__(*given, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [FakeFlash, FakeFlashOfTorch211])
 @pytest.mark.parametrize("name", ["qwen3 tied", "llama untied", "gpt2"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_flash_attention_over_packed_sequences_gives_what_rectangles_give(name, shared, monkeypatch):
+def test_flash_attention_over_packed_sequences_gives_what_rectangles_give(name, shared, kernel, monkeypatch):
     packed = prepared(MODELS[name]())
     batch = with_contexts(*shared_prompts()) if shared else pack_tokens(sequences(LENGTHS["several buckets"]))
     w = weights_for(len(batch.tokens))
-    flash = FakeFlash()
+    flash = kernel()
 
     def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs, entropy = token_logprobs(packed, batch, select=everything(batch))

@@ -217,6 +217,9 @@ class TrainConfig:
     `samples/not_written` counts the rest."""
     threads: PositiveInt | None = None
     """torch CPU threads; null = torch's default."""
+    deterministic: bool = False
+    """On a GPU, use only kernels that add in a fixed order, so that a run repeats bit for bit, a resumed one included.
+    They are slower. On a CPU, runs repeat anyway."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ transformers model to the attention function that is registered here.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -144,6 +145,12 @@ class PackedLayout:
             q = q.index_select(0, x.queries)
         if x.keys is not None:
             k, v = k.index_select(0, x.keys), v.index_select(0, x.keys)
+        grouped: dict[str, Any] = {}
+        if q.shape[1] != k.shape[1]:
+            if _takes_groups(varlen_attn):
+                grouped = {"enable_gqa": True}
+            else:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         out = varlen_attn(
             q.contiguous(),
             k.contiguous(),
@@ -154,7 +161,7 @@ class PackedLayout:
             x.max_keys,
             scale=scaling,
             window_size=(-1, 0),  # causal, the last query on the last key: a sequence's own tokens are its end
-            enable_gqa=q.shape[1] != k.shape[1],
+            **grouped,
         )
         assert isinstance(out, Tensor)
         return out if x.outputs is None else out.index_select(0, x.outputs)
@@ -246,6 +253,12 @@ def _has_flash(device: torch.device, dtype: torch.dtype, *head_sizes: int) -> bo
         and head_sizes[0] <= 256
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+@cache
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether torch's varlen attention takes fewer heads of keys than of queries. That of torch 2.11 does not."""
+    return "enable_gqa" in signature(kernel).parameters
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:

@@ -60,6 +60,13 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
+def use_deterministic_kernels() -> None:
+    """Let torch use only CUDA kernels that add in a fixed order, in this process from now on. It warns of an operation
+    that has none. To be called before the first matrix product on the GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of more workspaces than one, cuBLAS takes any
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """Load a causal LM in eval mode on ``device``, with this library's attention.
 

@@ -18,7 +18,7 @@ from tandemrl.config import Config, batch_plan
 from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
-from tandemrl.models.loading import resolve_device
+from tandemrl.models.loading import resolve_device, use_deterministic_kernels
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.judge.server import LOG, judge_server
 from tandemrl.rollout.envs.environment import Environment
@@ -105,6 +105,8 @@ def train(
     checkpoint.check_resume(resume, require_config(config).output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        use_deterministic_kernels()
     device = resolve_device(config.model.device)
     world = init_world(config.parallel, device)
     if world.size > 1:
