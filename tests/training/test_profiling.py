@@ -79,7 +79,8 @@ def test_flops_are_those_that_torch_counts(make) -> None:
         model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
     cost = cost_of(model)
     linear = update_flops(cost._replace(pair=0), [17])
-    assert counter.get_total_flops() == linear + cost.pair * 17 * 17
+    rotary = 17 * 8  # the angles are a matrix product in transformers 5.17, and none in 5.19
+    assert counter.get_total_flops() - linear - cost.pair * 17 * 17 in (0, rotary)
 
 
 def test_packed_sequences_scored_in_part_cost_less() -> None:

@@ -45,7 +45,9 @@ model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch
 del model.config.quantization_config
 model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
 model.save_pretrained(out)
-AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)
+tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+tokenizer.add_special_tokens(dict(eos_token="<|im_end|>", pad_token="<|im_end|>"))  # transformers 5.17 reads others
+tokenizer.save_pretrained(out)
 """
 
 Say = Callable[[str], None]
