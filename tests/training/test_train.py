@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -371,6 +372,21 @@ def test_every_knob_trains_and_matches_the_engine(extra: Sequence[str], tiny_pai
     out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0", *extra), quiet=True)
     limit = 2e-2 if "model.dtype=bfloat16" in extra else 1e-5
     assert all(line.get("mismatch/mean_abs", 0.0) <= limit for line in metrics(out))
+
+
+def test_deterministic_kernels_are_asked_for_before_anything_computes(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they are good for only a GPU can show: `test_cuda`."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(loop, "build", Mock(side_effect=InterruptedError))
+    try:
+        with pytest.raises(InterruptedError):
+            train(config(tiny_pair, tmp_path, "train.deterministic=true"), quiet=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, tmp_path: Path) -> None:

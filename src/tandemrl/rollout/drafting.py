@@ -70,8 +70,9 @@ class Costs(NamedTuple):
 
 CPU = Costs(150e-6, 0.4e-9, 0.03e-9, 300e-6)
 """The torch engine on one CPU thread, in float32."""
-CUDA = Costs(100e-6, 0.5e-12, 4e-15, 300e-6)
-"""The torch engine on CUDA, by the specified figures of an H200 in bfloat16; never measured."""
+CUDA = Costs(1.5e-3, 0.5e-12, 4e-15, 300e-6)
+"""The torch engine on CUDA. A layer takes as long as its kernels' launches, which were measured with an H100 and a slow
+core; the rest is by the specified figures of an H200 in bfloat16."""
 VLLM_CPU = Costs(50e-6, 0.2e-9, 0.0115e-9, 450e-6, 1.5e-3, 0.083e-9, 0.0133e-9, 1.1e-3)
 """vLLM on one CPU thread, in float32, in eager mode."""
 VLLM_CUDA = Costs(20e-6, 0.5e-12, 4e-15, 300e-6, 1e-3, 0.5e-12, 16e-15, 1e-3)

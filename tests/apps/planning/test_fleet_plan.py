@@ -113,11 +113,17 @@ def test_a_run_without_its_record_is_refused(tmp_path: Path) -> None:
         measured(tmp_path, load("quickstart", ["rollout.workers=3"]))
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("ranks", "launched"),
+    [(1, [0.4e-3, 2e-3]), (4, [0.0, 2e-3])],
+    ids=["eager", "compiled, four processes"],
+)
 def test_the_time_of_a_unit_is_that_of_a_worker_however_many_processes_train(
-    ranks: int, elsewhere: ProcessPoolExecutor
+    ranks: int, launched: list[float], elsewhere: ProcessPoolExecutor
 ) -> None:
-    config = load("quickstart", ["rollout.workers=2", "model.device=cuda"])
+    """It is that of reading memory, or of launching kernels for each layer where that takes longer."""
+    compiled = f"rollout.compile={'false' if launched[0] else 'true'}"
+    config = load("quickstart", ["rollout.workers=2", "model.device=cuda", compiled])
     device = accelerator("h100")
     found = elsewhere.submit(plan, config, ranks, device).result()
     shape = architecture("runs/tiny/senior")
@@ -125,7 +131,9 @@ def test_the_time_of_a_unit_is_that_of_a_worker_however_many_processes_train(
     present = config.data.max_prompt_tokens + config.rollout.max_tokens / 2  # of each, on average
     read = 2 * (4 * parameters(shape) + sequences * present * kv_bytes(shape, 4))  # by senior and junior, for a token
     times = [each.unit for each in estimated(config, found)]
-    assert times == pytest.approx([config.rollout.max_tokens * read / device.bandwidth / share for share in (0.7, 0.1)])
+    steps, layers = config.rollout.max_tokens, 2 * shape.num_hidden_layers
+    reading = [steps * read / device.bandwidth / share for share in (0.7, 0.1)]
+    assert times == pytest.approx([max(r, steps * layers * each) for r, each in zip(reading, launched, strict=True)])
 
 
 def test_what_is_only_for_engines_in_trainers_is_not_asked_of_workers(elsewhere: ProcessPoolExecutor) -> None:

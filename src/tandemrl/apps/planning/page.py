@@ -27,7 +27,7 @@ def described_fleet(config: Config, found: Sequence[Fleet], times: Sequence[Time
     ages = ", ".join(f"{age} ({share:.0%})" for age, share in best.staleness.items())
     pace = _range(best.steps_per_hour, worst.steps_per_hour, ",.3g")
     idle = [_range(getattr(best, who), getattr(worst, who), ".0%") for who in ("idle_trainer", "idle_workers")]
-    sheets = "times of full-length rollouts from data sheets, never measured"
+    sheets = "times of full-length rollouts, estimated from data sheets"
     source = sheets if len(times) > 1 else "measured times"
     lines = (
         f"fleet: {workers:,} workers, {units:,} units of {config.rollout.units} prompts a step, generated {ahead} "
@@ -102,7 +102,7 @@ def _lines(found: Plan) -> Iterator[str]:
         )
     for part, (best, worst) in found.seconds.items():
         whole = " on a worker" if part == "unit" else " a step"
-        yield f"{part}: {_seconds(best)} to {_seconds(worst)}{whole} (an estimate from data sheets, never measured)"
+        yield f"{part}: {_seconds(best)} to {_seconds(worst)}{whole} (an estimate from data sheets)"
     for note in found.notes:
         yield f"note: {note}"
 

@@ -5,6 +5,7 @@ numbers are of rank 0, which has the most where something cannot be divided even
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from json import loads
 from typing import Any, Literal, NamedTuple
@@ -170,8 +171,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
 
     flops = _flops(config, senior, longest, share * updates, world, scored / micro_batches, recipe.advantage is None)
     width = BYTES[model.dtype]
-    read = sum(parameters(shape) * width for shape in ([senior, partner] if tandem else [senior]))
-    seconds = _seconds(config, read, world, device, flops, sent, cache)
+    seconds = _seconds(config, [senior, partner] if tandem else [senior], world, device, flops, sent, cache)
     mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
     loaded = width * (adapter_parameters(senior, model.lora) if _adapters_alone(config) else parameters(senior))
     return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes, loaded)
@@ -385,14 +385,26 @@ def _flops(
     return once * passes / (world.size / world.data_size)
 
 
+LAUNCHES = 0.4e-3, 2e-3
+"""The seconds for which the host launches the kernels of a layer, at best and at worst, in a decoding step of the torch
+engine. On a machine with an H100 and a slow core it took 1.5 ms, in the first step 2 ms (`benchmarks/gpu_train.py`)."""
+
+
 def _seconds(
-    config: Config, read: int, world: World, device: Accelerator, flops: float, sent: Sent, cache: Cache
+    config: Config,
+    writers: Sequence[PretrainedConfig],
+    world: World,
+    device: Accelerator,
+    flops: float,
+    sent: Sent,
+    cache: Cache,
 ) -> dict[str, tuple[float, float]]:
     """The seconds of each phase, at best and at worst.
 
     The best case assumes 60 % of the peak and collectives that overlap with the computation, the worst case 20 % and no
     overlap. Decoding reads, for each token that sequences get together, all weights and the keys and values of what
     they have by then: prompts and half of a response on average. At best it has 70 % of the bandwidth, at worst 10 %.
+    The torch engine on a GPU is never faster than its host launches kernels (``LAUNCHES``), unless it is compiled.
     """
     compute = flops / device.peak(config.model.dtype)
     wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
@@ -401,10 +413,18 @@ def _seconds(
     sequences = at_once if rollout.workers else math.ceil(prompts * rollout.group_size / world.size)
     waves = math.ceil(sequences / max(1, min(at_once, cache.rows)))
     cached = sequences * (config.data.max_prompt_tokens + config.response_tokens / 2) * cache.token
-    decode = rollout.max_tokens * (waves * read / rollout.tensor_parallel + cached) / device.bandwidth
+    read = sum(map(parameters, writers)) * BYTES[config.model.dtype] / rollout.tensor_parallel
+    decode = rollout.max_tokens * (waves * read + cached) / device.bandwidth
+    best = worst = 0.0
+    if not rollout.kind.reserves and device.memory is not None:
+        layers = sum(int(shape.get_text_config().num_hidden_layers) for shape in writers)
+        best, worst = (rollout.max_tokens * waves * layers * seconds for seconds in LAUNCHES)
     return {
         "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
-        "unit" if rollout.workers else "rollout": (decode / 0.7, decode / 0.1),
+        "unit" if rollout.workers else "rollout": (
+            max(decode / 0.7, 0.0 if rollout.compile else best),
+            max(decode / 0.1, worst),
+        ),
     }
 
 
