@@ -66,7 +66,11 @@ SLICES: dict[str, Slice] = {
     "train-0.6b": Slice(1, "the loop on CUDA in bf16: gate, tokens/s, MFU, memory", train(*SMALL), TINY_TRAIN),
     "train-4b": Slice(1, "the same with a 4B senior and a 0.6B junior (needs about 110 GiB)", train(), TINY_TRAIN),
     "train-4b-lora": Slice(
-        1, "the same with adapters (fits into 80 GiB)", train("model.lora.rank=32"), TINY_TRAIN, ("peft",)
+        1,
+        "the same with adapters (fits into 80 GiB)",
+        train("--steps=3", "rollout.max_tokens=256", "model.lora.rank=32"),
+        TINY_TRAIN,
+        ("peft",),
     ),
     "train-4b-offload": Slice(
         1,
@@ -132,6 +136,12 @@ SLICES: dict[str, Slice] = {
             "runs/gpu-46m",
         ],
         ["tandemrl", "experiment", "quickstart", "--help"],
+    ),
+    "smollm2": Slice(
+        3,
+        "the six arms of SmolLM2 on three seeds (10 GB a worker); it goes on, too",
+        ["tandemrl", "experiment", "smollm2", "--device", "cuda", "--workers", "6", "--out", "runs/gpu-smollm2"],
+        ["tandemrl", "experiment", "smollm2", "--help"],
     ),
     # 4: vLLM with CUDA graphs
     "vllm-exactness": Slice(

@@ -706,6 +706,31 @@ def smollm2_longer() -> str:
     )
 
 
+def smollm2_settings() -> str:
+    """Solo pass@1 of tandem GRPO at settings of which each changes one thing, one seed."""
+    usual = {
+        (row["arm"], row["seed"]): row["solo/pass@1"] for row in json.loads((DOCS / "smollm2.json").read_text())["rows"]
+    }
+    rows = []
+    contents = json.loads((BENCHMARKS / "smollm2_settings.json").read_text())
+    for content in contents:
+        [arm], [seed] = content["experiment"]["arms"], content["experiment"]["seeds"]
+        [after] = [row["solo/pass@1"] for row in content["rows"] if row["arm"] == arm["name"]]
+        [gain] = [
+            each["difference"]
+            for each in content["contrasts"]
+            if (each["A"], each["B"], each["phase"], each["metric"]) == (arm["name"], "base", "pass-at-k", "pass@1")
+        ]
+        changed = ", ".join(f"`{word}`" for word in shlex.split(content["command"]) if "=" in word)
+        rows.append([changed, arm["title"], f"{after:.3f}", _signed(gain), f"{usual[arm['name'], seed]:.3f}"])
+    head = ["changed", "arm", "solo pass@1", "− before training", "unchanged"]
+    return (
+        markdown_table(head, rows)
+        + f"\nSeed {contents[0]['experiment']['seeds'][0]}, 12 steps, 128 problems × 1, 95 % intervals over problems "
+        f"({_commits(contents[0])}; {_file('smollm2_settings.json')}).\n"
+    )
+
+
 def other_family() -> str:
     content = json.loads((BENCHMARKS / "other_family.json").read_text())
     shown = {
@@ -910,6 +935,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2-differences": lambda: differences("smollm2.json"),
     "smollm2-solo": smollm2_solo,
     "smollm2-longer": smollm2_longer,
+    "smollm2-settings": smollm2_settings,
     "gradient-signal": gradient_signal,
     "tandem-noise": tandem_noise,
     "step-shares": step_shares,
