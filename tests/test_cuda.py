@@ -1,6 +1,7 @@
 """What only a GPU can show: passes, engine and whole runs on CUDA, against the CPU. Skipped where there is none."""
 
 import copy
+import functools
 import importlib.util
 import os
 import subprocess
@@ -96,7 +97,13 @@ def test_a_pass_in_bfloat16_is_near_that_of_float32(how, elsewhere, monkeypatch)
         monkeypatch.setattr(attention, "varlen_attn", None)
     elif attention.varlen_attn is not None:
         flash = attention.varlen_attn
-        monkeypatch.setattr(attention, "varlen_attn", lambda *a, **k: calls.append(1) or flash(*a, **k))
+
+        @functools.wraps(flash)  # what it takes is read from its signature
+        def counted(*arguments, **options):
+            calls.append(1)
+            return flash(*arguments, **options)
+
+        monkeypatch.setattr(attention, "varlen_attn", counted)
     wanted, gradients = passes(prepared(qwen3(head_dim=32)))
     found, ours = (
         elsewhere.submit(with_liger).result() if how == "liger" else passes(on_cuda(prepared(qwen3(head_dim=32))), BF16)
@@ -226,8 +233,8 @@ def test_every_phase_of_an_evaluation(tiny_pair: Path, tmp_path: Path) -> None:
     assert set(phases) == set(given)
 
 
-def test_a_process_group_of_one_gpu(tiny_pair: Path, tmp_path: Path) -> None:
-    """FSDP2 and NCCL."""
+def test_torchrun_with_one_process_trains_on_the_gpu_of_its_local_rank(tiny_pair: Path, tmp_path: Path) -> None:
+    """One process has no process group; several need several GPUs."""
     models = [f"model.{who}={tiny_pair}/{who}" for who in ("senior", "junior")]
     given = [*SMALL, *models, f"output_dir={tmp_path}", "model.device=cuda", "train.steps=2"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--no-python"]
