@@ -30,7 +30,7 @@ test: check
 test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
-# Before a release: what needs environments of its own, and all notebooks, beside `make test`.
+# Before a release: what needs environments of its own, and the notebooks, beside `make test`.
 release-check: test test-core test-liger docs wheel-check browser-check notebooks-check fleet-check
 
 # Source distribution and wheel, in dist/.
@@ -77,7 +77,7 @@ figures: .venv/.core
 notebooks: .venv/.dev
 	$(BIN)/python docs/notebooks.py
 
-# All notebooks in their short form, of which `make test` executes the first.
+# All notebooks in their short form.
 notebooks-check: .venv/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/test_notebooks.py
 

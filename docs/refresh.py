@@ -324,6 +324,12 @@ def pretrained_speed() -> str:
     said = []
     if rollouts := [line for part, line in records.items() if part.startswith("rollout")]:
         said.append(_pretrained_rollouts(rollouts))
+    if half := records.get("bfloat16"):
+        shares = [f"{each['cpu_ratios']['bfloat16 / float32']['median']:.2f}" for each in half["rows"].values()]
+        said.append(
+            f"In bfloat16, solo takes {', '.join(shares)} of float32's CPU time with {', '.join(half['rows'])} rows; "
+            f"this CPU has instructions for it ({', '.join(half['instructions']) or 'none'})."
+        )
     if update := records.get("update"):
         said.append(
             f"The update of {update['sequences']} rollouts ({update['tokens']:,} packed tokens) reaches "

@@ -196,6 +196,7 @@ def test_the_facade_is_made_of_functions_and_values() -> None:
     assert {"py.typed", "*.pyi"} <= set(settings["package-data"]["tandemrl"])  # and both are installed
 
 
+@pytest.mark.slow  # `make test-core` collects them so, too
 def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
     """Neither vLLM nor what only comes with it may be needed before a test is skipped; a folder of tests is no vLLM."""
     tests = str(ROOT / "tests" / "rollout")

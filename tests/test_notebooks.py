@@ -1,6 +1,6 @@
 """The notebooks: executed in their short form, held against what is committed; and what may be committed.
 
-`make test` executes the first one, `make notebooks-check` all of them.
+`make notebooks-check` executes all of them, `make test` none.
 """
 
 import importlib.util
@@ -97,6 +97,7 @@ def execute(name: str, runs: Path, patch: pytest.MonkeyPatch) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_strategy_is_written_checked_and_trained_with(
     runs: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ def test_a_compiled_decoding_step_writes_the_same(pair, backend, monkeypatch):
     made = []
     for seed in range(3):
         before = graphs()
-        batch = requests(prompts(20, seed=seed), Sampling(max_tokens=80, temperature=0.7), alternating(), seed=seed)
+        batch = requests(prompts(20, seed=seed), Sampling(max_tokens=48, temperature=0.7), alternating(), seed=seed)
         pairs = list(zip(flat(compiled.generate(batch)), flat(eager.generate(batch)), strict=True))
         made.append(graphs() - before)
         assert sum(one.tokens.tolist() != other.tokens.tolist() for one, other in pairs) <= 1  # a rounded logit

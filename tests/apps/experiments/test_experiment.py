@@ -70,6 +70,7 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         overrides=SHORT,
         problems=6,
         samples=2,
+        evaluation_overrides=("eval.profile=custom", "eval.max_tokens=40"),
     )
     out, said = tmp_path_factory.mktemp("experiment") / "small", list[str]()
     with pytest.MonkeyPatch.context() as patch:
@@ -179,6 +180,7 @@ def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: 
         run_experiment(large, finished.out)
 
 
+@pytest.mark.slow
 def test_models_of_two_tokenizers_are_compared_in_all_but_drift(
     tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -531,6 +531,7 @@ one.close()
 """
 
 
+@pytest.mark.slow
 def test_closing_one_engine_leaves_the_others_alone(engines):
     """In a process of its own: vLLM's process groups are global."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
