@@ -266,6 +266,7 @@ def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:
     assert names.index("plain/seed-0/pair") < names.index("plain/seed-0/grpo")
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
