@@ -54,7 +54,8 @@ def step(*arguments: str) -> list[str]:
     return ["gpu_step.py", *arguments]
 
 
-SMALL = ("--senior=qwen3-0.6b", "--steps=3", "rollout.max_tokens=256")
+SHORT = ("--steps=3", "rollout.max_tokens=256")
+SMALL = ("--senior=qwen3-0.6b", *SHORT)
 TINY_TRAIN = train("--smoke", "train.steps=2")
 TINY_STEP = step("--smoke", "--who=packed", "--models=tiny")
 VLLM_SMOKE = train("--smoke", "train.steps=2", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1")
@@ -68,14 +69,14 @@ SLICES: dict[str, Slice] = {
     "train-4b-lora": Slice(
         1,
         "the same with adapters (fits into 80 GiB)",
-        train("--steps=3", "rollout.max_tokens=256", "model.lora.rank=32"),
+        train(*SHORT, "model.lora.rank=32"),
         TINY_TRAIN,
         ("peft",),
     ),
     "train-4b-offload": Slice(
         1,
         "the same with the optimiser's state in host memory (fits into 80 GiB)",
-        train("--steps=3", "rollout.max_tokens=256", "parallel.offload_optimizer=true"),
+        train(*SHORT, "parallel.offload_optimizer=true"),
         [*TINY_TRAIN, "parallel.offload_optimizer=true"],
     ),
     "step-0.6b": Slice(1, "packed against padded, 0.6B", step("--models=qwen3-0.6b"), step("--smoke")),

@@ -729,11 +729,12 @@ def smollm2_settings() -> str:
         ]
         changed = ", ".join(f"`{word}`" for word in shlex.split(content["command"]) if "=" in word)
         rows.append([changed, arm["title"], f"{after:.3f}", _signed(gain), f"{usual[arm['name'], seed]:.3f}"])
+    [made_at] = {_commits(each) for each in contents}
     head = ["changed", "arm", "solo pass@1", "− before training", "unchanged"]
     return (
         markdown_table(head, rows)
         + f"\nSeed {contents[0]['experiment']['seeds'][0]}, 12 steps, 128 problems × 1, 95 % intervals over problems "
-        f"({_commits(contents[0])}; {_file('smollm2_settings.json')}).\n"
+        f"({made_at}; {_file('smollm2_settings.json')}).\n"
     )
 
 

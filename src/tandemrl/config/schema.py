@@ -218,8 +218,8 @@ class TrainConfig:
     threads: PositiveInt | None = None
     """torch CPU threads; null = torch's default."""
     deterministic: bool = False
-    """On a GPU, use only kernels that add in a fixed order, so that a run repeats bit for bit, a resumed one included.
-    They are slower. On a CPU, runs repeat anyway."""
+    """On a GPU, use kernels that add in a fixed order, which are slower; a warning names an operation that has none.
+    Without them, no run repeats bit for bit there. On a CPU, runs repeat anyway."""
 
 
 @dataclass(frozen=True)

@@ -415,14 +415,13 @@ def _seconds(
     cached = sequences * (config.data.max_prompt_tokens + config.response_tokens / 2) * cache.token
     read = sum(map(parameters, writers)) * BYTES[config.model.dtype] / rollout.tensor_parallel
     decode = rollout.max_tokens * (waves * read + cached) / device.bandwidth
-    best = worst = 0.0
-    if not rollout.kind.reserves and device.memory is not None:
-        layers = sum(int(shape.get_text_config().num_hidden_layers) for shape in writers)
-        best, worst = (rollout.max_tokens * waves * layers * seconds for seconds in LAUNCHES)
+    passes = rollout.max_tokens * waves * sum(int(each.get_text_config().num_hidden_layers) for each in writers)
+    launched = not rollout.kind.reserves and device.memory is not None
+    best, worst = (passes * launched * seconds for seconds in LAUNCHES)
     return {
         "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
         "unit" if rollout.workers else "rollout": (
-            max(decode / 0.7, 0.0 if rollout.compile else best),
+            max(decode / 0.7, best * (not rollout.compile)),
             max(decode / 0.1, worst),
         ),
     }
