@@ -335,7 +335,7 @@ def _is_summary(phase: str, metric: str) -> bool:
     It shows the main metrics of every phase, and other measures of texts for solo texts only. By hops, it does not show
     single arms, for lack of room.
     """
-    from tandemrl.evals.measures import OF_K
+    from tandemrl.rewards.calls import OF_K
 
     about = ["rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "kl", "excess", "unlikely_rate"]
     own = [*about, "em", "f1", "citation", *(("length", "truncation_rate", "turns") if phase == "pass-at-k" else ())]

@@ -48,8 +48,8 @@ def last_written(folder: Path) -> str:
 
 def _progress_of(run: Path) -> str:
     """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
-    from tandemrl.apps.experiments.warm_start import rest_of_steps
     from tandemrl.apps.report.records import ReportError, read_config, read_steps
+    from tandemrl.training.tracking import rest_of_steps
 
     try:
         steps, _ = read_steps(run / "metrics.jsonl")

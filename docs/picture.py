@@ -23,7 +23,7 @@ from tandemrl.files import write_text
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.whole_words import before_text_word, text_tables
-from tandemrl.training.tracking import authored_spans
+from tandemrl.training.authored import authored_spans
 from tandemrl.types import Author
 
 IMAGES = Path(__file__).parent / "images"

@@ -14,6 +14,7 @@ from tandemrl import evals
 from tandemrl.config import ConfigError, SelectionConfig, load
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import Sample, author_runs, authors_of
+from tandemrl.rewards.calls import is_metric
 from tandemrl.selection import first_turn, replay
 
 
@@ -54,6 +55,14 @@ def test_parts_of_scores_are_rates_and_a_missing_one_is_nothing():
     macro = summary(samples, bootstrap=10)
     assert (macro["f1"], macro["em"]) == ((0.75 + 0.0) / 2, (0.5 + 0.0) / 2)
     assert macro["f1/low"] <= macro["f1"] <= macro["f1/high"]
+
+
+def test_no_score_may_have_a_part_with_the_name_of_a_metric_of_evaluations():
+    """Such a part would be replaced by the metric without a word."""
+    samples = [graded_sample(0, turns=2, counts={})]
+    named = evals.summarise(samples, partial(evals.accepted, k=(1, 1)), bootstrap=0, seed=0)["macro"]
+    assert [name for name in named if not is_metric(name)] == ["unscored"]  # that a judge gave none, which a score says
+    assert {"pass@1", "verified_pass@1", "rejected_rate", "problems", "out_of_turns"} <= named.keys()
 
 
 def test_a_part_of_another_set_is_no_part_of_this_one():

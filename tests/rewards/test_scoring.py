@@ -383,7 +383,10 @@ def test_a_bug_in_a_users_scorer_stops_the_run(mine):
         for text, message in (
             ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
             ("return None", r"my_scorers_for_tests:score, row r: expected a finite number, or Score\(.*found None"),
-            ("return (1, {'acc': 1, 'length': 2}, None)", "none of mean, std, score, length, .* among the parts"),
+            *(
+                (f"return (1, {{'acc': 1, {part!r}: 2}}, None)", "none of mean, std, score, length, .* among the parts")
+                for part in ("length", "samples", "pass@1")
+            ),
             *((f"return {value}", "row r: (expected a finite number|TypeError: bytes is not)") for value in UNUSABLE),
         ):
             with pytest.raises(GraderError, match=message):

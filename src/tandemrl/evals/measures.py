@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
+from tandemrl.rewards.calls import OF_K
 from tandemrl.rollout.engine import LOST
 from tandemrl.types import Author, Metrics
 
 MANY_ROUNDS = 150
 """Handoff chains with more rounds than this are counted. The original protocol stops there; this one does not."""
-
-OF_K = ("pass@", "maj@", "verified_pass@")
-"""How the names of rates begin that have a k."""
 
 WITH_INTERVAL = (
     *("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "surprisal", "excess", "kl"),

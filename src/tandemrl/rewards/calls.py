@@ -20,8 +20,9 @@ verifiers ``completion`` first, or with       those of ``prompt``, ``completion`
 ========= =================================== ==========================================================================
 
 The ground truth is the value in the row's file, even if that is not text. A function of verl's may return a number, a
-dict with ``score``, whose other numbers become parts of the score (as ``verl_NAME`` for a name in ``METRICS``) and
-whose ``pred`` is the answer, or a tuple that begins with the score. A function of TRL's returns a list of one number.
+dict with ``score``, whose other numbers become parts of the score (as ``verl_NAME`` if a metric has the name, see
+`is_metric`) and whose ``pred`` is the answer, or a tuple that begins with the score. A function of TRL's returns a list
+of one number.
 
 TRL and verifiers give prompts and completions as texts or as lists of messages, depending on the data set. Here a
 function gets texts. If it fails on them as one does that expects messages, it gets messages; if the annotation of the
@@ -43,11 +44,16 @@ from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.rewards.protocol import GraderError, Score, number
 
-RATES = ("score", "length", "truncation_rate", "rounds", "senior_share", "turns")
-"""What an evaluation measures of every text, beside the parts of its score and the counts of its episode."""
-METRICS = ("mean", "std", *RATES)
+MEASURED = (
+    *("score", "length", "truncation_rate", "rounds", "senior_share", "turns", "rejected_rate"),
+    *("samples", "problems", "unfinished", "out_of_turns", "above_150_rounds", "judged", "judge_failures"),
+)
+"""The rates and counts of every evaluation, beside those of k, the parts of scores and the counts of episodes."""
+METRICS = ("mean", "std", *MEASURED)
 """Names that no part of a score may have: ``reward/mean`` and ``reward/std`` are statistics of the reward, and
-evaluations have rates of the other names."""
+evaluations have metrics of the other names, and of those that begin as in ``OF_K``."""
+OF_K = ("pass@", "maj@", "verified_pass@")
+"""How the names of rates begin that have a k."""
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keyword arguments that verl passes to a reward function."""
 VERL_MARKS = {"solution_str", "ground_truth"}
@@ -244,6 +250,16 @@ def called(function: Callable[..., Any], given: Given) -> Any:
         ) from error
 
 
+def is_metric(name: str) -> bool:
+    """Whether the library has a metric of this name, so that no part of a score may have it.
+
+    Examples:
+        >>> is_metric("length"), is_metric("pass@1"), is_metric("brevity")
+        (True, True, False)
+    """
+    return name in METRICS or name.startswith(OF_K)
+
+
 def checked(result: Any, name: str, row: Row) -> Score:
     """The result of a reward function as a score.
 
@@ -261,13 +277,13 @@ def checked(result: Any, name: str, row: Row) -> Score:
         usable = False
     else:
         usable = all(map(math.isfinite, (score.value, *score.parts.values())))
-        usable = usable and "acc" in score.parts and not any(part in METRICS for part in score.parts)
+        usable = usable and "acc" in score.parts and not any(map(is_metric, score.parts))
         usable = usable and (score.answer is None or isinstance(score.answer, str))
     if not usable:
         raise GraderError(
             f"{name}, row {row.example_id}: expected a finite number, or Score(value, parts, answer) with finite "
-            f"numbers, acc (0 or 1) and none of {', '.join(METRICS)} among the parts, and a string or None as the "
-            f"answer; found {_shown(result)}"
+            f"numbers, acc (0 or 1) and none of {', '.join((*METRICS, 'pass@…'))} among the parts, and a string or "
+            f"None as the answer; found {_shown(result)}"
         )
     return score
 
@@ -309,7 +325,7 @@ def _of_verl(result: Any) -> Any:
     if not isinstance(result, Mapping) or "score" not in result:
         return result
     rest = {str(name): x for name, x in result.items() if name not in ("score", "pred")}
-    rest = {f"verl_{name}" if name in METRICS else name: x for name, x in rest.items()}
+    rest = {f"verl_{name}" if is_metric(name) else name: x for name, x in rest.items()}
     parts: dict[str, Any] = {name: x for name, x in rest.items() if isinstance(x, SupportsFloat)}
     answer = None if result.get("pred") is None else str(result["pred"])
     try:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.calls import RATES, Call
+from tandemrl.rewards.calls import MEASURED, Call
 from tandemrl.rewards.functions import (
     RESERVED,
     Grade,
@@ -187,7 +187,7 @@ def check_rewards(
     """
     kinds = sorted(set(kinds))
     for name in functions:
-        taken = name in SCORERS or (name in RESERVED and name not in RATES)  # a rate's only in a sum: see `terms_of`
+        taken = name in SCORERS or (name in RESERVED and name not in MEASURED)  # no metric's in a sum: see `terms_of`
         if taken or not name.isidentifier():
             kind = "no name" if not name.isidentifier() else "a name of the library's"
             raise GraderError(f"reward {name!r} is {kind}; give the function one of its own: reward={{'my_reward': …}}")

@@ -11,10 +11,10 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import IO, Any, Self
 from uuid import uuid4
@@ -29,17 +29,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
-from rich.text import Text
 
 from tandemrl.config import Config, to_dict
 from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import Sample
 from tandemrl.files import pip_install, write_text
-from tandemrl.types import Author, Rollout, own_turns
+from tandemrl.training.authored import authored_text, sample_table, written_text
+from tandemrl.types import Rollout
 
-STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow", Author.CONTEXT: "dim"}
-MARKS = {Author.SENIOR: ("", ""), Author.JUNIOR: ("‹", "›"), Author.CONTEXT: ("⟨", "⟩")}
 _SUMMARY = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "loss", "{:+.3f}"),
@@ -55,8 +52,6 @@ LOG = "train.log"
 """The file with what the console shows, if ``train.log`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
-OBSERVATION_CHARS = 200
-"""How many characters are shown of what the environment says after a turn."""
 
 
 class TrackingError(RuntimeError):
@@ -168,8 +163,7 @@ class Tracker:
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
         shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
         if shown:
-            for console in (self._console, self._copy):
-                console.print(sample_table(step, shown, tokenizer))
+            self._print(sample_table(step, shown, tokenizer))
         if shown and self._wandb is not None:
             import wandb
 
@@ -229,9 +223,17 @@ class Tracker:
         return advance
 
     def say(self, line: str) -> None:
-        """Print one plain line."""
-        for console in (self._console, self._copy):
-            console.print(line, markup=False, soft_wrap=True)
+        """Print one plain line.
+
+        Raises:
+            TrackingError: the line could not be copied to train.log.
+        """
+        self._print(line, markup=False, soft_wrap=True)
+
+    def _print(self, shown: Any, **style: Any) -> None:
+        self._console.print(shown, **style)
+        with _to_disk(self._log):
+            self._copy.print(shown, **style)
 
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bars and close the files. It may be called twice.
@@ -333,76 +335,25 @@ def time_left(seconds: float) -> str:
     return f"about {seconds / 60:.0f} min left" if seconds < 7200 else f"about {seconds / 3600:.1f} h left"
 
 
+RECENT_STEPS = 5
+"""The time left follows the median of so many steps."""
+
+
+def rest_of_steps(times: Sequence[float], left: int) -> str:
+    """About how long ``left`` steps take, after steps that took ``times``, in seconds.
+
+    Examples:
+        >>> rest_of_steps([100.0, 2.0, 2.0, 2.0, 30.0], 100)
+        'about 3 min left'
+    """
+    return time_left(median(times[-RECENT_STEPS:]) * left)
+
+
 def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:
     """Wrap to lines of at most ``COLUMNS`` characters, without a break between a label and its value."""
     fixed = " | ".join(" ".join(part.replace(" ", "\0") for part in group) for group in groups if group)
     lines = textwrap.wrap(fixed, COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}    ")
     return [line.replace("\0", " ") for line in lines]
-
-
-def authored_spans(
-    tokens: Sequence[int], author: Sequence[int], decode: Callable[[list[int]], str]
-) -> list[tuple[Author, str]]:
-    """The text of each run of tokens by the same author. Joined, the texts are the decoded whole.
-
-    Each run is decoded together with the one before it, since some tokenizers need the token to the left. A character
-    whose bytes are from two authors counts as the second author's.
-    """
-    spans: list[tuple[Author, str]] = []
-    window, shown, start, boundary = 0, "", 0, 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
-    for who, run in groupby(author):
-        end = start + len(list(run))
-        text = decode(list(tokens[window:end]))
-        whole = text.rstrip("\ufffd") if end < len(tokens) else text
-        if not whole.startswith(shown):
-            whole = shown + decode(list(tokens[start:end]))
-        spans.append((Author(who), whole[len(shown) :]))
-        shown, start = whole, end
-        if whole == text:  # no character is cut here, so that a window may begin here later
-            window, boundary = boundary, end
-            shown = decode(list(tokens[window:end]))
-    return spans
-
-
-def written_text(rollout: Rollout, tokenizer: Any) -> str:
-    """The text that the authors wrote, with special tokens. Turns are joined by line breaks."""
-    return "\n".join(tokenizer.decode(turn.tolist()) for turn in own_turns(rollout.tokens, rollout.author))
-
-
-def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False) -> Text:
-    """The response of a rollout, coloured by author.
-
-    For terminals without colour, the junior's text also stands between ‹ and ›. The beginning of what the environment
-    says stands between ⟨ and ⟩.
-
-    Args:
-        mark_steps: write a blank line, which ends a step, as ¶ and a line break.
-    """
-    text = Text()
-    tokens, authors = (channel[rollout.context_tokens :].tolist() for channel in (rollout.tokens, rollout.author))
-    for author, span in authored_spans(tokens, authors, tokenizer.decode):
-        if author == Author.CONTEXT:
-            shown = span if len(span) <= OBSERVATION_CHARS else f"{span[:OBSERVATION_CHARS]}…"
-        else:
-            shown = span.replace("\n\n", "¶\n") if mark_steps else span
-        left, right = MARKS[author]
-        if shown:
-            text.append(f"{left}{shown}{right}", style=STYLES[author])
-    return text
-
-
-def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Table:
-    """A table of the responses of a few rollouts and their rewards. ¶ stands for a blank line, which ends a step."""
-    observed = ", ⟨observation⟩" if any(rollout.transcript is not None for rollout in rollouts) else ""
-    table = Table(title=f"samples of step {step}: senior, ‹junior›{observed}", title_justify="left", show_lines=True)
-    table.add_column("example", overflow="fold")
-    table.add_column("reward", justify="right")
-    table.add_column("response", overflow="fold", ratio=1)
-    for rollout in rollouts:
-        table.add_row(
-            Text(rollout.example_id), f"{rollout.reward:g}", authored_text(rollout, tokenizer, mark_steps=True)
-        )
-    return table
 
 
 def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
@@ -413,11 +364,19 @@ def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
     """
     if file is None:
         return
-    try:
+    with _to_disk(file):
         file.write("".join(f"{line}\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def _to_disk(file: IO[str] | None) -> Iterator[None]:
+    """A context that writes to a file of the record. An error of the disk names the file, and what to do."""
+    try:
+        yield
     except OSError as error:
+        assert file is not None
         raise TrackingError(
             f"{file.name}: {error.strerror}; free the disk and resume from the last checkpoint"
         ) from None

@@ -45,7 +45,8 @@ from tandemrl.apps.report.tables import (
 from tandemrl.apps.report.watch import LiveReport
 from tandemrl.cli.main import app
 from tandemrl.evals import Sample, authors_of
-from tandemrl.training.tracking import authored_spans, write_eval_texts
+from tandemrl.training.authored import authored_spans
+from tandemrl.training.tracking import write_eval_texts
 from tandemrl.types import Author, Rollout, VersionSpan
 
 TEXT = "First 5 plus 5 is 10.\n\nNext 10 minus 2 is 8.\n\n\\boxed{8}"

@@ -285,6 +285,7 @@ def test_what_authors_do_wrong_is_told_and_counted(world: EpisodeRunner) -> None
             "counts 'turns', which is the library's",
         ),
         (tempers.Saying({"role": "user", "content": "x"}, counts={"length": 1}), "counts 'length', which is the lib"),
+        (tempers.Saying({"role": "user", "content": "x"}, counts={"maj@2": 1}), "counts 'maj@2', which is the lib"),
         (tempers.Saying({"role": "user", "content": "x"}, counts=[1]), "counts what is no number"),
     ],
 )

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from tandemrl.data.rows import SOLUTION, DataError, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.files import write_directory
 from tandemrl.models.loading import load_model, load_tokenizer, no_progress_bars
-from tandemrl.training.tracking import time_left
+from tandemrl.training.tracking import RECENT_STEPS, rest_of_steps
 
 Progress = Callable[[int, int, float], None]
 """A function that is called with (warm-start steps done, steps in total, loss in nats per token). The total grows if
@@ -32,20 +31,6 @@ the measured criteria ask for more steps."""
 
 MEASURING = "measuring what it can do"
 """What a warm start does after its last step, for up to a minute."""
-
-
-RECENT_STEPS = 5
-"""The time left follows the median of so many steps."""
-
-
-def rest_of_steps(times: Sequence[float], left: int) -> str:
-    """About how long ``left`` steps take, after steps that took ``times``, in seconds.
-
-    Examples:
-        >>> rest_of_steps([100.0, 2.0, 2.0, 2.0, 30.0], 100)
-        'about 3 min left'
-    """
-    return time_left(median(times[-RECENT_STEPS:]) * left)
 
 
 def progress_line(step: int, steps: int, loss: float, times: Sequence[float]) -> str:

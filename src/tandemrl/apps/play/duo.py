@@ -33,7 +33,7 @@ from tandemrl.selection import Strategy, replay, resumed
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.words import begin_words, vocabulary_of, whole_characters
-from tandemrl.training.tracking import authored_spans
+from tandemrl.training.authored import authored_spans
 from tandemrl.types import Author
 
 

@@ -17,7 +17,7 @@ from tandemrl.evals import authors_of
 from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import load_tokenizer
-from tandemrl.training.tracking import authored_spans
+from tandemrl.training.authored import authored_spans
 from tandemrl.types import Author
 
 PROBLEMS = 2

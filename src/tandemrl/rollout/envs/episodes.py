@@ -21,7 +21,7 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
-from tandemrl.rewards.calls import RATES
+from tandemrl.rewards.calls import MEASURED, OF_K
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
 from tandemrl.rollout.envs.factory import make_environment
@@ -33,8 +33,9 @@ from tandemrl.rollout.envs.worker import answering
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
 """The counts that the library keeps of every episode, beside those that the environment returns."""
-RESERVED_METRICS = {*COUNTS, "observation_tokens", *RATES} - {"tool_errors"}
-"""Names that an environment must not use for its counts, since the library's own metrics have them."""
+RESERVED_METRICS = {*COUNTS, "observation_tokens", *MEASURED} - {"tool_errors"}
+"""Names that an environment must not use for its counts, since the library's own metrics have them. Names that begin as
+in ``OF_K`` are others."""
 
 
 class Reader(NamedTuple):
@@ -428,8 +429,8 @@ class Episodes:
         counts = answer["counts"]
         if not isinstance(counts, Mapping) or not all(isinstance(count, int | float) for count in counts.values()):
             return f"its answer counts what is no number: {counts!r:.200}"
-        if taken := RESERVED_METRICS & counts.keys():
-            return f"its answer counts {min(taken)!r}, which is the library's to count; give it another name"
+        if taken := [name for name in counts if name in RESERVED_METRICS or str(name).startswith(OF_K)]:
+            return f"its answer counts {taken[0]!r}, which is the library's to count; give it another name"
         return None if answer["messages"] or answer["over"] else "its answer is empty, and the episode is not over"
 
 
