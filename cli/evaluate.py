@@ -67,7 +67,8 @@ def _command(name: Command) -> Callable[..., None]:
 
         options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
         resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
-        chosen = junior if junior is not None or config is None else resolved.model.junior
+        stated = stated_keys(overrides or ())
+        chosen = junior if junior is not None else resolved.model.junior
         resolved = replace(resolved, model=replace(resolved.model, junior=chosen))
         with _bars() as progress:
             results = evaluate(
@@ -76,7 +77,7 @@ def _command(name: Command) -> Callable[..., None]:
                 out=out,
                 phases=None if name == "all" else (name,),
                 limit=limit,
-                stated=None if config is None else stated_keys(overrides or ()),
+                stated=None if config is None else stated,
                 progress=progress,
             )
         from rich.console import Console
@@ -238,7 +239,7 @@ def _resolved(
     Raises:
         ConfigError: an option is malformed, or there is no data.
     """
-    from tandemrl.config import CUSTOM_SAMPLING, ConfigError, load
+    from tandemrl.config import CUSTOM_SAMPLING, ConfigError, load, stated_keys
 
     if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
         raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -250,7 +251,7 @@ def _resolved(
     if options.get("eval.profile") not in (None, "custom"):  # in place of that of the config and its sampling
         assignments += [f"eval.{key}={'null' if value is None else value}" for key, value in CUSTOM_SAMPLING.items()]
     resolved = load(config, [*assignments, *overrides])
-    if not data and config is None:
+    if not data and config is None and "data.eval" not in stated_keys(overrides):
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
     return replace(resolved, data=replace(resolved.data, eval=tuple(data or resolved.data.eval)))
 

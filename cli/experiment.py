@@ -18,7 +18,11 @@ def experiment(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys for every run, e.g. train.steps=40"),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Config keys for every run, e.g. train.steps=40; those of the task (data.prompt_suffix, reward.*, …) "
+            "hold for the evaluations, too.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. Rerun to resume.")] = None,
     pair: Annotated[
@@ -28,7 +32,7 @@ def experiment(
             "word_problems_terse; repeatable."
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="E.g. 0,1,2; more can be added later.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="E.g. 0,1,2. To add some later, name all.")] = None,
     arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,
     problems: Annotated[int | None, typer.Option(min=2, help="Held-out problems of every evaluation.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per problem.")] = None,

@@ -212,6 +212,45 @@ def test_a_value_of_another_kind_is_named_with_the_kind_that_is_expected(
         load(file)
 
 
+@pytest.mark.parametrize(
+    ("key", "typed", "value"),
+    [
+        ("data.prompt_suffix", "Write #### and: the number.", None),
+        ("data.prompt_suffix", "two\n\nlines", None),
+        ("data.prompt_suffix", "", None),
+        ("data.prompt_suffix", '"\\nA: #"', "\nA: #"),
+        ("judge.model", "null", "None"),
+        ("output_dir", "007", None),
+        ("output_dir", "yes", None),
+        ("data.train", "a #b.jsonl", "('a #b.jsonl',)"),
+        ("data.train", "[a, b]", "('a', 'b')"),
+        ("rollout.draft_tokens", "4", "4"),
+        ("reward.scorers.mine/v1.5", "boxed", "boxed"),
+        ("reward.scorers[mine/v1.5]", "boxed", "boxed"),
+        ("reward.weights.a.b", "0.5", "0.5"),
+        ("data.template_arguments", "{a: 1}", None),
+    ],
+)
+def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(key: str, typed: str, value: str | None) -> None:
+    """YAML would end a text at " #", fold its lines, and read 007 as 7."""
+    section, _, name = key.replace("[", ".").replace("]", "").partition(".")
+    found = getattr(load(overrides=[f"{key}={typed}"]), section)
+    for part in name.split(".", 1) if hasattr(found, name.split(".")[0]) else [name]:
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    if key == "data.template_arguments":
+        assert found["a"] == 1
+    else:
+        assert str(found) == (typed if value is None else value)
+
+
+def test_steps_beside_the_epochs_of_a_config_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "epochs.yaml"
+    file.write_text("train:\n  epochs: 2\n")
+    with pytest.raises(ConfigError, match=r"train\.steps=5 has no effect beside train\.epochs=2 of .*epochs\.yaml"):
+        load(file, ["train.steps=5"])
+    assert load(file, ["train.steps=5", "train.epochs=null"]).train.steps == 5
+
+
 def test_later_sources_win_and_one_data_source_needs_no_brackets(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {lr: 1.0e-4, steps: 7}\ndata: {train: a.jsonl}\n")

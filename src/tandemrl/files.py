@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,25 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     A new path appears in one rename. Replacing an existing directory takes two: the old one is set aside under a hidden
     name first, so a crash between the two leaves it there and ``recover`` puts it back.
     """
-    fill(begin(path))
+    new = begin(path)
+    try:
+        fill(new)
+    except Exception:
+        with suppress(OSError):  # the first error is what matters
+            _remove(new)
+        raise
     publish(path)
 
 
 def begin(path: Path) -> Path:
-    """Make the empty hidden directory that ``publish`` later renames to ``path``, and return it."""
+    """Make the empty hidden directory that ``publish`` later renames to ``path``, and return it.
+
+    What a killed process left of one for the same path is removed. Others in the parent may be of other processes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    recover(path.parent)
     new = path.with_name(f"{NEW}{path.name}")
+    _remove(new)
+    _recover(path.with_name(f"{OLD}{path.name}"))
     new.mkdir()
     return new
 
@@ -63,34 +74,49 @@ def publish(path: Path, new: Path | None = None) -> None:
         for name in files:
             sync(Path(folder, name))
         sync(Path(folder))
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(path):
+        _remove(old)
         os.rename(path, old)
     os.rename(new, path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):  # the new one is there
+        _remove(old)
 
 
 def recover(parent: Path) -> None:
     """Tidy up what a killed process left in ``parent``.
 
     Half-written files and directories are removed. A directory that was set aside gets its name back, or is removed if
-    its replacement is already there. Only the process that writes into ``parent`` may call this.
+    its replacement is already there. Only the process that alone writes into ``parent`` may call this.
     """
     for entry in sorted(parent.glob(f"{NEW}*")):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        _remove(entry)
     for entry in sorted(parent.glob(f"{OLD}*")):
-        home = entry.with_name(entry.name.removeprefix(OLD))
-        shutil.rmtree(entry) if home.exists() else os.rename(entry, home)
+        _recover(entry)
+
+
+def _recover(old: Path) -> None:
+    home = old.with_name(old.name.removeprefix(OLD))
+    if os.path.lexists(home):
+        _remove(old)
+    elif os.path.lexists(old):
+        os.rename(old, home)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link (and not what it leads to) or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def drop(path: Path) -> None:
     """Remove a directory. It is renamed to a hidden name first, so that a half-removed one is never visible."""
     hidden = path.with_name(f"{NEW}{path.name}")
-    if hidden.exists():  # a killed process was about to replace what goes now
-        shutil.rmtree(hidden)
+    _remove(hidden)  # a killed process was about to replace what goes now
     os.rename(path, hidden)
-    hidden.unlink() if hidden.is_symlink() else shutil.rmtree(hidden)
+    _remove(hidden)
 
 
 def sync(path: Path) -> None:

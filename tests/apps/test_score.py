@@ -9,10 +9,11 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from tandemrl.apps.score import score_file
+from tandemrl.apps.score import _add, _means, score_file
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.protocol import Score
 
 ROWS = [
     Row(
@@ -75,6 +76,22 @@ def test_responses_in_the_order_of_the_rows(data: str, tmp_path: Path, key: str)
     ]
     assert summary.responses == 3
     assert summary.by_set["math500"] == {"responses": 2.0, "score": 1.0, "acc": 1.0, "answer_present": 1.0}
+
+
+def test_what_is_read_is_not_written_over(data: str, tmp_path: Path) -> None:
+    file = responses(tmp_path, *({"text": text} for text in TEXTS))
+    for out in (file, Path(data), tmp_path / "new" / ".." / file.name):
+        with pytest.raises(DataError, match="is what is read: write the scores into another file"):
+            score_file(load(), [data], file, out=out)
+    assert len(read(file)) == 3
+
+
+def test_responses_that_a_judge_did_not_score_are_no_part_of_the_means() -> None:
+    totals: dict[str, dict[str, float]] = {}
+    row = Row("r", ({"role": "user", "content": "?"},), "set", "1", {})
+    scores = [Score(1.0, {"acc": 1.0}, None), Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)]
+    _add(totals, [(row, "a"), (row, "b")], scores)
+    assert _means(totals["set"]) == {"responses": 2.0, "score": 1.0, "acc": 1.0, "unscored": 0.5}
 
 
 def test_responses_name_their_rows(data: str, tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def test_ids_are_unique_over_all_sources(tmp_path):
     b = jsonl(tmp_path / "b.jsonl", verl(), verl(data_source="aime24"))
     ids = [row.example_id for row in load_rows([a, b])]
     assert ids == ["math500/test/7", "math500/test/7#2", "math500/3", "math500/test/7#3", "aime24/test/7"]
+    c = jsonl(tmp_path / "c.jsonl", *(verl(extra_info={"index": index}) for index in (1, 1, "1#2")))
+    assert [row.example_id for row in load_rows([c])] == ["math500/1", "math500/1#3", "math500/1#2"]
     with pytest.raises(DataError, match="listed twice"):
         load_rows([a, a])
     with pytest.raises(DataError, match=r"sources='a\.jsonl': expected a list, as \['a\.jsonl'\]"):

@@ -214,7 +214,9 @@ def test_inputs_that_are_split_are_dropped_as_if_they_were_not() -> None:
     assert torch.equal(torch.cat(dropped[1:], dim=-1), dropped[0])
 
 
-@pytest.mark.parametrize("targets", [("nothing",), ("lm_head",), ("embed_tokens",), ("all-linear", "q_proj"), ()])
+@pytest.mark.parametrize(
+    "targets", [("nothing",), ("q_proj", "v_prjo"), ("lm_head",), ("embed_tokens",), ("all-linear", "q_proj"), ()]
+)
 def test_bad_targets_are_refused(targets: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.targets"):
         attach(prepared(llama()), LoraConfig(rank=2, targets=targets), seed=0)

@@ -193,6 +193,37 @@ def test_turns_are_drafted_like_any_other(name):
     assert {len(c.turns) for c in found} == {3}
 
 
+class LateWorld(ScriptedWorld):
+    """Holds each reply back for a random number of polls, up to nine."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.held = []
+
+    def replies(self, *, wait):
+        while True:
+            self.held = [(polls - 1, reply) for polls, reply in self.held]
+            self.held += [(self._random.randint(0, 8), self._ready.get()) for _ in range(self._ready.qsize())]
+            found = [reply for polls, reply in self.held if polls < 0]
+            self.held = [each for each in self.held if each[0] >= 0]
+            if found or not wait:
+                return found
+
+
+def test_a_row_that_comes_back_late_takes_the_place_that_it_left():
+    """In another place it would be in the batch twice, and a rewound draft would take its authors from its double."""
+    strategy = strategies()["word"]
+    sampling = Sampling(max_tokens=160, stop_token_ids=(5,), ignore_eos=True)
+    batch = [replace(each, observation_tokens=30) for each in requests(prompts(32), sampling, strategy, samples=2)]
+    found = flat(
+        TorchEngine(prepared(qwen3(0)), prepared(qwen3(0)), tokenizer(), draft_tokens=2).generate(
+            batch, responder=LateWorld()
+        )
+    )
+    check_authors(found, strategy)
+    assert {len(completion.turns) for completion in found} == {1, 2, 3}
+
+
 def test_a_request_with_a_history_goes_on_where_it_was():
     past = ((3, 4, 5), (6, 7))
     batch = [replace(r, history=past) for r in requests(prompts(6), SAMPLINGS[0], strategies()["word"])]

@@ -17,9 +17,10 @@ from tandemrl.cli.errors import one_line
 from tandemrl.config import ConfigError, FunctionRecord, load
 from tandemrl.config.rules import check
 from tandemrl.config.schema import FunctionsConfig
+from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip, try_recipe
 from tandemrl.rollout.signatures import signature
-from tandemrl.selection import Strategy, annealed, bernoulli, chunk, linear, solo, try_strategy
+from tandemrl.selection import Strategy, annealed, before_word, bernoulli, chunk, linear, solo, try_strategy
 from tandemrl.selection.strategies import turn
 from tandemrl.training.arguments import accept, tried_recipe, try_strategies
 from tandemrl.training.loop import train
@@ -318,6 +319,28 @@ def test_functions_that_close_over_strategies_are_told_apart() -> None:
 
     for make in (fixed, lambda s: annealed(partial(bernoulli), linear(1.0, 0.5 if s.init is GOOD.init else 0.4, 9))):
         assert signature(make(GOOD)) == signature(make(GOOD)) != signature(make(bernoulli(0.5)))
+
+
+def test_functions_that_differ_in_a_collection_a_table_or_an_object_are_told_apart() -> None:
+    class Weighted:
+        def __init__(self, weight: float) -> None:
+            self.weight = weight
+
+        def __call__(self, row: Row, text: str) -> float:
+            return self.weight * len(text)
+
+    def by_default(weight: float) -> Callable[..., Any]:
+        return lambda row, text, weights=(1.0, weight): sum(weights)
+
+    def by_closure(weight: float) -> Callable[..., Any]:
+        weights = {"brevity": [weight]}
+        return lambda row, text: weights
+
+    def by_table(weight: float) -> Strategy:
+        return before_word(0.5, torch.arange(10) < weight)
+
+    for make in (Weighted, by_default, by_closure, by_table, lambda w: Weighted(w).__call__, lambda w: {w}):
+        assert signature(make(2.0)) == signature(make(2.0)) != signature(make(3.0))
 
 
 def test_a_run_with_a_bare_strategy_and_a_recipe_s_name(tiny_pair: Path, tmp_path: Path) -> None:

@@ -253,6 +253,26 @@ def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
+def test_writing_a_folder_leaves_what_others_write_beside_it(tmp_path: Path) -> None:
+    """Two processes may write into one parent. A link is replaced by the folder, and what it leads to stays."""
+    ours, theirs = tmp_path / "ours", versions.begin(tmp_path / "theirs")
+    (theirs / "weights").write_text("half of them")
+    (tmp_path / "elsewhere").mkdir()
+    ours.symlink_to(tmp_path / "elsewhere")
+    for text in ("one", "two"):
+        versions.write_directory(ours, lambda folder, text=text: (folder / "file").write_text(text))
+        assert (ours / "file").read_text() == text
+    with pytest.raises(ValueError, match="no disk"):
+        versions.write_directory(ours, broken)
+    versions.publish(tmp_path / "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "ours", "theirs"]
+    assert (tmp_path / "theirs" / "weights").read_text() == "half of them"
+
+
+def broken(folder: Path) -> None:
+    raise ValueError("no disk")
+
+
 def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
     tmp_path: Path, crash_at: Callable[[int | None], None]
 ) -> None:

@@ -26,6 +26,7 @@ class Summary(NamedTuple):
     """The result of `score_file`.
 
     ``by_set`` holds for each ``data_source`` the number of ``responses``, and the means of ``score`` and of the parts.
+    Responses to which a judge gave no score are no part of the means, as in training; ``unscored`` is their share.
     """
 
     by_set: dict[str, dict[str, float]]
@@ -59,6 +60,8 @@ def score_file(
         DataError: a file cannot be read, a line is malformed or belongs to no row, or a row cannot be scored.
         GraderError: a scorer, a sandbox or a judge is missing or fails.
     """
+    if out is not None and out.resolve() in [Path(each).resolve() for each in (str(responses), *data)]:
+        raise DataError(f"{out} is what is read: write the scores into another file")
     rows = load_rows(data)
     totals: dict[str, dict[str, float]] = {}
     begin = time.perf_counter()
@@ -83,11 +86,7 @@ def score_file(
         raise DataError(f"{responses}: no responses")
     if out is not None:
         part.replace(out)
-    means = {
-        source: {name: value if name == "responses" else value / total["responses"] for name, value in total.items()}
-        for source, total in totals.items()
-    }
-    return Summary(means, count, time.perf_counter() - begin)
+    return Summary({source: _means(total) for source, total in totals.items()}, count, time.perf_counter() - begin)
 
 
 def _scorer(config: Config) -> Scorer:
@@ -158,8 +157,18 @@ def _transcript(record: Mapping[str, Any], where: str) -> Transcript | None:
 def _add(totals: dict[str, dict[str, float]], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:
     for (row, _), score in zip(items, scores, strict=True):
         total = totals.setdefault(row.data_source, {"responses": 0.0, "score": 0.0})
-        for name, value in {"responses": 1.0, "score": score.value, **score.parts}.items():
+        known = {"unscored": 1.0} if score.parts.get("unscored") else {"score": score.value, **score.parts}
+        for name, value in {"responses": 1.0, **known}.items():
             total[name] = total.get(name, 0.0) + value
+
+
+def _means(total: Mapping[str, float]) -> dict[str, float]:
+    """What the sums of a data source are on average."""
+    count, unscored = total["responses"], total.get("unscored", 0.0)
+    scored = max(count - unscored, 1.0)
+    return {name: value / scored for name, value in total.items()} | (
+        {"responses": count} | ({"unscored": unscored / count} if unscored else {})
+    )
 
 
 def _write(file: IO[str], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:

@@ -9,9 +9,11 @@ import difflib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
+from itertools import chain
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tandemrl.config.fields import ConfigError
 from tandemrl.config.plain import flatten, plain
@@ -29,7 +31,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     Args:
         path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, which
             stands for its ``config.yaml``. None means the defaults only.
-        overrides: dotted assignments such as ``train.lr=1e-5``.
+        overrides: dotted assignments such as ``train.lr=1e-5``. What follows the ``=`` is read as YAML; for a key that
+            takes a text, it is that text, unless it is ``null`` or begins with a quotation mark or bracket.
 
     Raises:
         ConfigError: a key is unknown, a value is not allowed, or a file cannot be read; the message names it.
@@ -54,7 +57,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
-        sources.append((item, _parsed(item, OmegaConf.from_dotlist, [item])))
+        sources.append((item, _assigned(item)))
     merged = copy.deepcopy(_defaults())
     unset: set[str] = set()
     removed: dict[str, str] = {}
@@ -71,8 +74,9 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         unset = {key for key in unset if OmegaConf.select(source, key, default=_ABSENT) is _ABSENT} | missing
         try:
             merged = OmegaConf.unsafe_merge(merged, source)  # in place: `merge` copies all keys each time
-        except OmegaConfBaseException as error:
-            raise ConfigError(_bad_value(where, error.full_key, source, str(error).splitlines()[0])) from None
+        except (OmegaConfBaseException, TypeError) as error:
+            at = getattr(error, "full_key", None)
+            raise ConfigError(_bad_value(where, at, source, str(error).splitlines()[0])) from None
     for key in sorted(unset & removed.keys()):
         raise ConfigError(removed[key])
     if unset:
@@ -84,6 +88,12 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(str(error).splitlines()[0]) from None
     assert isinstance(config, Config)
     check(config)
+    stated = stated_keys(overrides)
+    if config.train.epochs is not None and "train.steps" in stated and "train.epochs" not in stated:
+        raise ConfigError(
+            f"train.steps={config.train.steps} has no effect beside train.epochs={config.train.epochs:g} of {path}; "
+            "add train.epochs=null, or leave train.steps out"
+        )
     return config
 
 
@@ -104,7 +114,56 @@ def stated_keys(overrides: Sequence[str]) -> set[str]:
     """
     from omegaconf import OmegaConf
 
-    return set(flatten(plain(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))))
+    return set(chain(*(flatten(plain(OmegaConf.to_container(_assigned(item)))) for item in overrides)))
+
+
+def _assigned(item: str) -> Any:
+    """The mapping of sections that a ``key=value`` override stands for.
+
+    Raises:
+        ConfigError: the value cannot be read.
+    """
+    from omegaconf import OmegaConf
+
+    key, _, text = item.partition("=")
+    path, annotation = _place(key)
+    if _takes_text(annotation, text):
+        value: Any = text
+    else:
+        value = OmegaConf.to_container(_parsed(item, OmegaConf.from_dotlist, [f"value={text}"]))["value"]  # type: ignore[index,call-overload]  # a mapping
+    if "[" in key:  # OmegaConf's own way to write a key with dots
+        source = OmegaConf.create()
+        OmegaConf.update(source, key, value, force_add=True)
+        return source
+    return OmegaConf.create(reduce(lambda inner, name: {name: inner}, reversed(path), value))
+
+
+def _place(key: str) -> tuple[list[str], Any]:
+    """The names that lead to a dotted key, and the type there, or None if it is unknown.
+
+    What follows the key of a mapping of texts or numbers is one name, since a ``data_source`` may have dots.
+    """
+    names = key.split(".")
+    annotation: Any = Config
+    for i, name in enumerate(names):
+        if is_dataclass(annotation):
+            annotation = get_type_hints(annotation).get(name)
+        elif get_origin(annotation) is dict:
+            inner = get_args(annotation)[1]
+            return ([*names[:i], ".".join(names[i:])], inner) if inner in (str, float) else (names, None)
+        else:
+            return names, None
+    return names, annotation
+
+
+def _takes_text(annotation: Any, text: str) -> bool:
+    """Whether a value is a text as it stands, and not YAML: its key takes a text, or a list that may have one alone."""
+    kinds = get_args(annotation)
+    listed = get_origin(annotation) is tuple and kinds[0] is str
+    if annotation is not str and set(kinds) != {str, NoneType} and not listed:
+        return False
+    other = text in ("null", "~", "???") or "${" in text or text[:1] in ("'", '"', "[", "{")
+    return not other and (bool(text) or not kinds)
 
 
 def warn_of_reward_function(config: Config) -> None:
@@ -310,6 +369,6 @@ def _culprit(source: Any) -> str:
         OmegaConf.update(alone, key, value)
         try:
             OmegaConf.merge(_defaults(), alone)
-        except OmegaConfBaseException:
+        except (OmegaConfBaseException, TypeError):
             return key
     return ""

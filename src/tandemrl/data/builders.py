@@ -45,6 +45,7 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
         raise DataError(f"{source}: no such folder; --source takes the folder with GSM8K's train and test files")
     origins = {split: Origin(GSM8K, split, "main") for split in GSM8K_ROWS}
     splits: dict[str, list[Row]] = {}
+    where = provenance([*origins.values()], source)
     for split, origin in origins.items():
         records = enumerate(read(origin, source), 1)
         splits[split] = [parse_row(each.fields, each.where, line, split=split) for line, each in records]
@@ -57,7 +58,7 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
         "test": splits["test"],
     }
     records_of = {split: map(_record_of, rows) for split, rows in parts.items()}
-    return write_splits(out, GSM8K, records_of, provenance([*origins.values()], source))
+    return write_splits(out, GSM8K, records_of, where)
 
 
 def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:

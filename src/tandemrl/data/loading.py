@@ -1,5 +1,6 @@
 """Loads rows from data sources: JSON lines and Parquet files, generated problems, the hub. It does not import torch."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -239,7 +240,10 @@ def _ground_truth(value: Any, where: str) -> str:
         return value
     if isinstance(value, int | float):
         return str(value)
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        raise DataError(f"{where}: expected a text, a number or JSON, found a {type(value).__name__}") from None
 
 
 def _text(record: Mapping[str, Any], field: str, where: str) -> str:
@@ -252,9 +256,14 @@ def _text(record: Mapping[str, Any], field: str, where: str) -> str:
 
 
 def _unique(rows: list[Row]) -> list[Row]:
+    taken = {row.example_id for row in rows}
     seen: dict[str, int] = {}
     unique = []
     for row in rows:
         seen[row.example_id] = times = seen.get(row.example_id, 0) + 1
-        unique.append(row if times == 1 else replace(row, example_id=f"{row.example_id}#{times}"))
+        if times > 1:
+            names = (f"{row.example_id}#{number}" for number in itertools.count(times))
+            row = replace(row, example_id=next(name for name in names if name not in taken))
+            taken.add(row.example_id)
+        unique.append(row)
     return unique

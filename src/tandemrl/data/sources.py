@@ -154,11 +154,20 @@ def provenance(
     """The entries of a manifest that say where the rows are from and how many were dropped.
 
     The counts in ``dropped`` may still change afterwards.
+
+    Raises:
+        DataError: a file would be two splits of one data set.
     """
     if source is None:
         where: dict[str, Any] = {"source": ", ".join(dict.fromkeys(origin.repo for origin in origins))}
     else:
         files = [path for origin in origins for path in local_files(origin, source, alone=alone)]
+        of_two = next((path for path in files if files.count(path) > 1), None)
+        if of_two is not None and len({origin.repo for origin in origins}) < len(origins):
+            raise DataError(
+                f"{of_two} would be more than one split of {origins[0].repo}: name each file after its split, as "
+                f"{' and '.join(f'{origin.split}{of_two.suffix}' for origin in origins)}"
+            )
         where = {"source": str(source), "source_sha256": {str(path): checksum(path) for path in files}}
     return where if dropped is None else where | {"dropped": dropped}
 
@@ -184,11 +193,12 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _in_split(path: Path, split: str) -> bool:
-    """Whether a file belongs to a split, as train.jsonl, train-00000-of-00002.parquet or train/0000.parquet do.
+    """Whether a file belongs to a split, as train.jsonl, gsm8k_train.jsonl, train-00000-of-00002.parquet or
+    train/0000.parquet do.
 
     A file's own name takes precedence over the name of its folder.
     """
-    named = {name for name in SPLITS | {split} if re.match(rf"{name}(?![A-Za-z])", path.stem)}
+    named = {name for name in SPLITS | {split} if re.search(rf"(?<![A-Za-z]){name}(?![A-Za-z])", path.stem)}
     return split in (named or {path.parent.name})
 
 

@@ -105,7 +105,11 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
             inject_adapter_in_model(settings, model, ADAPTER)
         except ValueError as error:
             raise ConfigError(f"model.lora.targets={list(config.targets)}: {str(error).splitlines()[0]}") from None
-    for name, layer in adapted_layers(model).items():
+    adapted = adapted_layers(model)
+    for target in config.targets:
+        if target != "all-linear" and not any(name == target or name.endswith(f".{target}") for name in adapted):
+            raise ConfigError(f"model.lora.targets={list(config.targets)}: the model has no linear layer {target}")
+    for name, layer in adapted.items():
         if config.dropout > 0:
             layer.lora_dropout[ADAPTER] = AdapterDropout(config.dropout)
         if not isinstance(layer.base_layer, nn.Linear) or layer.base_layer is _head(model):

@@ -71,8 +71,11 @@ class Turnstile:
             return
         with self._changed:
             self._loaders += loads
-            self._take(loads=loads)
-            self._loaders -= loads
+            try:
+                self._take(loads=loads)
+            finally:  # also if the wait is interrupted
+                self._loaders -= loads
+                self._changed.notify_all()
         try:
             yield
         finally:

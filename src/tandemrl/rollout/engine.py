@@ -64,6 +64,8 @@ class Sampling:
             "min_p": (0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             "repetition_penalty": (self.repetition_penalty > 0.0, "positive"),
         }
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"sampling.stop must be a tuple of texts that are not empty, got {self.stop!r}")
         for name, (ok, allowed) in bounds.items():
             if not ok:
                 raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)}")
@@ -333,12 +335,13 @@ def check_request(index: int, request: Request, engine: Engine) -> None:
         EngineError: the request cannot be served.
     """
     vocabulary, context = engine.vocabulary, engine.context
-    length, new = len(request.prompt), request.sampling.max_tokens + request.observation_tokens
+    length, turns = len(request.prompt), request.observation_tokens
     if length == 0:
         raise EngineError(f"request {index}: empty prompt")
-    if length + new > context:
+    if length + request.sampling.max_tokens + turns > context:
         raise EngineError(
-            f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {context}; lower "
+            f"request {index}: {length} prompt tokens and max_tokens {request.sampling.max_tokens}"
+            f"{f' with {turns} observation_tokens' if turns else ''} exceed the context of {context}; lower "
             "rollout.max_tokens (with turns also rollout.observation_tokens), or in an evaluation use "
             "eval.profile=custom with a smaller eval.max_tokens"
         )

@@ -42,7 +42,8 @@ class EngineJudge:
         try:
             completions = self.engine.generate(requests)
         except EngineError as error:
-            raise JudgeError(f"judge: {error}. Its prompts and judge.max_tokens have to fit into its context") from None
+            fix = ". Its prompts and judge.max_tokens have to fit into it" if "the context" in str(error) else ""
+            raise JudgeError(f"judge: {error}{fix}") from None
         if any(completion.stop_reason == "abort" for (completion,) in completions):
             raise JudgeError("the judge's replies were aborted")
         return [

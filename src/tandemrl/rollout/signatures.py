@@ -1,17 +1,22 @@
 """Signatures of Python functions and environments, by which a resumed run notices that one was changed."""
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import PurePath
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tandemrl.config import RetrievalConfig
 from tandemrl.losses import Recipe
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.selection import Strategy
+from tandemrl.selection.strategies import OnDevices
 
 NO_PART_OF_A_SEARCH = ("url", "api_key_env", "timeout_s", "retries", "backoff_s", "device")
 """Keys of ``retrieval.*`` that do not change what a search finds. ``url`` may be an exception: see `searched_by`."""
@@ -32,11 +37,12 @@ def searched_by(config: RetrievalConfig) -> dict[str, Any]:
 
 
 def signature(value: Any) -> str:
-    """A text that differs between two functions that differ in their code, constants, defaults or the plain values that
-    they close over.
+    """A text that differs between two functions that differ in their code, constants, defaults or the plain values,
+    collections and tensors that they close over.
 
     The signature of a recipe or a strategy covers its fields, that of one of the library's own functions its name and
-    what it closes over, and that of an environment its methods, tools and attributes.
+    what it closes over, that of an environment its methods, tools and attributes, and that of another object that can
+    be called, or of its method, its class and attributes; of a torch module only the name of its class.
     """
     return _signature(value, ())
 
@@ -67,9 +73,24 @@ def _signature(value: Any, within: tuple[Any, ...]) -> str:
     if isinstance(value, partial):
         bound = [sign(x) for x in value.args], {key: sign(x) for key, x in sorted(value.keywords.items())}
         return f"partial:{_hash((sign(value.func), bound))}"
+    if isinstance(value, OnDevices):
+        return sign(value.table)
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"tensor:{tuple(value.shape)}:{value.dtype}:{hashlib.sha256(data).hexdigest()[:16]}"
+    if isinstance(value, list | tuple | set | frozenset | bytes | PurePath) or _is_record(value):
+        return f"{type(value).__qualname__}:{_hash(_each(value, sign))}"
+    if isinstance(value, MethodType) and not any(value == outer for outer in within):
+        return f"{sign(value.__func__)} of {sign(value.__self__)}"
     code = getattr(value, "__code__", None)
     if code is None:
-        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
+        if isinstance(value, int | float | str | bool | None):
+            return repr(value)
+        name = type(value).__qualname__
+        of_python = isinstance(inspect.getattr_static(type(value), "__call__", None), FunctionType)
+        if not of_python or isinstance(value, torch.nn.Module) or any(value is outer for outer in within):
+            return name
+        return f"{name}:{_hash((sign(type(value)), _each(getattr(value, '__dict__', {}), sign)))}"
     if any(value is outer for outer in within):
         return str(value.__qualname__)
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -77,6 +98,10 @@ def _signature(value: Any, within: tuple[Any, ...]) -> str:
     if value.__kwdefaults__:
         content.append({key: sign(x) for key, x in sorted(value.__kwdefaults__.items())})
     return f"{value.__qualname__}:{_hash(tuple(content))}"
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and not callable(value)
 
 
 def _members(environment: Environment) -> dict[str, Any]:

@@ -386,4 +386,5 @@ def _decoder(models: dict[int, PreTrainedModel], tokenizer: PreTrainedTokenizerB
         raise EngineError(f"a model has {vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
     steps = {who: step(model) for who, model in models.items()}
     ends = eos_token_ids(models[1].generation_config, tokenizer)
-    return Decoder(models, heads, steps, vocabulary, ends, tokenizer)
+    drawn = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger vocabulary
+    return Decoder(models, heads, steps, vocabulary, drawn, tokenizer)

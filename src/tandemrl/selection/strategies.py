@@ -435,9 +435,13 @@ class OnDevices:
     def __init__(self, table: Tensor) -> None:
         self._copies = {table.device: table}
 
+    @property
+    def table(self) -> Tensor:
+        return next(iter(self._copies.values()))
+
     def at(self, tokens: Int64[Tensor, " b"]) -> Tensor:
         if tokens.device not in self._copies:
-            self._copies[tokens.device] = next(iter(self._copies.values())).to(tokens.device)
+            self._copies[tokens.device] = self.table.to(tokens.device)
         return self._copies[tokens.device].index_select(0, tokens)
 
 

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -245,8 +245,12 @@ class AsyncRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not all(pending.batch.done() for pending in self._pending):
-            self._engine.abort()
+        running = [pending.batch for pending in self._pending]
+        while running:
+            running = [*wait(running, timeout=0.0).not_done]
+            if running:
+                self._engine.abort()  # again: it forgets what it was told before a call began
+                wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)
 
 

@@ -137,8 +137,10 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     with pytest.raises(ExperimentError, match="another arm tandem"):
         run_experiment(other, out)
     stored = (out / "experiment.json").read_text()
-    experiments._reserve_folder(replace(small, seeds=(0, 1, 2)), out)
+    assert experiments._reserve_folder(replace(small, seeds=(0, 1, 2)), out) == ""
     assert json.loads((out / "experiment.json").read_text())["seeds"] == [0, 1, 2]
+    says = experiments._reserve_folder(replace(small, seeds=(2, 3)).only(["tandem"]), out)
+    assert says.startswith("results.json will be without seeds 0, 1; arms grpo of earlier commands:")
     (out / "experiment.json").write_text(stored)
 
 
@@ -152,6 +154,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
         ({"contrasts": (("tandem", "ppo"),)}, r"unknown arms \['ppo'\]"),
         ({"overrides": ("train.seed=7", "model={junior: null}")}, r"model\.junior, train\.seed is set for each run"),
         ({"overrides": ("selection.strategy=word",)}, r"selection\.strategy is what the arm grpo sets"),
+        ({"overrides": ("train.epochs=2",)}, r"say train\.steps=N"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -512,6 +515,7 @@ def test_results_name_the_commit_the_date_and_the_command(finished: Finished) ->
         (["quickstart", "--arms", "grpo,ppo"], "quickstart: unknown arms ppo; known: grpo, tandem"),
         (["quickstart", "--pair", "nothing", "--workers", "1"], "unknown pairs ['nothing']; known: plain, jargon"),
         (["quickstart", "--workers", "1", "train.stps=1"], "train.stps"),
+        (["quickstart", "--workers", "1", "train.lr=["], "train.lr=[: not readable as YAML"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str, tmp_path: Path) -> None:

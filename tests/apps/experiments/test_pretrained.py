@@ -539,10 +539,9 @@ def test_evaluations_of_the_experiment() -> None:
 
 
 def test_no_more_runs_go_on_at_once_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     for free_gb, of_pretrained, of_tiny in ((64, 8, 8), (16, 2, 8), (3.5, 1, 3)):
-        pages = {"SC_AVPHYS_PAGES": int(free_gb * 1e9) // 4096, "SC_PAGE_SIZE": 4096}
-        monkeypatch.setattr("os.sysconf", pages.__getitem__)
+        monkeypatch.setattr(experiments, "_free_gb", lambda free_gb=free_gb: free_gb)
         found = (experiments._workers(EXPERIMENTS[name]) for name in ("smollm2", "paper-claims"))
         assert tuple(found) == (of_pretrained, of_tiny)
 

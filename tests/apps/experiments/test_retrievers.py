@@ -81,6 +81,12 @@ def test_models_by_retrievers(benchmark: Benchmark, tmp_path: Path) -> None:
         compare(*homes)
     with pytest.raises(EvalError, match="max_turns"):
         run_retrievers(replace(benchmark, overrides=(*SMALL, "rollout.max_turns=2")), tmp_path / "out")
+    assert "max_turns=2" not in (tmp_path / "out" / "experiment.json").read_text()
+    (tmp_path / "hops").mkdir()
+    (tmp_path / "hops" / "experiment.json").write_text('{"name": "hops"}')
+    with pytest.raises(ExperimentError, match="hops holds the experiment hops; choose another folder"):
+        run_retrievers(benchmark, tmp_path / "hops")
+    assert (tmp_path / "hops" / "experiment.json").read_text() == '{"name": "hops"}'
 
 
 def test_what_makes_no_sense_is_refused(benchmark: Benchmark, tmp_path: Path) -> None:

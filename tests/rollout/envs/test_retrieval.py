@@ -135,7 +135,20 @@ def test_a_corpus_that_cannot_be_indexed(words: None, tmp_path: Path, lines: lis
     corpus.write_text("".join(json.dumps(each) + "\n" for each in lines))
     with pytest.raises(DataError, match=message):
         write_corpus(corpus, tmp_path / "index")
-    assert not (tmp_path / "index").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_an_index_replaces_an_index_and_nothing_else(words: None, tmp_path: Path) -> None:
+    corpus, other = tmp_path / "data" / "corpus.jsonl", tmp_path / ".new-of-another-process"
+    corpus.parent.mkdir()
+    corpus.write_text('{"id": "1", "title": "", "text": "a fox"}\n')
+    other.mkdir()
+    with pytest.raises(DataError, match="data holds something else than an index, which would be replaced"):
+        write_corpus(corpus, corpus.parent)
+    for _ in range(2):
+        assert write_corpus(corpus, tmp_path / "index") == 1
+    assert corpus.is_file()
+    assert other.is_dir()
 
 
 def test_an_index_that_is_not_whole(words: None, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from tandemrl.apps.report.records import MEASURES
 from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
+from tandemrl.processes.child import cores
 from tandemrl.training.loop import train
 from tandemrl.training.tracking import time_left
 
@@ -52,6 +53,12 @@ OF_RUN = frozenset(
     ("model.senior", "model.junior", "model.device", "data.train", "data.eval", "train.seed", "output_dir")
 )
 """Keys that say which run it is. No override of an experiment may set them, as none may set those of an arm."""
+OF_TASK = (
+    *("data.prompt_suffix", "data.template_arguments", "reward.", "judge.", "sandbox.", "retrieval."),
+    *("rollout.environment", "rollout.tools", "rollout.max_turns", "rollout.turn_tokens", "rollout.observation_tokens"),
+    *("rollout.result_tokens", "rollout.tool_timeout_s", "rollout.keep_turns"),
+)
+"""How the keys begin whose overrides hold for the evaluations of an experiment, too."""
 NUMERIC_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -271,7 +278,8 @@ def run_experiment(
     """
     out = Path(out)
     _check_experiment(experiment)
-    _reserve_folder(experiment, out)
+    if line := _reserve_folder(experiment, out):
+        say(line)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
     workers = workers or _workers(experiment)
     missing = [job for job in jobs if not _is_built(experiment, job, _home(job, out))]
@@ -388,6 +396,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         f"rollout.max_rows={PAIRS[job.pair].evaluation_rows * (1 if experiment.device == 'cpu' else 8)}",
         "train.threads=1",
         *experiment.evaluation_overrides,
+        *(item for item in experiment.overrides if any(key.startswith(OF_TASK) for key in stated_keys([item]))),
     ]
     phases = evals.evaluate(load(experiment.evaluation, settings), model=model, out=home / "eval" / job.arm.name)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
@@ -564,7 +573,10 @@ def _check_experiment(experiment: Experiment) -> None:
     unknown = {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}
     if unknown:
         raise ExperimentError(f"{experiment.name}: contrasts name unknown arms {sorted(unknown)}; arms: {names}")
+    load(experiment.config, experiment.overrides)  # a bad key is found before an hour of work
     stated = stated_keys(experiment.overrides)
+    if "train.epochs" in stated:
+        raise ExperimentError(f"{experiment.name}: train.epochs is not for experiments; say train.steps=N")
     if of_run := sorted(stated & OF_RUN):
         raise ExperimentError(f"{experiment.name}: {', '.join(of_run)} is set for each run; leave it out")
     for arm in experiment.arms:
@@ -573,11 +585,16 @@ def _check_experiment(experiment: Experiment) -> None:
                 f"{experiment.name}: {', '.join(of_arm)} is what the arm {arm.name} sets; leave it out, or train other "
                 "arms: --arms"
             )
-        load(experiment.config, [*arm.overrides, *experiment.overrides])  # a bad key is found before an hour of work
+        load(experiment.config, [*arm.overrides, *experiment.overrides])
 
 
-def _reserve_folder(experiment: Experiment, out: Path) -> None:
-    """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added."""
+def _reserve_folder(experiment: Experiment, out: Path) -> str:
+    """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added.
+
+    Returns:
+        a line about what earlier commands named and this one does not, or "".
+    """
+    left_out = list[str]()
     file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
         older = {"size": "tiny", "device": "cpu", "packaged_pairs": False, "evaluation_overrides": []}
@@ -588,20 +605,36 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
         changed += [f"arm {arm['name']}" for arm in description["arms"] if arms.get(arm["name"], arm) != arm]
         if changed:
             raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
+        named = {"seeds": stored["seeds"], "pairs": stored["pairs"], "arms": [*arms]}
+        now = {"seeds": experiment.seeds, "pairs": experiment.pairs, "arms": [arm.name for arm in experiment.arms]}
+        left_out = [
+            f"{what} {', '.join(map(str, missing))}"
+            for what, values in named.items()
+            if (missing := [value for value in values if value not in now[what]])
+        ]
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"command": command_line(experiment)} | description, indent=2) + "\n")
+    if not left_out:
+        return ""
+    return f"results.json will be without {'; '.join(left_out)} of earlier commands: name them, too, to compare all"
 
 
 def _workers(experiment: Experiment) -> int:
     """How many processes run at once if nobody says: as many as there are cores, and as free memory is enough for."""
     if experiment.device != "cpu":
         return 1
-    cores = os.cpu_count() or 1
+    if (free_gb := _free_gb()) is None:
+        return cores()
+    return max(1, min(cores(), int(free_gb / max(PAIRS[pair].memory_gb for pair in experiment.pairs))))
+
+
+def _free_gb() -> float | None:
+    """The memory that programs can have, the file cache included, in GB; None where the system does not say."""
     try:
-        free_gb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    except (ValueError, OSError):  # not on this system
-        return cores
-    return max(1, min(cores, int(free_gb / max(PAIRS[pair].memory_gb for pair in experiment.pairs))))
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 1e6
+    except (OSError, StopIteration, ValueError):
+        return None
 
 
 def _home(job: Job, out: Path) -> Path:

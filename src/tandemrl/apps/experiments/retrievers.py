@@ -24,6 +24,7 @@ from tandemrl.evals import Phase
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 
+NAME = "retrievers"
 METRICS: dict[str, tuple[Phase, str]] = {
     **{
         f"solo/{name}": ("pass-at-k", name)
@@ -78,17 +79,23 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
     Raises:
         ConfigError, DataError, EngineError, EvalError: an evaluation cannot be run.
         ExperimentError: there are fewer than two retrievers, two models have the same name, models are given without
-            data or with pairs or seeds, or a junior without models.
+            data or with pairs or seeds, or a junior without models; or ``out`` holds another experiment.
     """
     out = Path(out)
     _check(benchmark)
-    write_text(out / "experiment.json", json.dumps(_described(benchmark), indent=2) + "\n")
+    described = json.dumps(_described(benchmark), indent=2) + "\n"
+    file = out / "experiment.json"
+    if not file.exists():
+        write_text(file, described)
+    elif (other := json.loads(file.read_text()).get("name")) != NAME:
+        raise ExperimentError(f"{out} holds the experiment {other}; choose another folder")
     entries = []
     for entry in _entries(benchmark, out, say):
         entries.append(entry)
         for retriever in benchmark.retrievers:
             macro = _evaluate(benchmark, entry, retriever)
             say(f"{entry.home.relative_to(out)}, {retriever}: solo pass@1 {macro['pass@1']:.3f}")
+    write_text(file, described)  # what earlier results were not made with, the evaluations have refused
     return reported(_results(benchmark, entries), out, say)
 
 
@@ -112,7 +119,7 @@ def _check(benchmark: Benchmark) -> None:
 
 def _described(benchmark: Benchmark) -> dict[str, Any]:
     arms = [{"name": name, "title": name} for name in benchmark.retrievers]
-    return {"name": "retrievers", **asdict(benchmark), "arms": arms, "versions": versions()}
+    return {"name": NAME, **asdict(benchmark), "arms": arms, "versions": versions()}
 
 
 def _entries(benchmark: Benchmark, out: Path, say: Callable[[str], None]) -> Iterator[Entry]:

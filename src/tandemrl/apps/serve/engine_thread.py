@@ -64,8 +64,9 @@ class EngineThread:
     def close(self) -> None:
         """End what is being written, and the thread. The engine stays open."""
         self._waiting.put(None)
-        self.engine.abort()
-        self._thread.join()
+        while self._thread.is_alive():
+            self.engine.abort()  # again: it forgets what it was told before a call began
+            self._thread.join(0.2)
 
     def _run(self) -> None:
         while (first := self._waiting.get()) is not None:

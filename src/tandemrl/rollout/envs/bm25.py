@@ -91,9 +91,11 @@ def write_corpus(corpus: Path, out: Path) -> int:
         the number of documents.
 
     Raises:
-        DataError: a line is not such a document.
+        DataError: a line is not such a document, or ``out`` holds something else than an index.
         BrokenEnvironmentError: a package is not installed.
     """
+    if os.path.lexists(out) and not (out / _OFFSETS).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise DataError(f"{out} holds something else than an index, which would be replaced: choose another folder")
     seen: dict[str, None] = {}
     texts: list[str] = []
     offsets = [0]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tandemrl.config import to_yaml
-from tandemrl.files import hint, versions, write_text
+from tandemrl.files import hint, recover, versions, write_text
 from tandemrl.training.checkpoint import coverage, storage
 from tandemrl.training.checkpoint.card import model_card
 from tandemrl.training.checkpoint.coverage import Coverage
@@ -74,6 +74,8 @@ def export(run: Run, name: str, step: int) -> None:
     config = run.setup.config
     folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
+    if world.main:
+        recover(folder.parent)  # it is this run's alone
     card = model_card(config, step=step, best=run.progress.best, versions=versions())
     export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.config import load as load_yaml
 from tandemrl.distributed.world import World
-from tandemrl.files import NEW, begin, drop, publish, versions
+from tandemrl.files import NEW, begin, drop, publish, recover, versions
 from tandemrl.training.checkpoint import manifest
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.checkpoint.tensors import load_tensors, on_host, save_tensors, settings_of, tensors_of
@@ -156,6 +156,7 @@ class _Writing:
                 advice = "resume from the newest checkpoint, or discard_after() first"
                 advice = advice if is_checkpoint(self.path) else "it holds no checkpoint; move it elsewhere"
                 raise CheckpointError(f"{self.path} exists already: {advice}")
+            recover(self.path.parent)  # the folder is this run's alone
             begin(self.path)
 
     def _fill(self) -> dict[str, str]:
