@@ -18,7 +18,7 @@ from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, 
 from tandemrl.processes.child import Child
 
 CHILD = """
-import json, multiprocessing, os, subprocess, sys, time
+import asyncio, json, multiprocessing, os, subprocess, sys, time
 from tandemrl.processes.serving import serve_calls
 
 def work(argument):
@@ -53,6 +53,12 @@ def work(argument):
         return json.dumps(len(subprocess.run(["cat"], capture_output=True, check=True).stdout))
     if what == "raise":
         raise ValueError("no")
+    if what == "cancel":
+        raise asyncio.CancelledError
+    if what == "terminate":
+        other = subprocess.Popen(["sleep", "50"])
+        other.terminate()
+        return json.dumps(other.wait(20))
     if what == "exit":
         sys.exit("bye")
     if what == "large":
@@ -94,6 +100,13 @@ def test_results_errors_and_noise(child: tuple[str, str]) -> None:
     assert (got[0].value[:2], got[5].value[:2]) == (["a", 1], ["b", "é\ud800"])
     assert (got[1].value, got[3].value) == ("ValueError: no", "SystemExit: bye")
     assert len(got[4].value) == 10_000_000
+    caller.close()
+
+
+def test_what_a_call_starts_can_be_terminated_and_a_cancelled_call_is_answered(child: tuple[str, str]) -> None:
+    caller = ChildCalls(child, None, processes=1, limit_s=60)
+    got = outcomes(caller, [("terminate",), ("cancel",)])
+    assert got == [Outcome("result", -signal.SIGTERM), Outcome("error", "CancelledError: ")]
     caller.close()
 
 

@@ -108,7 +108,8 @@ class RolloutConfig:
     result_tokens: PositiveInt = 512
     """Maximum number of tokens of a tool's result. A longer one is cut, with a mark at the place."""
     tool_timeout_s: PositiveFloat = 30.0
-    """A tool that has not answered after this many seconds is killed, and the author is told."""
+    """If the calls of a turn are not all answered after this many seconds, their process is killed, and the author is
+    told. Calls of several episodes that run in one process at once share its interpreter."""
     tool_workers: PositiveInt | None = None
     """Processes that tools run in, with `rollout.workers` those of each; null = one per core, but at most two."""
     keep_turns: bool = False

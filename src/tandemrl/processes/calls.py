@@ -242,7 +242,7 @@ class ThreadCalls:
     def _work(self, number: int, argument: bytes) -> None:
         try:
             outcome = Outcome("result", json.loads(self._function(pickle.loads(argument))))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # SystemExit and asyncio.CancelledError, too: it is answered in any case
             outcome = Outcome("error", f"{type(error).__name__}: {error}")
         self._outcomes.put((number, outcome))
 

@@ -101,7 +101,7 @@ class Child:
             pipe.close()  # not read to its end: a process that left the group may hold the other one
         self._process.wait()
         with self._errors as errors:
-            errors.seek(0)
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
             return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
 
 
@@ -120,7 +120,7 @@ class Parent:
             os.dup2(nothing.fileno(), sys.stdin.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(each, lambda number, frame: None)  # SIG_IGN would hold in programs that calls start, too
 
     def receive(self) -> Any:
         """Read the next message. If the parent is gone, the child ends, together with what it started."""

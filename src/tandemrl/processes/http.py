@@ -53,7 +53,8 @@ class Service:
     service, for messages. error: the class of the errors to raise. url: the address. api_key_env: the environment
     variable with the key; None sends no key. timeout_s: the time-out of one attempt. retries: the number of further
     attempts. backoff_s: the wait before the first of them, which doubles each time. concurrency: how many requests may
-    run at once.
+    run at once. hurried: wait no longer than that, even if the service asks for it (``Retry-After``), since something
+    else has a time limit that counts on it.
     """
 
     section: str
@@ -65,10 +66,11 @@ class Service:
     retries: int
     backoff_s: float
     concurrency: int
+    hurried: bool = False
 
 
 class Client:
-    """Sends requests to a `Service`. Each attempt ends after ``timeout_s``, even if the server goes on sending.
+    """Sends requests to a `Service`. An attempt ends after ``timeout_s``, even if the server goes on to send its body.
 
     Raises:
         Service.error: ``api_key_env`` is not set.
@@ -189,8 +191,9 @@ class Client:
                 stop.set()
                 raise service.error(str(problem)) from None
             if attempt < service.retries:
-                delay = service.backoff_s * 2**attempt * _JITTER.uniform(0.5, 1.0)
-                stop.wait(min(max(delay, last.retry_after), MAX_WAIT_S))
+                longest = service.backoff_s * 2**attempt
+                asked = min(last.retry_after, longest) if service.hurried else last.retry_after
+                stop.wait(min(max(longest * _JITTER.uniform(0.5, 1.0), asked), MAX_WAIT_S))
         stop.set()
         section = service.section
         raise service.error(

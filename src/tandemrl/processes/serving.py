@@ -25,7 +25,7 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
     def work(number: int, argument: bytes) -> None:
         try:
             said = f'"result": {function(pickle.loads(argument))}'
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # SystemExit and asyncio.CancelledError, too: it is answered in any case
             said = f'"error": {json.dumps(f"{type(error).__name__}: {error}")}'
         parent.send(f'{{"number": {number}, {said}}}')
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from runs import UNDECIDED, launch_of
@@ -70,6 +71,7 @@ def test_the_plan_of_a_tiny_run_adds_up() -> None:
     assert 0 <= sizes["policy: optimiser"] - 8 * count < 1024  # and a step counter for each parameter
     rows, length = found.cache.rows, found.cache.length
     assert found.cache.size == rows * length * 2 * kv_bytes(shape, 4)
+    assert kv_bytes(GPT2Config(), 4) == 2 * 12 * 768 * 4  # without grouped heads
     assert (rows, length >= config.longest_sequence) == (256, True)
     assert found.sent == {}
     assert found.fits

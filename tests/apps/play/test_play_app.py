@@ -14,6 +14,7 @@ from tandemrl.apps.play.app import application
 from tandemrl.apps.play.duo import Duo
 from tandemrl.apps.play.problems import EXAMPLE, Problems
 from tandemrl.config import load
+from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.torch_engine import TorchEngine
 
 
@@ -54,6 +55,17 @@ def test_a_text_is_written_and_said(client: TestClient) -> None:
     graded = client.post("/grade", json=draft | {"tokens": [IDS["b"]], "authors": [0]}).json()
     assert graded == {"verdict": {"correct": False, "answer": None, "expected": "b"}}
     assert client.post("/grade", json=draft | {"prompt": "b a"}).json() == {"verdict": None}
+
+
+def test_what_fails_is_said_as_json(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise GraderError("functions.mine: KeyError: 'x'")
+
+    monkeypatch.setattr(Problems, "verdict", broken)
+    draft = {"prompt": "a b", "seed": 4, "tokens": [IDS["b"]], "authors": [0]}
+    answer = client.post("/grade", json=draft)
+    assert answer.status_code == 500
+    assert "GraderError: functions.mine: KeyError: 'x'" in json.dumps(answer.json(), ensure_ascii=False)
 
 
 @pytest.mark.parametrize("question", ["write", "say", "grade"])

@@ -258,8 +258,8 @@ def test_what_authors_do_wrong_is_told_and_counted(world: EpisodeRunner) -> None
     assert contents(done) == [
         "Error: there is no tool 'sub'; known: add, note, who, echo, spoil, wait, complete",
         "Error: a <tool_call> is not closed by </tool_call>",
-        "2",
         "Error: argument 'a' of add must be integer",
+        "2",
     ]
     assert counts(done) == {"turns": 3, "tool_calls": 1, "invalid_calls": 3}
 

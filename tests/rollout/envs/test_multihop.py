@@ -101,6 +101,9 @@ def test_turns_of_an_episode() -> None:
     assert first.messages[1]["content"] == "Error: top_n must be from 1 to 10, not -1"
     [more] = turn(("retrieve_documents", {"query": "x", "top_n": 11})).messages
     assert more["content"] == "Error: top_n must be from 1 to 10, not 11"
+    for query, fault in ((" ", "query must not be empty"), ("語" * 500, "query is too long: shorten it")):
+        [refused] = turn(("retrieve_documents", {"query": query})).messages
+        assert refused["content"] == f"Error: {fault}"
     last = turn(("complete", {"reasoning": "r", "final_answer": "France", "cited_doc_ids": ["0", "2"]}))
     assert last.over
     assert list(last.messages) == []

@@ -171,6 +171,7 @@ def test_good_calls_beside_bad_ones_are_made() -> None:
     message = parsed(f"{call('add', a=1)}<tool_call>oops</tool_call>{call('who', x=1)}{call('echo', text='</think')}")
     assert message["tool_calls"] == [made("add", a=1), made("echo", text="</think")]
     assert len(message["invalid_calls"]) == 2
+    assert message["invalid_after"] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,8 @@ def test_a_cut_inside_of_a_character_or_a_control_token() -> None:
             said = rendering(result_tokens=limit).context([tool(content)], ended=True)
             json.dumps(said.messages, ensure_ascii=False).encode()
             assert content.startswith(said.messages[0]["content"].removesuffix(CUT))
+            assert "\ufffd" not in text(said.tokens)
+            assert said.messages[0]["content"] in text(said.tokens)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
 from tandemrl.config.rules import check
 from tandemrl.data.rows import DataError, Row
+from tandemrl.processes import http
 from tandemrl.rollout.envs import semantic
 from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
-from tandemrl.rollout.envs.retrieval import halves, make_retriever, reciprocal_ranks
+from tandemrl.rollout.envs.retrieval import by_words, halves, make_retriever, reciprocal_ranks
 
 DOCS = [
     {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
@@ -166,6 +167,14 @@ def test_an_index_that_is_not_there(words: None, tmp_path: Path) -> None:
 
 
 # ---- merging -------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_without_a_word_of_the_query_has_no_rank_by_words(words: None) -> None:
+    texts = ("a fox", "a dog", "a cat")
+    assert by_words(matching=True)("cats and nothing", texts, 3) == [2]
+    assert by_words(matching=True)("Katze", texts, 3) == []
+    merged = reciprocal_ranks(lambda query, texts, count: [2, 1, 0][:count], by_words(matching=True))
+    assert merged("Katze", texts, 3) == [2, 1, 0]
 
 
 def test_reciprocal_ranks_and_halves_by_hand() -> None:
@@ -421,6 +430,19 @@ def test_a_service_that_is_broken_stops_the_run(status: int, value: Any, message
         with pytest.raises(BrokenEnvironmentError, match=message):
             found(remote(url), "fox")
         assert len(requests) == asked
+
+
+def test_a_service_that_asks_for_patience_has_no_more_than_the_time_limit_of_tools_knows_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``rollout.tool_timeout_s`` is held against ``retrieval.patience_s``, which knows of no ``Retry-After``."""
+    waits: list[float] = []
+    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waits.append(seconds) or False)
+    client = http.Client(http.Service("retrieval", "x", OSError, "http://127.0.0.1:1", None, 1.0, 2, 0.5, 1, True))
+    monkeypatch.setattr(client, "_send", lambda path, body: (_ for _ in ()).throw(http.RetryableError("429", 60.0)))
+    with pytest.raises(OSError, match="failed 3 time"):
+        client.post("/", {}, lambda response: response)
+    assert waits == [0.5, 1.0]
 
 
 WIKI = [{"rank": i + 1, "score": 9.0 - i, "document": {"id": f"w{i}", "title": "T", "body": f"B{i}"}} for i in range(3)]

@@ -1,5 +1,6 @@
 """Tools: what authors are told of them, which calls are made, what a call can and cannot do. And factories."""
 
+import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -149,10 +150,13 @@ def test_a_tool_that_cannot_be_described_is_named() -> None:
         schema_of(untyped)
 
 
-def reply(*calls: tuple[str, dict[str, Any]], invalid: tuple[str, ...] = (), state: Any = None) -> Answer:
+def reply(
+    *calls: tuple[str, dict[str, Any]], invalid: tuple[str, ...] = (), after: tuple[int, ...] = (), state: Any = None
+) -> Answer:
     made = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
     message = {"role": "assistant", "content": ""} | ({"tool_calls": made} if made else {})
     message |= {"invalid_calls": list(invalid)} if invalid else {}
+    message |= {"invalid_after": list(after)} if after else {}
     return tempers.World().reply(tempers.row("r1"), {} if state is None else state, message)
 
 
@@ -171,6 +175,27 @@ def test_calls_are_answered_in_order_and_errors_are_text() -> None:
     assert answer.state == {"notes": ["x", "y"]}
     assert answer.counts == {"tool_errors": 3}
     assert not answer.over
+
+
+def test_calls_that_cannot_be_made_are_answered_in_their_places() -> None:
+    """Templates show answers without their names, so that their order says which call they are of."""
+    answer = reply(("add", {"a": 1}), ("add", {"a": 2}), invalid=("x", "y", "z"), after=(0, 1, 2))
+    assert [message["content"] for message in answer.messages] == ["Error: x", "2", "Error: y", "3", "Error: z"]
+
+
+@pytest.mark.parametrize("error", [ValueError(), AssertionError(), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_an_error_without_a_text_has_its_name(error: BaseException) -> None:
+    class Failing(Environment):
+        def tool(self) -> str:
+            """Fail."""
+            raise error
+
+        def __init__(self) -> None:
+            self.tools = (self.tool,)
+
+    call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
+    answer = Failing().reply(tempers.row("r1"), {}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    assert [message["content"] for message in answer.messages] == [f"Error: {type(error).__name__}"]
 
 
 def test_an_episode_is_over_without_calls_or_with_a_last_one() -> None:

@@ -351,7 +351,8 @@ def kv_bytes(shape: PretrainedConfig, width: int) -> int:
     """The bytes of one token's keys and values in all layers, for numbers of ``width`` bytes."""
     text = shape.get_text_config()
     channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * channels * width)
 
 
 def _known(shape: PretrainedConfig) -> tuple[Any, str]:

@@ -79,6 +79,8 @@ def application(
                 return _error(error.status_code, error.detail)
             except (ValueError, EngineError) as error:  # what is refused is a ValueError, bad keys and rows included
                 return _error(400, str(error))
+            except Exception as error:  # of a user's own reward, or of the device: the page shows it
+                return _error(500, f"{type(error).__name__}: {error}")
 
         return endpoint
 

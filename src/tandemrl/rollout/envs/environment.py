@@ -67,7 +67,7 @@ class Environment:
 
     A turn is a message of the role ``assistant`` with ``content``. If it calls tools, it also has ``tool_calls``
     (``[{"type": "function", "function": {"name", "arguments"}}]``, whose names and arguments were checked). If it has
-    calls that cannot be made, it has ``invalid_calls``, a list of what is wrong with each.
+    calls that cannot be made, it has ``invalid_calls``, a list of what is wrong with each (see `parsing.parse_turn`).
 
     A subclass may have a method ``score(row, transcript) -> float | Score``. It then gives the reward of the rows, like
     a function given to ``train`` (see ``rewards``). Without it, the ``data_source`` of a row decides how it is scored.
@@ -99,7 +99,7 @@ class Environment:
         """
 
     def reply(self, row: Row, state: State, message: Message) -> Answer:
-        """Answer a turn. This implementation runs the turn's tool calls one after the other.
+        """Answer a turn. This implementation runs the turn's tool calls one after the other, and keeps their order.
 
         It is called in a separate process, from several threads at once. The process is killed if an answer takes
         longer than ``rollout.tool_timeout_s``.
@@ -117,7 +117,10 @@ class Environment:
         calls, invalid = message.get("tool_calls") or (), message.get("invalid_calls") or ()
         answers: list[Message] = []
         over, errors = not calls and not invalid, 0
-        for call in calls:
+        faults = [{"role": "tool", "content": f"Error: {fault}"[:MAX_ERROR_CHARS]} for fault in invalid]
+        after = message.get("invalid_after") or [len(calls)] * len(faults)
+        for i, call in enumerate(calls):
+            answers += [fault for fault, count in zip(faults, after, strict=True) if count == i]
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if over := name in self.ends:
                 break
@@ -125,10 +128,10 @@ class Environment:
                 text, state = call_tool(known[name], arguments, row, state)
             except BrokenEnvironmentError:
                 raise
-            except (Exception, SystemExit) as error:
-                text, errors = f"Error: {error or type(error).__name__}"[:MAX_ERROR_CHARS], errors + 1
+            except BaseException as error:  # of a call's own thread, such as SystemExit and asyncio.CancelledError
+                text, errors = f"Error: {str(error) or type(error).__name__}"[:MAX_ERROR_CHARS], errors + 1
             answers.append({"role": "tool", "name": name, "content": text})
-        answers += [{"role": "tool", "content": f"Error: {fault}"[:MAX_ERROR_CHARS]} for fault in invalid]
+        answers += [fault for fault, count in zip(faults, after, strict=True) if count == len(calls)]
         return Answer(answers, state, over, {"tool_errors": errors})
 
     def tool_schemas(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ are kept between calls.
 """
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from tandemrl.config import Config, ConfigError, RetrievalConfig
 from tandemrl.data.documents import Document, documents_of, shown
@@ -26,6 +27,8 @@ Answer the question from the information that the tools give you.
 
 Call one tool per step. There are no tools or arguments but those listed."""
 
+MAX_QUERY_BYTES = 4096
+"""How long a query may be in a URL, about half of what servers read there."""
 MOST_AT_ONCE = 10
 """How many documents a search may return at most, if ``retrieval.top_n`` is not more. Without this limit, one search
 could show everything."""
@@ -91,6 +94,8 @@ class MultihopEnvironment(Environment):
         most = max(MOST_AT_ONCE, self.retrieval.top_n)
         if not 1 <= count <= most:
             raise ValueError(f"top_n must be from 1 to {most}, not {count}")
+        if not query.strip() or len(quote(query)) > MAX_QUERY_BYTES:  # a service would refuse it, which ends the run
+            raise ValueError("query must not be empty" if not query.strip() else "query is too long: shorten it")
         return _listed(self.search()(row, query, count))
 
 

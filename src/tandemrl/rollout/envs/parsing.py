@@ -47,7 +47,8 @@ def parse_turn(
 
     Returns:
         The message. It has ``content``, and if there are any, ``reasoning_content``, the ``tool_calls`` that can be
-        made, and ``invalid_calls``, which tell the author why other calls cannot be made.
+        made, and ``invalid_calls``, which tell the author why other calls cannot be made. Where one of these stands
+        before a call that can be made, ``invalid_after`` says for each how many such calls stand before it.
     """
     if not schemas:  # nobody was told of calls: what looks like one is text
         return {"role": "assistant", "content": text.strip()}
@@ -62,25 +63,32 @@ def checked_turn(written: Mapping[str, Any], schemas: Mapping[str, Schema]) -> M
     See `parse_turn` for the message that this returns.
     """
     message = dict(written)
-    calls, faults = [], []
+    calls, faults, after = list[Message](), list[str](), list[int]()
     for call in message.pop("tool_calls", ()):
-        if isinstance(call, _Fault):
-            faults.append(str(call))
-            continue
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            faults.append('a call is {"name": the tool, "arguments": {…}}')
-            continue
-        name, arguments = function["name"], function.get("arguments", {})
-        if fault := _json_fault(arguments) or call_fault(name, arguments, schemas):
+        if fault := _call_fault(call, schemas):
             faults.append(fault)
+            after.append(len(calls))
         else:
+            name, arguments = call["function"]["name"], call["function"].get("arguments", {})
             calls.append({"type": "function", "function": {"name": name, "arguments": dict(arguments)}})
     if calls:
         message["tool_calls"] = calls
     if faults:
         message["invalid_calls"] = faults
+    if after and after[0] < len(calls):
+        message["invalid_after"] = after
     return message
+
+
+def _call_fault(call: Any, schemas: Mapping[str, Schema]) -> str | None:
+    """Why a call cannot be made, or None."""
+    if isinstance(call, _Fault):
+        return str(call)
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return 'a call is {"name": the tool, "arguments": {…}}'
+    arguments = function.get("arguments", {})
+    return _json_fault(arguments) or call_fault(function["name"], arguments, schemas)
 
 
 class _Fault(str):

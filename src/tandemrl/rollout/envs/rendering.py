@@ -149,6 +149,8 @@ class Rendering:
         if len(text) <= most and len(ids) <= self._result_tokens:
             return ids, None
         kept = min(len(ids), max(0, self._result_tokens - len(self._mark)))
+        while 0 < kept < len(ids) and ends[kept - 1] == ends[kept]:  # the next token has the rest of the character
+            kept -= 1
         left = text[: ends[kept - 1] if kept else 0]  # of one in JSON, about that
         return [*ids[:kept], *self._mark], left + CUT
 

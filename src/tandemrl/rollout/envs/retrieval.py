@@ -73,7 +73,7 @@ def semantic(config: RetrievalConfig) -> Retriever:
 def hybrid(config: RetrievalConfig) -> Retriever:
     """By relevance and by words, merged."""
     merge = {"rrf": reciprocal_ranks, "halves": halves}[config.merge]
-    return within_row(merge(by_relevance(config), by_words()))
+    return within_row(merge(by_relevance(config), by_words(matching=config.merge == "rrf")))
 
 
 @lru_cache(maxsize=1)
@@ -92,11 +92,20 @@ def within_row(ranking: Ranking) -> Retriever:
     return search
 
 
-def by_words() -> Ranking:
-    """The ranking by words (BM25). The texts of a question are indexed once."""
+def by_words(*, matching: bool = False) -> Ranking:
+    """The ranking by words (BM25). The texts of a question are indexed once.
+
+    Args:
+        matching: only of texts that share a word with the query; the others have no rank.
+    """
     WordIndex(["a text"])  # a package that is missing is missed now
     index = lru_cache(KEPT)(WordIndex)
-    return lambda query, texts, count: best(index(texts).scores(query), count)
+
+    def ranking(query: str, texts: tuple[str, ...], count: int) -> list[int]:
+        scores = index(texts).scores(query)
+        return [place for place in best(scores, count) if scores[place] > 0 or not matching]
+
+    return ranking
 
 
 def by_relevance(config: RetrievalConfig) -> Ranking:
