@@ -385,6 +385,32 @@ def _pretrained_rollouts(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def pretrained_drafts() -> str:
+    """Drafts by a junior that was cut from a real senior, and has learnt to write as it does."""
+    name = "pretrained_drafts.jsonl"
+    records = lines(name)
+    rows = [
+        [
+            str(line["rows"]),
+            *(f"{line['acceptance'][who]:.2f}" if who in line["acceptance"] else "–" for who in drafting),
+            *(f"{line['passes_per_token'][who]['senior']:.2f}" for who in drafting),
+            *(middle(each) for each in line["cpu_ratios"].values()),
+        ]
+        for line in records
+        for drafting in [("solo with drafts", "tandem with drafts")]
+    ]
+    head = ["rows", "acceptance, solo", "acceptance, tandem", "senior passes per token, solo", "…, tandem"]
+    made, first = records[0]["junior"], records[0]
+    return (
+        markdown_table([*head, *first["cpu_ratios"]], rows)
+        + f"\nRatios of CPU seconds for the same texts, medians of {first['rounds']} rounds with 90 % intervals; the "
+        f"junior is the senior's first {made['layers']} layers ({made['parameters'] / 1e6:.0f}M of "
+        f"{made['senior_parameters'] / 1e6:.0f}M parameters, embeddings included) after {made['steps']} steps on "
+        f"{made['texts']} texts of the senior, {made['cpu_s'] / 60:.0f} CPU minutes; {versions_of(records)}; "
+        f"{_file(name)}.\n"
+    )
+
+
 def drafting() -> str:
     """CPU seconds of drafts in the torch engine, relative to the senior alone and to single tokens."""
     records = lines("drafting.jsonl")
@@ -963,6 +989,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fleet-throughput": fleet_throughput,
     "other-family": other_family,
     "pretrained-speed": pretrained_speed,
+    "pretrained-drafts": pretrained_drafts,
     "drafting": drafting,
     "draw": draw,
     "tandem-cost": tandem_cost,
