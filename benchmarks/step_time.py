@@ -234,12 +234,12 @@ class Stopwatch(Tracker):
         self.waited = 0.0
         self.begin = self.end = (0.0, 0.0, 0.0)
 
-    def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
+    def rollout_progress(self, step: int, total_rows: int) -> Callable[[int], None]:
         arrived = time.perf_counter()
         self.wait()
         self.waited = time.perf_counter() - arrived
         self.begin = (time.perf_counter(), *cpu_seconds())
-        return super().rollout_progress(total_rows)
+        return super().rollout_progress(step, total_rows)
 
     def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> int:
         self.end = (time.perf_counter(), *cpu_seconds())
