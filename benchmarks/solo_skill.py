@@ -17,7 +17,10 @@ from tandemrl import evals
 from tandemrl.config import load
 from tandemrl.evals.compare import compare, to_json
 
-PAIRS = (("grpo", "base"), ("tandem", "base"), ("tandem", "grpo"), ("tandem", "grpo_8"))
+PAIRS = (
+    *(("grpo", "base"), ("tandem", "base"), ("tandem_self", "base"), ("sentence", "base")),
+    *(("tandem", "grpo"), ("tandem_self", "grpo"), ("sentence", "grpo"), ("tandem", "grpo_8")),
+)
 
 
 def main() -> None:
@@ -51,7 +54,8 @@ def main() -> None:
             sides = ([given.evaluations / f"seed-{seed}" / arm for seed in seeds] for arm in (a, b))
             found = [each for each in to_json(compare(*sides)) if each["metric"].startswith("pass@")]
             contrasts += [{"A": a, "B": b} | each for each in found]
-    asked = f"--arms {' '.join(given.arms)} --samples {given.samples}"
+    pair = "" if given.pair == parser.get_default("pair") else f"--pair {given.pair} "
+    asked = f"{pair}--arms {' '.join(given.arms)} --samples {given.samples}"
     command = f"python benchmarks/solo_skill.py runs/{given.experiment.name} {asked}"
     result = {"command": command, "samples": given.samples, "rows": rows, "contrasts": contrasts, **about()}
     given.out.write_text(json.dumps(result, indent=1) + "\n")

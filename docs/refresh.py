@@ -686,10 +686,17 @@ def _signed(difference: Mapping[str, float]) -> str:
     return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**difference).replace("-", "−")
 
 
-def smollm2_solo() -> str:
+def smollm2_solo(name: str) -> str:
     """Solo skill of the models before and after training, on more samples than the table of all phases has."""
-    content = json.loads((BENCHMARKS / "smollm2_solo.json").read_text())
-    titles = {"base": "before", "grpo": "GRPO", "grpo_8": "GRPO, half of the prompts", "tandem": "tandem GRPO"}
+    content = json.loads((BENCHMARKS / name).read_text())
+    titles = {
+        "base": "before",
+        "grpo": "GRPO",
+        "grpo_8": "GRPO, half of the prompts",
+        "tandem_self": "tandem GRPO beside its copy",
+        "tandem": "tandem GRPO",
+        "sentence": "tandem GRPO by steps",
+    }
     pairs = [(each["A"], each["B"]) for each in content["contrasts"] if each["metric"] == "pass@1"]
     seeds = sorted({row["seed"] for row in content["rows"]})
     arms = [arm for arm in titles if any(row["arm"] == arm for row in content["rows"])]
@@ -712,7 +719,7 @@ def smollm2_solo() -> str:
     return (
         markdown_table(head, rows)
         + "\nThe models of the tables above on 256 problems × 4. Intervals of a seed are over problems, those of means "
-        f"over seeds (`{content['command']}`; {versions_of([content])}; {_file('smollm2_solo.json')}).\n"
+        f"over seeds (`{content['command']}`; {versions_of([content])}; {_file(name)}).\n"
     )
 
 
@@ -966,7 +973,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "smollm2": lambda: headline("smollm2.json"),
     "smollm2-more": lambda: headline_table(results("smollm2.json")[1].arms, (ACCEPTANCE, DRIFT, LENGTH)),
     "smollm2-differences": lambda: differences("smollm2.json"),
-    "smollm2-solo": smollm2_solo,
+    "smollm2-solo": lambda: smollm2_solo("smollm2_solo.json"),
+    "smollm2-terse-solo": lambda: smollm2_solo("smollm2_terse_solo.json"),
     "smollm2-longer": smollm2_longer,
     "smollm2-settings": smollm2_settings,
     "gradient-signal": gradient_signal,
