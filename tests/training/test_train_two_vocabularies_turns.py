@@ -33,6 +33,7 @@ CALLS = [call.replace(", ", ",").replace(": ", ":") for call in small_world.CALL
 SETTINGS = [
     "selection.strategy=before_word",
     "selection.max_untranslatable=1",
+    "train.seed=2",
     "data.max_prompt_tokens=40",
     "train.tokens_per_micro_batch=512",
     *TOOLS,

@@ -20,6 +20,7 @@ from tandemrl.rollout.decoding_rows import (
     Row,
     StartTable,
     StopTable,
+    places_of,
     sampling_parameters,
     seen_tokens,
     shaped,
@@ -145,27 +146,18 @@ class DecodingBatch:
     def resume(self, back: list[tuple[Row, Sequence[int]]]) -> None:
         """Begin the next turn of some rows, after the answer of the environment.
 
-        Each row takes the place that it left, if it is still there, or else that of another ended row, so that no row
-        has two places. Its keys and values are put back into the KV caches.
+        Each row takes a free place (`places_of`), and its keys and values are put back into the KV caches.
 
         Args:
             back: pairs of a row and the tokens of the answer to its last turn.
         """
         self._make_places(len(back))
-        places = self._places_of([row for row, _ in back])
+        places = places_of([row for row, _ in back], self.rows, (~self.live).nonzero().squeeze(1).tolist())
         self.rows += [row for row, _ in back][: len(self.live) - len(self.rows)]  # of new places; all are filled below
         for who, cache in self.caches.items():
             for place, (row, _) in zip(places.tolist(), back, strict=True):
                 cache.put(place, row.kept[who])
         self.begin(places, back)
-
-    def _places_of(self, back: Sequence[Row]) -> Int64[Tensor, " k"]:
-        """A place without a live row for each of these rows, which is its own where that has not been taken yet."""
-        free = (~self.live).nonzero().squeeze(1).tolist()
-        left = {self.rows[place].number: place for place in free if place < len(self.rows)}
-        own = {row.number: left[row.number] for row in back if row.number in left}
-        others = iter([place for place in free if place not in own.values()])
-        return torch.tensor([own[row.number] if row.number in own else next(others) for row in back])
 
     def _read(self, places: Tensor, back: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Compute the answers' tokens on top of the rows' keys and values, in one forward pass."""

@@ -195,6 +195,22 @@ class Block(NamedTuple):
         return Passes(total, live, live * self.tokens.shape[1]) + accepted
 
 
+def places_of(back: Sequence[Row], rows: Sequence[Row], free: Sequence[int]) -> Int64[Tensor, " k"]:
+    """A place in a batch for each row that comes back: the one that it left, if no other row has taken that. So no row
+    is in the batch twice.
+
+    Args:
+        back: the rows that come back.
+        rows: the row that is, or was last, in each place.
+        free: the places that hold no live row.
+    """
+    left = {rows[place].number: place for place in free if place < len(rows)}
+    own = {row.number: left[row.number] for row in back if row.number in left}
+    taken = {*own.values()}
+    others = iter([place for place in free if place not in taken])
+    return torch.tensor([own[row.number] if row.number in own else next(others) for row in back])
+
+
 class StopTable:
     """Which tokens end a turn: one row of booleans for each distinct pair (ignore_eos, stop_token_ids)."""
 

@@ -57,6 +57,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[bool, str]] = {
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of texts that are not empty"),
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
             "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
@@ -64,11 +65,9 @@ class Sampling:
             "min_p": (0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             "repetition_penalty": (self.repetition_penalty > 0.0, "positive"),
         }
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"sampling.stop must be a tuple of texts that are not empty, got {self.stop!r}")
         for name, (ok, allowed) in bounds.items():
             if not ok:
-                raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)}")
+                raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)!r}")
 
     @property
     def truncated(self) -> bool:
@@ -303,8 +302,7 @@ class Engine(Protocol):
         """End running completions, all or those with these request keys, at their next token, as ``abort``.
 
         If all running completions are waiting for the environment, they end when it next answers. The method is
-        thread-safe. It affects the call of ``generate`` that is running, not a later one.
-        """
+        thread-safe, and affects the call of ``generate`` that is running, not a later one."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -334,16 +332,15 @@ def check_request(index: int, request: Request, engine: Engine) -> None:
     Raises:
         EngineError: the request cannot be served.
     """
-    vocabulary, context = engine.vocabulary, engine.context
-    length, turns = len(request.prompt), request.observation_tokens
+    vocabulary, context, turns = engine.vocabulary, engine.context, request.observation_tokens
+    length, new = len(request.prompt), request.sampling.max_tokens
     if length == 0:
         raise EngineError(f"request {index}: empty prompt")
-    if length + request.sampling.max_tokens + turns > context:
+    if length + new + turns > context:
         raise EngineError(
-            f"request {index}: {length} prompt tokens and max_tokens {request.sampling.max_tokens}"
-            f"{f' with {turns} observation_tokens' if turns else ''} exceed the context of {context}; lower "
-            "rollout.max_tokens (with turns also rollout.observation_tokens), or in an evaluation use "
-            "eval.profile=custom with a smaller eval.max_tokens"
+            f"request {index}: {length} prompt tokens and max_tokens {new}{f' + {turns}' if turns else ''} exceed the "
+            f"context of {context}; lower rollout.max_tokens (with turns also .observation_tokens), or in an "
+            "evaluation use eval.profile=custom with a smaller eval.max_tokens"
         )
     if max(request.prompt) >= vocabulary or min(request.prompt) < 0:
         raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {vocabulary}")

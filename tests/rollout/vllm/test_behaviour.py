@@ -270,7 +270,6 @@ def test_requests_that_cannot_be_served_are_refused(engine):
         ("presence_penalty", dict(presence_penalty=3.0)),
         ("temperature", dict(temperature=3.0)),
         ("temperature 0.005 is too low", dict(temperature=0.005)),
-        ("empty string", dict(stop=("",))),
     ],
 )
 def test_what_vllm_cannot_sample_is_refused_and_nothing_of_the_call_stays(engine, match, sampling):
