@@ -3,6 +3,7 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from tandemrl.config import RewardConfig
@@ -14,6 +15,7 @@ from tandemrl.data.builders import (
     generate_countdown,
 )
 from tandemrl.data.loading import load_rows
+from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.scoring import Scorer
 
@@ -99,6 +101,33 @@ def test_a_build_that_dies_between_its_files_has_no_manifest(source, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         build_gsm8k(source, tmp_path / "out", expect_rows=0)
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_file_is_one_split_only(source, tmp_path):
+    (source / "train.jsonl").rename(source / "gsm8k_train.jsonl")
+    (source / "test.jsonl").rename(source / "gsm8k-test.jsonl")
+    assert build_gsm8k(source, tmp_path / "named", expect_rows={"train": 3, "test": 2})["splits"]["test"]["rows"] == 2
+    (source / "gsm8k-test.jsonl").unlink()
+    with pytest.raises(DataError, match="expected the test split of openai/gsm8k"):
+        build_gsm8k(source, tmp_path / "out", expect_rows=0)
+    (source / "gsm8k_train.jsonl").rename(source / "gsm8k.jsonl")
+    with pytest.raises(DataError, match=r"gsm8k\.jsonl would be more than one split of openai/gsm8k: name each"):
+        build_gsm8k(source, tmp_path / "out", expect_rows=0)
+
+
+def test_a_field_that_only_later_rows_have_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandemrl.data.parquet.CHUNK", 2)
+    rows = [{"prompt": [{"content": str(i)}], "extra_info": {"index": i}} for i in range(5)]
+    rows[4]["extra_info"] |= {"answer": "so", "docs": [{"id": "a"}]}
+    write_splits(tmp_path / "out", "x", {"train": iter(rows)}, {})
+    found = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [row["extra_info"]["answer"] for row in found] == [None] * 4 + ["so"]
+    assert found[4] == rows[4]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["manifest.json", "train.parquet"]
+    rows[4]["extra_info"]["index"] = "four"
+    with pytest.raises(DataError, match=r"rows 5 to 5: .*give a field values of one type in all rows"):
+        write_splits(tmp_path / "other", "x", {"train": iter(rows)}, {})
+    assert not (tmp_path / "other").exists()
 
 
 def test_large_splits_are_written_in_chunks_without_a_loss(tmp_path):

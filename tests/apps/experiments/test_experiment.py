@@ -172,6 +172,22 @@ def test_what_a_run_sets_is_refused_but_for_settings_of_training(finished: Finis
     experiments._check_experiment(asked.only(["tandem", "K_2"]))
 
 
+def test_what_is_set_of_the_task_holds_in_evaluations_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def evaluate(config: Any, **_: Any) -> dict[str, Any]:
+        seen.append(config)
+        return {"pass-at-k": {"metrics": {"macro": {"pass@1": 0.5}}}}
+
+    monkeypatch.setattr(experiments.evals, "evaluate", evaluate)
+    overrides = ("data.prompt_suffix=Think #1: hard.", "reward.gsm8k=flexible", "train.lr=1e-4", "eval.seed=5")
+    experiment = replace(EXPERIMENTS["quickstart"], overrides=overrides)
+    experiments.run_job(experiment, Job("plain", 0, Arm(BASE, "before")), tmp_path)
+    [config] = seen
+    assert (config.data.prompt_suffix, config.reward.gsm8k) == ("Think #1: hard.", "flexible")
+    assert (config.train.lr, config.eval.seed) == (load().train.lr, load().eval.seed)
+
+
 def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:
     large = replace(finished.experiment, size="46m", device="cuda")
     overrides = experiments._run_overrides(large, Job("plain", 0, TANDEM), finished.out)
