@@ -28,6 +28,7 @@ from tandemrl.config import (
     to_yaml,
 )
 from tandemrl.config.losses import LossConfig
+from tandemrl.config.plain import flatten
 from tandemrl.config.reference import Leaf
 from tandemrl.config.rules import check, check_processes
 from tandemrl.config.schema import FunctionsConfig
@@ -213,34 +214,27 @@ def test_a_value_of_another_kind_is_named_with_the_kind_that_is_expected(
 
 
 @pytest.mark.parametrize(
-    ("key", "typed", "value"),
+    ("override", "key", "value"),
     [
-        ("data.prompt_suffix", "Write #### and: the number.", None),
-        ("data.prompt_suffix", "two\n\nlines", None),
-        ("data.prompt_suffix", "", None),
-        ("data.prompt_suffix", '"\\nA: #"', "\nA: #"),
-        ("judge.model", "null", "None"),
-        ("train.wandb_project", "007", None),
-        ("train.wandb_project", "yes", None),
-        ("data.train", "a #b.jsonl", "('a #b.jsonl',)"),
-        ("data.train", "[a, b]", "('a', 'b')"),
-        ("rollout.draft_tokens", "4", "4"),
-        ("reward.scorers.mine/v1.5", "boxed", "boxed"),
-        ("reward.scorers[mine/v1.5]", "boxed", "boxed"),
-        ("reward.weights.a.b", "0.5", "0.5"),
-        ("data.template_arguments", "{a: 1}", None),
+        ("data.prompt_suffix=Write #### and: the number.", "data.prompt_suffix", "Write #### and: the number."),
+        ("data.prompt_suffix=two\n\nlines", "data.prompt_suffix", "two\n\nlines"),
+        ("data.prompt_suffix=", "data.prompt_suffix", ""),
+        (r'data.prompt_suffix="\nA: #"', "data.prompt_suffix", "\nA: #"),
+        ("judge.model=null", "judge.model", None),
+        ("train.wandb_project=007", "train.wandb_project", "007"),
+        ("train.wandb_project=yes", "train.wandb_project", "yes"),
+        ("data.train=a #b.jsonl", "data.train", ["a #b.jsonl"]),
+        ("data.train=[a, b]", "data.train", ["a", "b"]),
+        ("rollout.draft_tokens=4", "rollout.draft_tokens", 4),
+        ("reward.scorers.mine/v1.5=boxed", "reward.scorers.mine/v1.5", "boxed"),
+        ("reward.scorers[mine/v1.5]=boxed", "reward.scorers.mine/v1.5", "boxed"),
+        ("reward.weights.a.b=0.5", "reward.weights.a.b", 0.5),
+        ("data.template_arguments={a: 1}", "data.template_arguments.a", 1),
     ],
 )
-def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(key: str, typed: str, value: str | None) -> None:
+def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: str, value: Any) -> None:
     """YAML would end a text at " #", fold its lines, and read 007 as 7."""
-    section, _, name = key.replace("[", ".").replace("]", "").partition(".")
-    found = getattr(load(overrides=[f"{key}={typed}"]), section)
-    for part in name.split(".", 1) if hasattr(found, name.split(".")[0]) else [name]:
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    if key == "data.template_arguments":
-        assert found["a"] == 1
-    else:
-        assert str(found) == (typed if value is None else value)
+    assert flatten(to_dict(load(overrides=[override])))[key] == value
 
 
 def test_steps_beside_the_epochs_of_a_config_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ CALLS = [call.replace(", ", ",").replace(": ", ":") for call in small_world.CALL
 SETTINGS = [
     "selection.strategy=before_word",
     "selection.max_untranslatable=1",
-    "train.seed=2",
+    "train.seed=2",  # with which each author ends a turn
     "data.max_prompt_tokens=40",
     "train.tokens_per_micro_batch=512",
     *TOOLS,

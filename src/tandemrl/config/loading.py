@@ -88,8 +88,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(str(error).splitlines()[0]) from None
     assert isinstance(config, Config)
     check(config)
-    stated = stated_keys(overrides)
-    if config.train.epochs is not None and "train.steps" in stated and "train.epochs" not in stated:
+    length = {"train.steps", "train.epochs"}
+    if config.train.epochs is not None and stated_keys(overrides) & length == {"train.steps"}:
         raise ConfigError(
             f"train.steps={config.train.steps} has no effect beside train.epochs={config.train.epochs:g} of {path}; "
             "add train.epochs=null, or leave train.steps out"
@@ -130,7 +130,8 @@ def _assigned(item: str) -> Any:
     if _takes_text(annotation, text):
         value: Any = text
     else:
-        value = OmegaConf.to_container(_parsed(item, OmegaConf.from_dotlist, [f"value={text}"]))["value"]  # type: ignore[index,call-overload]  # a mapping
+        parsed: Any = OmegaConf.to_container(_parsed(item, OmegaConf.from_dotlist, [f"value={text}"]))
+        value = parsed["value"]
     if "[" in key:  # OmegaConf's own way to write a key with dots
         source = OmegaConf.create()
         OmegaConf.update(source, key, value, force_add=True)

@@ -14,7 +14,7 @@ from tandemrl.data.sources import checksum
 from tandemrl.files import write_text
 
 CHUNK = 1024
-"""Rows that are in memory at once. The first ones decide the schema."""
+"""Rows that are in memory at once."""
 
 
 def write_splits(

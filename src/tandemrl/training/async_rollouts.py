@@ -245,12 +245,9 @@ class AsyncRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        running = [pending.batch for pending in self._pending]
-        while running:
-            running = [*wait(running, timeout=0.0).not_done]
-            if running:
-                self._engine.abort()  # again: it forgets what it was told before a call began
-                wait(running, timeout=0.2)
+        while running := [pending.batch for pending in self._pending if not pending.batch.done()]:
+            self._engine.abort()  # again: it forgets what it was told before a call began
+            wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)
 
 
