@@ -1,4 +1,4 @@
-"""Small enough to hold in the head: no file of the core over 500 lines, no function over 10 parameters."""
+"""Small enough to hold in the head: no function of the core takes over 10 parameters."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tandemrl"
 CORE = sorted(path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "apps")
-LINES, PARAMETERS = 500, 10
+PARAMETERS = 10
 NOT_OURS = {"models/attention.py:attention"}
 """Functions whose signature somebody else defines: transformers calls this one."""
 
@@ -29,6 +29,5 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("path", CORE, ids=name)
-def test_a_file_of_the_core_is_short_and_its_functions_take_few_values(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LINES
+def test_functions_of_the_core_take_few_values(path: Path) -> None:
     assert {f"{name(path)}:{function}" for function, count in functions(path) if count > PARAMETERS} <= NOT_OURS
