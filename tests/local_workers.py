@@ -19,23 +19,19 @@ from tandemrl.rollout.torch_engine import TorchEngine
 class LocalWorkers:
     """``faults``: by the number of a worker, what happens: "does not start"; at its first unit "dies", "dies later"
     (when ``go_on`` is set), "its engine dies" or "keeps silent"; or "is stale": it never loads weights. ``acting``:
-    makes what the authors of a worker take turns with. ``amid``: weights are loaded during units."""
+    makes what the authors of a worker take turns with."""
 
     def __init__(
         self,
         make: Callable[[], TorchEngine],
         faults: dict[int, str] | None = None,
         acting: Callable[[], EpisodeRunner] | None = None,
-        *,
-        amid: bool = False,
     ) -> None:
-        self.amid = amid
         self.make, self.faults, self.acting = make, faults or {}, acting
         self.runners: dict[int, EpisodeRunner] = {}
         self.engines: dict[int, TorchEngine] = {}
         self.workers: dict[int, WorkerEngine] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
-        self.loading: dict[int, ThreadPoolExecutor] = {}
         self.kept: dict[int, list[tuple[str, Tensor]]] = {}
         self.done: list[tuple[int, Unit]] = []
         self.ended: list[int] = []
@@ -46,7 +42,6 @@ class LocalWorkers:
 
     def start(self, number: int) -> None:
         self.threads[number] = ThreadPoolExecutor(1)
-        self.loading[number] = ThreadPoolExecutor(1) if self.amid else self.threads[number]
 
         def start() -> None:
             if self.faults.get(number) == "does not start":
@@ -69,7 +64,7 @@ class LocalWorkers:
             else:
                 self.tell(Loaded(number, version, self.workers[number].load(version, self.kept.get(version, ()))))
 
-        self.loading[number].submit(load)
+        self.threads[number].submit(load)
 
     def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
         def generate() -> None:
@@ -82,12 +77,12 @@ class LocalWorkers:
                 if fault == "its engine dies":
                     self.engines[number].generate = Mock(side_effect=EngineDeadError("the vLLM engine died"))
                 try:
-                    weights, answer = self.workers[number].generate(requests, turns)
+                    version, checksum, answer = self.workers[number].generate(requests, turns)
                 except EngineError as error:  # as it comes from a call of an actor
                     self.tell(Lost(number, str(error)))
                     return
                 self.done.append((number, unit))
-                self.tell(Answered(number, unit, attempt, weights, answer))
+                self.tell(Answered(number, unit, attempt, version, checksum, answer))
 
         self.threads[number].submit(generate)
 
@@ -104,5 +99,5 @@ class LocalWorkers:
         self.kept.pop(version, None)
 
     def close(self) -> None:
-        for thread in (*self.threads.values(), *self.loading.values()):
+        for thread in self.threads.values():
             thread.shutdown()

@@ -253,6 +253,18 @@ def test_later_sources_win_and_one_data_source_needs_no_brackets(tmp_path: Path)
     assert (config.data.train, config.data.eval) == (("a.jsonl",), ("b.jsonl",))
 
 
+def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("rollout: {in_flight: false}\n")
+    assert load(file) == load()
+    file.write_text("rollout: {in_flight: true}\n")
+    for given in ({"path": file}, {"overrides": ["rollout.in_flight=true"]}):
+        with pytest.raises(
+            ConfigError, match=r"rollout\.in_flight was removed in 0\.2; leave it out: train\.async_steps=1"
+        ):
+            load(**given)
+
+
 def test_a_value_that_was_removed_is_an_error_until_it_is_replaced(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text("rollout:\n  vllm:\n    mode: majority\n")

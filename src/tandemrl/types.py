@@ -8,10 +8,10 @@ Alignment: entry *i* of every per-token channel describes token *i*, never a shi
 in ``tandemrl.models.forward``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int8, Int64, jaxtyped
@@ -49,52 +49,6 @@ def taken_over(author: np.ndarray) -> np.ndarray:
     return after
 
 
-class VersionSpan(NamedTuple):
-    """Tokens that weights of one version wrote, up to the next span: the index of the first one, and the version."""
-
-    start: int
-    version: int
-
-
-@runtime_checkable
-class HasVersions(Protocol):
-    """A rollout or completion: tokens, and the versions of the weights that wrote them."""
-
-    @property
-    def author(self) -> np.ndarray: ...
-    @property
-    def policy_version(self) -> int: ...
-    @property
-    def later_versions(self) -> tuple[VersionSpan, ...]: ...
-
-
-def extended(spans: Sequence[VersionSpan], start: int, version: int) -> tuple[VersionSpan, ...]:
-    """Spans to which one is added, without those that have written nothing before it.
-
-    Examples:
-        >>> extended([VersionSpan(0, 3), VersionSpan(5, 4)], 5, 6)
-        (VersionSpan(start=0, version=3), VersionSpan(start=5, version=6))
-    """
-    return *(span for span in spans if span.start < start), VersionSpan(start, version)
-
-
-def version_spans(written: HasVersions) -> tuple[VersionSpan, ...]:
-    """All tokens by the version of the weights; the first span begins at token 0."""
-    return VersionSpan(0, written.policy_version), *written.later_versions
-
-
-def token_versions(written: HasVersions) -> np.ndarray:
-    """For each token the version of the weights."""
-    starts, versions = zip(*version_spans(written), strict=True)
-    return np.repeat(versions, np.diff([*starts, len(written.author)]))
-
-
-def oldest_version(written: HasVersions) -> int:
-    """The version of the oldest span with a token of the senior; without any, that of the last span."""
-    own = token_versions(written)[written.author == Author.SENIOR]
-    return int(own[0]) if len(own) else version_spans(written)[-1].version
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One finished, scored completion together with its prompt; also a line of ``samples.jsonl``.
@@ -105,7 +59,7 @@ class Rollout:
     request key that all random draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript`` holds the
     messages of an episode of several turns, and is None for a single-turn rollout. ``handover_logprobs`` is another
     channel of the tokens, and None unless the strategy has ``starts`` (see ``Completion``). ``policy_version`` is that
-    of the weights that wrote the first tokens; ``later_versions`` says from which tokens on newer ones did.
+    of the weights that wrote it.
 
     Raises:
         ValueError: the channels differ in length, or ``author`` holds another value than -1, 0 or 1.
@@ -125,7 +79,6 @@ class Rollout:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
-    later_versions: tuple[VersionSpan, ...] = ()
 
     def __post_init__(self) -> None:
         channels = {"tokens": np.int64, "author": np.int8, "behaviour_logprobs": np.float32}
@@ -183,7 +136,6 @@ class Rollout:
             "stop_reason": self.stop_reason,
             "turns": self.turns,
             "policy_version": self.policy_version,
-            **({"later_versions": [list(span) for span in self.later_versions]} if self.later_versions else {}),
             **({} if self.transcript is None else {"transcript": self.transcript.to_json()}),
         }
 
@@ -194,7 +146,6 @@ class Rollout:
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
         if others.get("transcript") is not None:
             others["transcript"] = Transcript.from_json(others["transcript"])
-        others["later_versions"] = tuple(VersionSpan(*span) for span in line.get("later_versions", ()))
         return cls(**others | arrays | {"key": line["seed"]})
 
 

@@ -13,7 +13,6 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import prepare
 from tandemrl.rollout import sync
-from tandemrl.rollout.control import Turnstile
 from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -245,18 +244,3 @@ def test_a_sync_of_the_same_weights_is_no_change():
     engine = TorchEngine(prepared(model), None, tokenizer())
     before = engine.fingerprint()
     assert sync_weights(copy.deepcopy(model), engine, 3) == before
-
-
-def test_an_interrupted_load_holds_up_no_later_call(monkeypatch):
-    turnstile = Turnstile()
-
-    def interrupted(**_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(turnstile, "_take", interrupted)
-        with pytest.raises(KeyboardInterrupt), turnstile.loading():
-            pass
-    assert not turnstile.awaited
-    with turnstile.decoding():
-        pass

@@ -23,7 +23,6 @@ from tandemrl.rollout.fleet.events import Joined
 from tandemrl.rollout.fleet.ray_workers import RayWorkers
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.loop import train
-from tandemrl.types import Rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")]
 RUN = ("train.steps=3", "train.save_every=3", "train.eval_every=3")
@@ -157,26 +156,6 @@ def slow(*given: Any) -> Any:
     engine = factory._own_engine(*given)
     engine.__class__ = Slow
     return engine
-
-
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_updates_reach_workers_amid_rollouts_also_when_it_is_resumed(
-    ahead: int, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(factory, "_own_engine", slow)
-    keys = ("train.save_every=3", "train.eval_every=0", "data.eval=[]", "rollout.workers=2", "rollout.in_flight=true")
-    for steps in (3, 6):
-        more = f"train.async_steps={ahead}", f"train.steps={steps}"
-        train(config(tiny_pair, tmp_path, *keys, *more), quiet=True)
-    lines, rollouts = metrics(tmp_path), [Rollout.from_json(line) for line in samples(tmp_path)]
-    assert len(lines) == 6
-    assert all(line["fleet/staleness"] <= ahead for line in lines)
-    assert any(0 < line["fleet/staleness"] % 1 < 1 for line in lines)  # of units that began before and after an update
-    assert any(rollout.later_versions for rollout in rollouts)
-    for which in ("writer", "later"):
-        gaps = [line[name] for line in lines if (name := f"mismatch/{which}_mean_abs") in line]
-        assert gaps, which
-        assert max(gaps) < 1e-4, which
 
 
 @pytest.mark.vllm

@@ -18,7 +18,7 @@ class EngineKind(NamedTuple):
     at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
     ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). apart: the junior may
     have a vocabulary of its own. spans: for dropped proposals and two vocabularies, each model has an engine of its
-    own, which writes runs of words. asks: the junior may be behind an endpoint. renews: ``rollout.in_flight``. splits:
+    own, which writes runs of words. asks: the junior may be behind an endpoint. splits:
     ``rollout.tensor_parallel``. windows: it can run layers that attend to a window only. section: its own section of
     ``rollout``. package: what has to be installed.
     """
@@ -34,7 +34,6 @@ class EngineKind(NamedTuple):
     apart: bool = False
     spans: bool = False
     asks: bool = False
-    renews: bool = False
     splits: bool = False
     windows: bool = False
     section: str | None = None
@@ -51,7 +50,6 @@ ENGINES: dict[str, EngineKind] = {
         drops=True,
         apart=True,
         asks=True,
-        renews=True,
         windows=True,
     ),
     "vllm": EngineKind(
@@ -64,7 +62,6 @@ ENGINES: dict[str, EngineKind] = {
         drops=True,
         apart=True,
         spans=True,
-        renews=True,
         splits=True,
         section="vllm",
         package="vllm",

@@ -263,10 +263,23 @@ REMOVED = {
 """Values of earlier versions that no longer exist, each with the reason and what to use."""
 
 
+REMOVED_KEYS = {"rollout.in_flight": (False, "train.async_steps=1 overlaps rollouts and updates without it")}
+"""Keys of earlier versions that no longer exist, each with its default, which is ignored, and what to do instead."""
+
+
 def _removed(source: Any, where: str) -> dict[str, str]:
-    """The keys that have a removed value, each with a message. They are left to later sources, as with ``???``."""
+    """The keys that have a removed value, each with a message. They are left to later sources, as with ``???``.
+
+    Raises:
+        ConfigError: a removed key has another value than its default.
+    """
     from omegaconf import OmegaConf
 
+    for key, (default, instead) in REMOVED_KEYS.items():
+        section, _, name = key.rpartition(".")
+        parent: Any = OmegaConf.select(source, section) if OmegaConf.is_dict(source) else None
+        if OmegaConf.is_dict(parent) and name in parent and parent.pop(name) != default:
+            raise ConfigError(f"{where}: {key} was removed in 0.2; leave it out: {instead}")
     found = {}
     for (key, value), why in REMOVED.items():
         if OmegaConf.is_dict(source) and OmegaConf.select(source, key, default=None) == value:

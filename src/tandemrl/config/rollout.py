@@ -139,10 +139,6 @@ class RolloutConfig:
     step, whose turns wait for nobody's."""
     worker_timeout_s: PositiveFloat = 600.0
     """A worker that has not started, loaded weights or decoded a unit in this time is replaced."""
-    in_flight: bool = False
-    """With `train.async_steps` above 0: load the weights of each update amid the rollouts that are generated meanwhile.
-    They go on with the new weights, and the senior reads again what they have so far. Each token keeps the version that
-    wrote it and its log-prob under it. A run then depends on when updates come, so it does not repeat bit for bit."""
     allow_truncated: bool = False
     """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -212,27 +212,6 @@ def _drafts(c: Config) -> Iterator[Fault]:
         yield Fault("rollout.draft_tokens", "0 without model.junior: drafting requires model.junior")
 
 
-def _in_flight(c: Config) -> Iterator[Fault]:
-    r = c.rollout
-    if not r.in_flight:
-        return
-    if c.train.async_steps == 0:
-        yield Fault("rollout.in_flight", "false with train.async_steps=0, which generates nothing meanwhile; or use 1")
-    if not r.kind.renews:
-        able = ", ".join(kind.name for kind in ENGINES.values() if kind.renews)
-        yield Fault("rollout.in_flight", f"false with rollout.engine={r.engine}; or use {able}")
-    if c.selection.kind.drops and r.kind.spans:
-        why = "whose spans end before weights are loaded; train.async_steps=1 works without it, or use torch"
-        yield Fault("rollout.in_flight", f"false with rollout.engine={r.engine} and {c.selection.strategy}, {why}")
-    if r.unit_groups is not None and not r.workers:
-        yield Fault(
-            "rollout.unit_groups", "null with rollout.in_flight=true: units are for equal bits, which it gives up"
-        )
-    if r.environment_kind.turns:
-        why = "whose rows wait between turns; train.async_steps=1 works without it"
-        yield Fault("rollout.in_flight", f"false with rollout.environment={r.environment}, {why}")
-
-
 def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if not c.selection.kind.drops:
         return
@@ -336,7 +315,6 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _recipe,
     _junior_tokens,
     _drafts,
-    _in_flight,
     _dropped_proposals,
     _batches,
     _critic,
@@ -365,8 +343,6 @@ def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Iterator[Fa
         yield from _in_two_engines(c, "two vocabularies")
     if not solo and c.rollout.draft_tokens != 0:
         yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
-    if not solo and c.rollout.in_flight:
-        yield Fault("rollout.in_flight", f"false, {two}: train.async_steps=1 works without it; {same}")
     if not solo and c.rollout.compile:
         yield Fault("rollout.compile", f"false, {two}: runs of words are read at once, of any length; {same}")
     if c.loss.junior_kl_coef > 0:
@@ -385,8 +361,6 @@ def _alone(c: Config) -> Iterator[Fault]:
 def _among_processes(c: Config) -> Iterator[Fault]:
     r, v, timeout = c.rollout, c.rollout.vllm, c.parallel.timeout_s
     unsupported = "with several processes, which do not support it"
-    if r.in_flight and not r.workers:
-        yield Fault("rollout.in_flight", f"false {unsupported} without workers; or set rollout.workers")
     if r.kind.section == "vllm" and not r.workers:
         if not v.multiprocess:
             why = "vLLM would take the trainer's process group for its own"

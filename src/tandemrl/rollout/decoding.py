@@ -29,7 +29,7 @@ from tandemrl.rollout.engine import Completion, EngineError, OnTokens, Passes, R
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
-from tandemrl.types import Transcript, VersionSpan
+from tandemrl.types import Transcript
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
@@ -104,23 +104,12 @@ class DecodingBatch:
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
         assert row.stop_reason is not None
-        (_, first), *later = row.spans or [VersionSpan(0, version)]  # none: it was aborted before it began
         channels = self.tokens, self.authors, self.logprobs
         tokens, authors, logprobs = (x[row.number, : row.written].numpy().copy() for x in channels)
         told = self.handovers[row.number, : row.written].numpy().copy() if self.starts.row(row.request) else None
-        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, first, transcript, told, tuple(later))
+        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript, told)
 
     # ------------------------------------------------------------------------------------------------- coming and going
-
-    def renew(self, version: int) -> None:
-        """Go on with the senior's new weights: it reads again what the rows have. No row may wait between two turns."""
-        for i in self.live.nonzero().squeeze(1).tolist():
-            self.rows[i].span(int(self.written[i]), version)
-        if 1 in self.caches and self.rows:
-            each = zip(self.rows, self.written.tolist(), strict=True)
-            texts = [[*row.request.prompt, *self.tokens[row.number, :written].tolist()] for row, written in each]
-            cache = self.caches[1] = KVCache()
-            cache.append(prefill(self.decoder.models[1], texts), torch.arange(len(texts)), 0)
 
     def admit(self, new: list[Row]) -> None:
         """Compute the prompts of new rows, each distinct request once, and append the rows to the batch."""

@@ -14,7 +14,6 @@ from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
-from tandemrl.types import VersionSpan, extended
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,6 @@ class Row:
     """Between two turns: whether the strategy lets the senior write after the last token."""
     junior_context: Sequence[int] = ()
     """Between two turns: ``Reply.junior_context``."""
-    spans: tuple[VersionSpan, ...] = ()
-    """The columns of the output arrays by the weights that write them; none before the row is admitted."""
 
     @property
     def observed(self) -> int:
@@ -91,10 +88,6 @@ class Row:
         whole = torch.cat([known, new])
         texts = (whole[: len(known) + n] for n in range(1, len(new) + 1))
         return next((n for n, text in enumerate(texts, start=1) if self.hits_stop_string(text, decode)), 0)
-
-    def span(self, start: int, version: int) -> None:
-        """From column ``start`` on, the row is written by the weights of this version."""
-        self.spans = extended(self.spans, start, version)
 
     def end(self, reason: StopReason | None) -> None:
         """End the completion: no further turn follows."""

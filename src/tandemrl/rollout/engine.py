@@ -5,7 +5,7 @@ Engines have rows in ``config.components.ENGINES``; ``factory.make_engine`` make
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandemrl.selection import Replay, Strategy, Who, replay
-from tandemrl.types import Transcript, VersionSpan, own_turns, version_spans
+from tandemrl.types import Transcript, own_turns
 
 StopReason = Literal["eos", "stop", "length", "turns", "abort", "untranslatable", "failed"]
 """Why a completion ended. ``turns`` means that the environment allows no further turn."""
@@ -119,7 +119,7 @@ class Completion:
     episode, from the ``Responder``; None without one. handover_logprobs: None unless the strategy has ``starts``. Then
     it holds, at the first token of the junior after one of the senior, the log-prob that the senior proposes a token of
     ``starts`` there, and 0.0 elsewhere. A token after a handover has its log-prob among ``starts`` alone.
-    policy_version: of the weights that wrote the first token. later_versions: where newer weights went on, in order.
+    policy_version: of the weights that wrote it.
     """
 
     key: int
@@ -130,12 +130,6 @@ class Completion:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
-    later_versions: tuple[VersionSpan, ...] = ()
-
-    @property
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """All tokens by the version of the weights that wrote them; the first span begins at token 0."""
-        return version_spans(self)
 
     @property
     def turns(self) -> list[np.ndarray]:
@@ -308,9 +302,7 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the senior's weights in place. The junior is never touched.
 
-        An engine for ``rollout.in_flight`` permits this in another thread than that of a running ``generate``. Its call
-        goes on with the new weights after its next token, and its completions say where (``later_versions``). If it
-        has turns, or its authors two vocabularies, the weights wait for its end; with whole words on vLLM, too.
+        In another thread than that of a running ``generate``, this waits for the end of the call.
         """
         ...
 
@@ -388,14 +380,12 @@ def check_completion(completion: Completion) -> None:
         raise EngineError(f"completion {completion.key}: handover_logprobs are not {length} finite numbers")
 
 
-def check_answers(
-    requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int, newest: int
-) -> None:
+def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
     """Refuse completions that are missing, stand under another request's prompt, were aborted, or are from other
     weights.
 
     Args:
-        version: of the weights when the call began. newest: when it ended; each token is from one of these or between.
+        version: of the weights when the call began.
 
     Raises:
         EngineError: a completion must not be used; the message names the request.
@@ -409,15 +399,10 @@ def check_answers(
         for completion in group:
             if completion.stop_reason == "abort":
                 raise EngineError(f"request {i}: completion {completion.key} was aborted; it is not complete")
-            starts, versions = zip(*completion.spans, strict=True)
-            rising = all(a < b for each in (starts, versions) for a, b in pairwise(each))
-            within = (
-                version <= versions[0] and versions[-1] <= newest and starts[-1] <= max(0, len(completion.tokens) - 1)
-            )
-            if not (rising and within):
+            if completion.policy_version != version:
                 raise EngineError(
-                    f"request {i}: completion {completion.key} is from policy version "
-                    f"{', '.join(map(str, versions))}, the engine is at {version}"
+                    f"request {i}: completion {completion.key} is from policy version {completion.policy_version}, the "
+                    f"engine is at {version}"
                 )
 
 
@@ -495,6 +480,6 @@ def generate_verified(
     version = engine.policy_version
     turns: dict[str, Any] = {} if responder is None else {"responder": responder}  # not every engine takes turns
     completions = engine.generate(requests, progress=progress, **turns)
-    check_answers(requests, completions, version, engine.policy_version)
+    check_answers(requests, completions, version)
     histories = [request.history for request in requests for _ in request.keys]
     return completions, check_authors([*chain.from_iterable(completions)], strategy, histories)

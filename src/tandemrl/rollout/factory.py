@@ -121,7 +121,6 @@ def make_engine(
         unit_groups=config.units,
         max_staleness=max_staleness,
         timeout_s=config.worker_timeout_s,
-        in_flight=config.in_flight,
     )
 
 

@@ -10,7 +10,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Completion
-from tandemrl.types import Author, Group, Rollout, VersionSpan
+from tandemrl.types import Author, Group, Rollout
 
 
 def response_text(completion: Completion, tokenizer: Any) -> str:
@@ -63,8 +63,5 @@ def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) 
         turns=max(1, len(completion.turns)),
         transcript=completion.transcript,
         policy_version=completion.policy_version,
-        later_versions=tuple(
-            VersionSpan(len(context) + start, version) for start, version in completion.later_versions
-        ),
         handover_logprobs=None if told is None else np.concatenate([np.zeros(len(context)), told]),
     )

@@ -4,6 +4,7 @@ The rows being decoded are a ``DecodingBatch`` (``decoding``). Between two steps
 begins join it. A row that waits for the environment takes no place in the batch: its keys and values are kept apart.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import context_of, eos_token_ids
 from tandemrl.models.lora import adapted_layers, is_adapter
-from tandemrl.rollout.control import Aborts, Turnstile
+from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
@@ -54,9 +55,6 @@ class BatchEngine(ABC):
         make_partner: makes the junior of a call, if it has a vocabulary of its own.
     """
 
-    renews = True
-    """Whether weights may be loaded amid a call without turns."""
-
     def __init__(
         self,
         decoder: Decoder,
@@ -72,7 +70,7 @@ class BatchEngine(ABC):
         self.passes = Passes()
         self._make_partner = make_partner
         self._spelling = None if make_partner is None else vocabulary_of(decoder.tokenizer)
-        self._aborts, self._turnstile = Aborts(), Turnstile()
+        self._aborts, self._busy = Aborts(), threading.RLock()
         self._draft_length: DraftLength | None = None
 
     @property
@@ -107,7 +105,7 @@ class BatchEngine(ABC):
         for i, request in enumerate(requests):
             check_request(i, request, self)
             check_partnered(i, request, apart=self._make_partner is not None)
-        with self._turnstile.decoding():
+        with self._busy:
             return self._write(requests, progress, responder, on_tokens)
 
     def _write(
@@ -124,19 +122,10 @@ class BatchEngine(ABC):
         length = self._draft_length_for(requests, len(rows))
         batch = self._batch(requests, len(rows), turns=responder is not None, drafts=length is not None)
         apart, version = isinstance(batch, TwoVocabularies), self.policy_version
-        renews = self.renews and responder is None and not apart
         between = _BetweenTurns(responder, self.vocabulary, apart=apart)
         while waiting or batch.rows or between:
-            if renews:
-                self._turnstile.pause()
             if self.policy_version != version:
-                if not renews:
-                    raise EngineError(
-                        "weights were loaded during a call that cannot go on with them (turns, two vocabularies, or "
-                        "whole words on vLLM); wait for its end"
-                    )
-                version = self.policy_version
-                batch.renew(version)
+                raise EngineError("weights were loaded during a call of generate; wait for its end")
             room = 2 * self.max_rows - len(batch.rows) - len(between)
             if between and (steps % POLL_EVERY == 0 or not batch.rows):
                 between.listen(wait=not (batch.rows or between.ready or (waiting and room > 0)))
@@ -145,8 +134,6 @@ class BatchEngine(ABC):
             free = min(self.max_rows - len(batch.rows), room)
             if waiting and free > 0 and (not batch.rows or 8 * free >= self.max_rows):
                 count = _whole_groups(waiting, free) or (0 if batch.rows else free)
-                for row in waiting[:count]:
-                    row.span(0, version)
                 batch.admit(waiting[:count])
                 del waiting[:count]
             if batch.rows:
@@ -171,9 +158,7 @@ class BatchEngine(ABC):
             batch.retire()
         told = [None if responder is None else responder.transcript(row.number) for row in rows]
         self.passes = batch.passes
-        completions = iter(
-            [batch.completion(row, self.policy_version, its) for row, its in zip(rows, told, strict=True)]
-        )
+        completions = iter([batch.completion(row, version, its) for row, its in zip(rows, told, strict=True)])
         return [[next(completions) for _ in request.keys] for request in requests]
 
     def _draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
@@ -271,7 +256,7 @@ class TorchEngine(BatchEngine):
         for name, parameter in own.items():
             if parameter.shape != new[name].shape:
                 raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
-        with self._turnstile.loading(), torch.no_grad():
+        with self._busy, torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(new[name])
             self.policy_version = version

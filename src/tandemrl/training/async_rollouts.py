@@ -11,10 +11,6 @@ checkpoint is about to be written, the trainer takes these weights back for one 
 rollouts. So the check compares the same weights on both sides, as it does without overlap. It leaves out the updates
 since then, for which importance sampling corrects. At most k + 1 copies exist: the kept ones, and the newer weights
 during that forward pass.
-With ``rollout.in_flight`` the weights of each update are loaded amid these rollouts, which go on with them. The version
-of each token is recorded, and so is its log-prob under it. When a rollout is taken, the oldest and the newest version
-that it can have are at hand: the kept weights and the trainer's own. The check compares the tokens of these two, each
-with its own. (With k = 1 there are no others. With k > 1, every version is the oldest one of some rollouts.)
 """
 
 import time
@@ -42,7 +38,7 @@ from tandemrl.rollout.groups import unscored
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
 from tandemrl.training.update import logprob_mismatch
-from tandemrl.types import Author, Metrics, VersionSpan, oldest_version, token_versions
+from tandemrl.types import Author, Metrics
 
 Compare = Callable[[CompletionBatch], Metrics]
 """A function that measures the log-prob mismatch between engine and trainer on completions, where the trainer uses the
@@ -155,7 +151,7 @@ class AsyncRollouts:
             return {}
         before, self._counted = self._counted, self._counts()
         new = {name: value - before[name] for name, value in self._counted.items()}
-        ages = [step - 1 - oldest_version(completion) for group in batch.completions for completion in group]
+        ages = [step - 1 - completion.policy_version for group in batch.completions for completion in group]
         means = {f"fleet/{each}_s": new[f"{each}_s"] / new[f"{each}s"] for each in ("unit", "load") if new[f"{each}s"]}
         return {
             "fleet/staleness": float(np.mean(ages)),
@@ -255,15 +251,13 @@ def _plain(c: Completion) -> dict[str, Any]:
     names = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
     channels = {name: torch.from_numpy(getattr(c, name)) for name in names if getattr(c, name) is not None}
     episode = {} if c.transcript is None else {"transcript": c.transcript.to_json()}
-    versions = {"policy_version": c.policy_version, "later_versions": [list(span) for span in c.later_versions]}
-    return {"key": c.key, "stop_reason": c.stop_reason, **versions, **channels, **episode}
+    return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels, **episode}
 
 
 def _completion(line: Mapping[str, Any]) -> Completion:
     values: dict[str, Any] = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in line.items()}
     if "transcript" in values:
         values["transcript"] = Transcript.from_json(values["transcript"])
-    values["later_versions"] = tuple(VersionSpan(*span) for span in values.get("later_versions", ()))
     return Completion(**values)
 
 
@@ -271,32 +265,24 @@ def remember(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compar
     """Keep a copy of the policy's weights, which the engine has, too.
 
     Returns:
-        a function that takes the completions which these weights wrote or began, and returns the metrics of
-        ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if the sample has no senior token. With
-        ``rollout.in_flight`` these are of the tokens that the kept weights wrote, and those that the policy's present
-        weights, which the engine must have got, went on with are measured likewise as ``mismatch/later_…``. All
-        processes must call it together. It raises a TrainError if a mean is above ``setup.mismatch_limit`` or not a
-        number.
+        a function that takes the completions which these weights wrote, and returns the metrics of
+        ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if the sample has no senior token. All processes
+        must call it together. It raises a TrainError if the mean is above ``setup.mismatch_limit`` or not a number.
     """
-    kept, version = [part.to("cpu", copy=True) for part in trained_parts(policy)], engine.policy_version
+    kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
     def compare(completions: CompletionBatch) -> Metrics:
         with exchanged(trained_parts(policy), kept):
-            metrics = writer_mismatch(setup, policy, completions, version)
-        if engine.policy_version != version and setup.config.rollout.in_flight:
-            later = writer_mismatch(setup, policy, completions, engine.policy_version)
-            metrics |= {name.replace("writer_", "later_"): value for name, value in later.items()}
-        for which in ("writer", "later"):
-            check_mismatch(setup.mismatch_limit, metrics.get(f"mismatch/{which}_mean_abs", 0.0))
+            metrics = writer_mismatch(setup, policy, completions)
+        check_mismatch(setup.mismatch_limit, metrics.get("mismatch/writer_mean_abs", 0.0))
         return metrics
 
     return compare
 
 
 @torch.no_grad()
-def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: CompletionBatch, version: int) -> Metrics:
-    """The mismatch of the policy's present weights on what weights of this version wrote of the first completions, one
-    micro-batch for each data rank."""
+def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: CompletionBatch) -> Metrics:
+    """The mismatch of the policy's present weights on the first completions, one micro-batch for each data rank."""
     pairs = [(p, c) for p, group in zip(completions.prompts, completions.completions, strict=True) for c in group]
     rollouts = [unscored(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
     budget, world = setup.config.train.tokens_per_micro_batch, setup.world
@@ -304,9 +290,6 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
     # a rank without work still joins the collectives
     batch = pack([rollouts[i] for i in sample], setup.device) if sample else pack_tokens([[0]], setup.device)
     senior = batch.author == Author.SENIOR
-    if sample:
-        versions = np.concatenate([token_versions(rollouts[i]) for i in sample])
-        senior &= torch.from_numpy(versions == version).to(senior.device)
     scores = setup.scores(policy, batch, senior)
     gaps = logprob_mismatch(world, scores.differences(batch, senior))
     return {name.replace("mismatch/", "mismatch/writer_"): value for name, value in gaps.items()}

@@ -116,11 +116,6 @@ def build(
             f"loss.word_ends=true: must be false with before_word and recipe {recipe.name}, whose critic has no value "
             "for the end of a word; group recipes such as grpo need none"
         )
-    if first.starts is not None and rollout.in_flight and rollout.kind.spans:
-        raise ConfigError(
-            f"rollout.in_flight=true: must be false with rollout.engine={rollout.engine} and a strategy that drops "
-            "proposals, whose spans end before weights are loaded; train.async_steps=1 works without it"
-        )
     tandem = strategy is not None or first.writers != "senior"
     critic = recipe.advantage is None
     models = build_models(

@@ -247,9 +247,6 @@ def train_step(
             rollouts.wait()
         with clock("sync"):
             sync_if_stale(models, version=step)
-    elif config.rollout.in_flight and not last:
-        with clock("sync"):
-            sync_if_stale(models, version=step)  # amid the rollouts of the next step
     if evaluates:
         with clock("eval"), rollouts.aside():
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)

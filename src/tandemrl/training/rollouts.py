@@ -14,7 +14,7 @@ from tandemrl.training.gates import TrainError, check_draws, check_starts
 from tandemrl.training.profiling import Profiler
 from tandemrl.training.state import Run, RunSetup
 from tandemrl.training.tracking import Tracker
-from tandemrl.types import Author, Group, Metrics, Rollout, oldest_version, taken_over, token_versions
+from tandemrl.types import Author, Group, Metrics, Rollout, taken_over
 
 
 def generate(
@@ -97,7 +97,6 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
     rewards = np.array([r.reward for r in scored])
     response = np.array([r.response_tokens for r in rollouts])
     senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
-    newer = sum(int((r.author[token_versions(r) > r.policy_version] >= 0).sum()) for r in rollouts if r.later_versions)
     parts = sorted({name for r in scored for name in r.reward_parts})
     draws = completions.draws
     told = [r for r in rollouts if r.handover_logprobs is not None]
@@ -112,8 +111,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         **{f"tandem/{how}": float(np.mean([r.stop_reason == how for r in told])) for how in LOST if told},
         "response/length": float(response.mean()),
         "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
-        "weights/version_lag": float(step - 1 - min(map(oldest_version, rollouts))),
-        **({"weights/newer_frac": newer / max(1, int(response.sum()))} if newer else {}),
+        "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
         "tokens/response": float(response.sum()),
         "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
         "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),

@@ -47,7 +47,7 @@ from tandemrl.cli.main import app
 from tandemrl.evals import Sample, authors_of
 from tandemrl.training.authored import authored_spans
 from tandemrl.training.tracking import write_eval_texts
-from tandemrl.types import Author, Rollout, VersionSpan
+from tandemrl.types import Author, Rollout
 
 TEXT = "First 5 plus 5 is 10.\n\nNext 10 minus 2 is 8.\n\n\\boxed{8}"
 VERSIONS = {"python": "3.11", "torch": "2.13", "git_revision": "abc123", "git_dirty": False}
@@ -547,39 +547,13 @@ def test_rollout_workers_have_a_table_where_there_are_some(tmp_path: Path) -> No
     more = [{f"fleet/{name}": value for name, value in zip(names, row, strict=True)} for row in values]
     more = [line | {"weights/version_lag": lag} for line, lag in zip(more, (0.0, 1.0, 2.0), strict=True)]
     file.write_text("".join(json.dumps(line | new) + "\n" for line, new in zip(lines, more, strict=True)))
-    expected = ["tandem", "2", "version 0, for step 3", "0.50", "2", "–", "50 %", "20 %", "3", "2"]
+    expected = ["tandem", "2", "version 0, for step 3", "0.50", "2", "50 %", "20 %", "3", "2"]
     report = build_report(tmp_path)
     [row] = [line for line in to_markdown(report).splitlines() if "version 0" in line]
     assert cells(row) == expected
     html = LiveReport(tmp_path, lambda: report).html()
     assert f'<tr><th scope="row">{expected[0]}</th>{"".join(f"<td>{each}</td>" for each in expected[1:])}</tr>' in html
     assert "The trainer waits for rollouts" in html
-
-
-def test_rollouts_that_go_on_with_newer_weights_are_told_of(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
-    """In the table, how stale they were and how much newer weights wrote; at a sample, which weights wrote what."""
-    found, folder = tokenizer
-    shutil.copytree(folder, tmp_path / "run" / "hf" / "best")
-    write_run(tmp_path / "run", 3, rollout={"workers": 0, "in_flight": True}, train={"async_steps": 1})
-    file = tmp_path / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    ages = [{"weights/version_lag": lag} for lag in (0.0, 1.0, 1.0)]
-    ages[1]["weights/newer_frac"], ages[2]["weights/newer_frac"] = 0.5, 0.25
-    file.write_text("".join(json.dumps(line | new) + "\n" for line, new in zip(lines, ages, strict=True)))
-    tokens = found.encode("How many? is 10.", add_special_tokens=False)
-    prompt = len(tokens) - 4
-    author = np.array([-1] * prompt + [1, 1, 0, 1])
-    later = (VersionSpan(prompt + 1, 2), VersionSpan(prompt + 3, 3))
-    rollout = Rollout(
-        "set/3", 0, 0, 7, np.array(tokens), author, np.zeros(len(author)), 0.5, policy_version=1, later_versions=later
-    )
-    (tmp_path / "run" / "samples.jsonl").write_text(json.dumps({"step": 3} | rollout.to_json()) + "\n")
-    report = build_report(tmp_path)
-    [row] = [line for line in to_markdown(report).splitlines() if "version 1, for step 3" in line]
-    assert cells(row) == ["run", "0", "version 1, for step 3", "–", "1", "25 %", "–", "–", "–", "–"]
-    html = LiveReport(tmp_path, lambda: report).html()
-    assert "4 tokens, 75 % senior, weights 1, from token 2 on 2, from token 4 on 3" in html
-    assert f"<td>{cells(row)[5]}</td>" in html
 
 
 def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(

@@ -5,14 +5,12 @@ not), stall, live on after they were given up, or say that they have weights whi
 die and go on from their last checkpoint. What a worker answers is a number that follows from the weights it has and the
 unit, and the next weights follow from all that was consumed, so one wrong answer changes everything after it.
 
-``expected`` computes the same run by a plain loop, without workers, messages or faults. With in-flight updates there is
-no such run: what a worker answers follows from all weights that it had meanwhile, and an answer is held against those
-that it names.
+``expected`` computes the same run by a plain loop, without workers, messages or faults.
 """
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -51,7 +49,6 @@ class Run(NamedTuple):
     workers: int = 2
     k: int = 1
     save_every: int = 2
-    in_flight: bool = False
     lost: float = 0.02
     doubled: float = 0.1
     crash: float = 0.05
@@ -67,8 +64,8 @@ def weights_after(weights: int, answers: list[int]) -> int:
     return hash((weights, *answers))
 
 
-def answer_of(weights: Sequence[int], step: int, index: int) -> int:
-    return hash((*weights, step, index, 1))
+def answer_of(weights: int, step: int, index: int) -> int:
+    return hash((weights, step, index, 1))
 
 
 def expected(run: Run) -> list[list[int]]:
@@ -76,7 +73,7 @@ def expected(run: Run) -> list[list[int]]:
     weights, consumed = [0], []
     for step in range(1, run.steps + 1):
         version = max(0, step - 1 - run.k)
-        consumed.append([answer_of([weights[version]], step, index) for index in range(run.units)])
+        consumed.append([answer_of(weights[version], step, index) for index in range(run.units)])
         weights.append(weights_after(weights[-1], consumed[-1]))
     return consumed
 
@@ -87,15 +84,13 @@ class Worker:
     version: int = -1
     weights: int = -1
     first: int | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """Version and weights of the unit that it is generating."""
     stalled_until: float = 0.0
     free_at: float = 0.0
 
 
 class Answer(NamedTuple):
     worker: int
-    versions: tuple[int, ...]
+    version: int
     value: int
     arrived: float
 
@@ -138,7 +133,7 @@ class Simulation:
         self.fenced_at: dict[int, float] = {}
         self.started: set[int] = set()
         self.truth = expected(run)
-        self.events = self.redone = self.restarts = self.trainers = self.renewed = 0
+        self.events = self.redone = self.restarts = self.trainers = 0
         self.staleness: list[int] = []
         self.saved = self.snapshot(Trainer())
         self.begin_trainer()
@@ -181,7 +176,7 @@ class Simulation:
         return Trainer(
             trainer.step,
             {trainer.step - 1: trainer.weights[trainer.step - 1]},
-            {step: (0, min(answer.versions[0] for answer in ahead[step])) for step in ahead},
+            {step: (0, min(answer.version for answer in ahead[step])) for step in ahead},
             {step: [*answers] for step, answers in ahead.items()},
             consumed=[*trainer.consumed],
         )
@@ -195,7 +190,6 @@ class Simulation:
             timeout_s=TIMEOUT_S,
             patience=10**9,
             numbers=self.numbers,
-            in_flight=self.run.in_flight,
         )
         self.live_versions: set[int] = set()
         self.publish()
@@ -261,13 +255,12 @@ class Simulation:
     def consume(self, step: int, answers: list[Answer]) -> None:
         """The invariants of what is learnt from."""
         for answer in answers:
-            self.staleness.append(step - 1 - answer.versions[0])
-            self.renewed += len(answer.versions) > 1
+            self.staleness.append(step - 1 - answer.version)
             if self.staleness[-1] > self.run.k:
-                raise BrokenInvariantError(f"step {step} learns from weights {answer.versions}")
+                raise BrokenInvariantError(f"step {step} learns from weights {answer.version}")
         if step != len(self.trainer.consumed) + 1 or len(answers) != self.run.units:
             raise BrokenInvariantError(f"step {step} consumes other units than its own")
-        if not self.run.in_flight and [a.value for a in answers] != self.truth[step - 1]:
+        if [a.value for a in answers] != self.truth[step - 1]:
             raise BrokenInvariantError(f"step {step} consumes what it would not without faults")
 
     # ------------------------------------------------------------------------------------------------------ the driver
@@ -327,11 +320,10 @@ class Simulation:
     def check_versions(self, unit: Unit, step: int, answer: Answer) -> None:
         """The invariant of weights: those that an answer names are those that wrote it, and none is too old."""
         asked = self.trainer.batch_of[step][1]
-        if answer.versions[0] < asked or (not self.run.in_flight and answer.versions != (asked,)):
-            raise BrokenInvariantError(f"{unit} is from weights {answer.versions}")
-        named = [self.trainer.weights[version] for version in answer.versions]
-        if answer.value != answer_of(named, step, unit.index):
-            raise BrokenInvariantError(f"{unit} is not from weights {answer.versions}")
+        if answer.version != asked:
+            raise BrokenInvariantError(f"{unit} is from weights {answer.version}")
+        if answer.value != answer_of(self.trainer.weights[answer.version], step, unit.index):
+            raise BrokenInvariantError(f"{unit} is not from weights {answer.version}")
 
     def wake(self, trainer: int) -> None:
         if trainer == self.trainers and not self.down:
@@ -351,8 +343,7 @@ class Simulation:
         worker = self.workers.get(number)
         if worker is None or not worker.alive:
             return None
-        busy_until = 0.0 if self.run.in_flight and call == self.load else worker.free_at
-        if (wait := max(worker.stalled_until, busy_until) - self.now) > 0:
+        if (wait := max(worker.stalled_until, worker.free_at) - self.now) > 0:
             self.later(wait, call, number, *values)
             return None
         if self.fault(self.run.stall):
@@ -371,14 +362,11 @@ class Simulation:
         if not self.fault(self.run.stale_load):
             worker.weights = weights
         worker.first = worker.weights if worker.first is None else worker.first
-        if worker.free_at > self.now:
-            worker.spans.append((version, worker.weights))
         self.send(self.tell, -1, Loaded(number, version, hash(worker.weights)))
 
     def generate(self, number: int, unit: Unit, attempt: int, step: int) -> None:
         if (worker := self.ready(number, self.generate, unit, attempt, step)) is None:
             return
-        worker.spans = [(worker.version, worker.weights)]
         worker.free_at = self.now + self.random.uniform(0.5, 6.0)
         self.later(worker.free_at - self.now, self.answer, number, unit, attempt, step)
 
@@ -386,8 +374,6 @@ class Simulation:
         worker = self.workers[number]
         if not worker.alive:
             return
-        wrote = [worker.first if self.prefix_cache else weights for _, weights in worker.spans]
-        value = answer_of([weights for weights in wrote if weights is not None], step, unit.index)
-        used = tuple((version, hash(weights)) for version, weights in worker.spans)
-        answer = Answer(number, tuple(version for version, _ in worker.spans), value, 0.0)
-        self.send(self.tell, -1, Answered(number, unit, attempt, used, answer))
+        wrote = worker.first if self.prefix_cache and worker.first is not None else worker.weights
+        answer = Answer(number, worker.version, answer_of(wrote, step, unit.index), 0.0)
+        self.send(self.tell, -1, Answered(number, unit, attempt, worker.version, hash(worker.weights), answer))

@@ -33,15 +33,14 @@ def run_of(seed: int) -> Run:
     return Run(workers=1 + seed % 4, units=1 + seed // 4 % 4, k=seed // 16 % 4, save_every=1 + seed // 64 % 3)
 
 
-def simulate(seeds: range, *, in_flight: bool = False) -> Counter[str]:
+def simulate(seeds: range) -> Counter[str]:
     """Run the seeds. Returns what happened in all of them together."""
     happened = Counter[str]()
     for seed in seeds:
-        run = run_of(seed)._replace(in_flight=in_flight)
+        run = run_of(seed)
         simulation = Simulation(seed, run)
         consumed = simulation.finish()
-        assert in_flight or consumed == expected(run), seed
-        happened["renewed"] += simulation.renewed
+        assert consumed == expected(run), seed
         happened["events"] += simulation.events
         happened["redone"] += simulation.redone
         happened["workers"] += simulation.restarts
@@ -58,17 +57,9 @@ def test_whatever_happens_a_run_consumes_what_it_would_without_faults() -> None:
     assert happened["stale"] > 1000
 
 
-def test_with_in_flight_updates_each_answer_is_from_the_weights_that_it_names() -> None:
-    happened = simulate(range(200), in_flight=True)
-    assert happened["renewed"] > 200
-    assert happened["redone"] > 200
-    assert happened["trainers"] > 200
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_ten_thousand_seeds(in_flight: bool) -> None:
-    simulate(range(10_000), in_flight=in_flight)
+def test_ten_thousand_seeds() -> None:
+    simulate(range(10_000))
 
 
 def test_a_simulation_follows_from_its_seed() -> None:
@@ -103,7 +94,7 @@ class CountedVersions(Dispatcher):
     def handle(self, event: Any, now: float) -> Any:
         if isinstance(event, Answered) and event.worker in self.workers:
             sent = self.workers[event.worker].version
-            event = event._replace(weights=((sent, self.checksums.get(sent)), *event.weights[1:]))
+            event = event._replace(version=sent, checksum=self.checksums.get(sent))
         return super().handle(event, now)
 
 
@@ -175,24 +166,7 @@ class EagerRetire(Dispatcher):
             self._actions.append(Retire(version))
 
 
-class FirstWeights(Dispatcher):
-    """Of the weights that an answer names, only the first ones are checked."""
-
-    def handle(self, event: Any, now: float) -> Any:
-        if isinstance(event, Answered) and event.worker in self.workers:
-            event = event._replace(weights=event.weights[:1])
-        elif isinstance(event, Loaded) and event.version in self.checksums:
-            event = event._replace(checksum=self.checksums[event.version])
-        return super().handle(event, now)
-
-
-IN_FLIGHT = {"in_flight": True}
 PLANTED: dict[str, dict[str, Any]] = {
-    "in flight, no checksum": IN_FLIGHT | {"dispatcher": NoChecksum},
-    "in flight, the first weights checked only": IN_FLIGHT | {"dispatcher": FirstWeights},
-    "in flight, stale KV cache": IN_FLIGHT | {"prefix_cache": True},
-    "in flight, lost retry": IN_FLIGHT | {"dispatcher": LostRetry},
-    "in flight, one step too far ahead": IN_FLIGHT | {"ahead": 1},
     "no version check": {"dispatcher": NoVersionCheck},
     "no checksum": {"dispatcher": NoChecksum},
     "counter instead of versions": {"dispatcher": CountedVersions},
@@ -209,11 +183,11 @@ PLANTED: dict[str, dict[str, Any]] = {
 }
 
 
-def found_at(limit: int, *, in_flight: bool = False, **planted: Any) -> tuple[int, str]:
+def found_at(limit: int, **planted: Any) -> tuple[int, str]:
     """The first seed below the limit at which a planted bug is found, and how."""
     for seed in range(limit):
         try:
-            Simulation(seed, run_of(seed)._replace(in_flight=in_flight), **planted).finish()
+            Simulation(seed, run_of(seed), **planted).finish()
         except (BrokenInvariantError, DispatchError) as error:
             return seed, str(error)
     return limit, "not found"
@@ -238,8 +212,8 @@ def test_one_unit_from_start_to_end() -> None:
     assert fleet.handle(Submitted(1, 1, 0, 1), 0.0) == []
     assert fleet.handle(Joined(0), 1.0) == [Load(0, 0)]
     assert fleet.handle(Loaded(0, 0, 7), 2.0) == [Assign(0, Unit(1, 0), 1)]
-    assert fleet.handle(Answered(0, Unit(1, 0), 1, ((0, 7),), "text"), 5.0) == [Deliver(Unit(1, 0), "text")]
-    assert fleet.handle(Answered(0, Unit(1, 0), 1, ((0, 7),), "text"), 5.0) == []
+    assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "text"), 5.0) == [Deliver(Unit(1, 0), "text")]
+    assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "text"), 5.0) == []
     assert fleet.handle(Published(1, 8), 6.0) == [Load(0, 1), Retire(0)]
     assert (fleet.redone, fleet.restarts, fleet.idle_s, fleet.worker_s) == (0, 0, 1, 6)
     assert fleet.done == {"starting": 1, "loading": 1, "generating": 1}
@@ -256,8 +230,8 @@ def test_a_silent_worker_is_replaced_and_its_unit_asked_for_again() -> None:
     assert start == Start(1)
     assert fleet.handle(Joined(1), 11.0) == [Load(1, 0)]
     assert fleet.handle(Loaded(1, 0, 7), 11.0) == [Assign(1, Unit(1, 0), 2)]
-    assert fleet.handle(Answered(0, Unit(1, 0), 1, ((0, 7),), "late"), 12.0) == []
-    assert fleet.handle(Answered(1, Unit(1, 0), 2, ((0, 7),), "text"), 12.0) == [Deliver(Unit(1, 0), "text")]
+    assert fleet.handle(Answered(0, Unit(1, 0), 1, 0, 7, "late"), 12.0) == []
+    assert fleet.handle(Answered(1, Unit(1, 0), 2, 0, 7, "text"), 12.0) == [Deliver(Unit(1, 0), "text")]
     assert (fleet.redone, fleet.restarts) == (1, 1)
 
 

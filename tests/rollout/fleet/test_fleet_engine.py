@@ -1,9 +1,7 @@
 """A fleet as an engine: the bits of the engine that decodes the same units alone, whatever happens to workers."""
 
 import copy
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Thread
 from typing import Any
@@ -13,27 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import author_logits, flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
 from local_workers import LocalWorkers
 from tandemrl.config import ConfigError, load
 from tandemrl.rollout.engine import (
-    Completion,
     Engine,
     EngineError,
     Passes,
     Responder,
     Sampling,
     check_authors,
-    generate_verified,
 )
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
 from tandemrl.rollout.fleet.events import Unit
-from tandemrl.rollout.fleet.units import WorkerEngine
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import before_word
 from tandemrl.selection.boundaries import start_table
-from tandemrl.types import token_versions
 
 STRATEGY = strategies()["word"]
 SAMPLING = Sampling(max_tokens=12)
@@ -96,40 +90,6 @@ def fleet() -> Iterator[Callable[..., FleetEngine]]:
     yield start
     for each in made:
         each.close()
-
-
-class Slow(TorchEngine):
-    """Other threads get something done between two of its tokens."""
-
-    def generate(self, requests: Any, **named: Any) -> list[list[Completion]]:
-        return super().generate(requests, **named | {"progress": lambda _: time.sleep(0.01)})
-
-
-def test_in_flight_updates_reach_workers_amid_their_units() -> None:
-    """Each token has the log-prob of the weights that wrote it, in forwards of transformers itself."""
-    versions, junior, _ = [qwen3(), qwen3(21), qwen3(22)], small_qwen3(), models()
-    workers = LocalWorkers(lambda: Slow(*copy.deepcopy(models()), tokenizer()), amid=True)
-    fleet = FleetEngine(workers, size=2, unit_groups=2, max_staleness=2, in_flight=True)
-    sync_weights(versions[0], fleet, version=0)
-    batch = requests(prompts(9), Sampling(max_tokens=40, ignore_eos=True), STRATEGY)
-    ahead = fleet.at_step(2)
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(generate_verified, ahead, batch, STRATEGY)
-        assert ahead.begun.wait(60)
-        for version in (1, 2):
-            time.sleep(0.2)
-            sync_weights(versions[version], fleet, version)
-        written = flat(running.result()[0])
-    assert ahead.policy_version == fleet.policy_version == 2
-    assert {version for c in written for _, version in c.spans} == {0, 1, 2}
-    assert any(len(c.spans) > 1 for c in written)
-    for request, completion in zip(batch, written, strict=True):
-        for version in {version for _, version in completion.spans}:
-            logits = author_logits(versions[version], junior, request.prompt, completion)
-            logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()[range(40), completion.tokens]
-            mine = token_versions(completion) == version
-            np.testing.assert_allclose(completion.behaviour_logprobs[mine], logprobs[mine], atol=2e-4)
-    fleet.close()
 
 
 def workers_of(engine: FleetEngine) -> LocalWorkers:
@@ -199,19 +159,6 @@ def test_a_worker_that_weights_do_not_reach_generates_nothing(
     assert bits(engine.generate(asked())) == alone[1]
     assert workers.ended == [1]
     assert 1 not in {number for number, _ in workers.done}
-
-
-def test_tokens_of_weights_that_could_not_be_loaded_are_no_answer() -> None:
-    """Here the weights of only some ranks are new: they are written, and cannot be read back."""
-    broken = EngineError("the ranks hold different weights")
-    engine = Mock(fingerprint=Mock(side_effect=[7, broken]), generate=Mock(return_value=[]), passes=Passes())
-    worker = WorkerEngine(engine, None)
-    assert worker.load(1, []) == 7
-    assert worker.generate([], turns=False).weights == ((1, 7),)
-    with pytest.raises(EngineError, match="different weights"):
-        worker.load(2, [])
-    with pytest.raises(EngineError, match="different weights"):
-        worker.generate([], turns=False)
 
 
 def test_weights_that_reach_nobody_end_the_run(fleet: Callable[..., FleetEngine]) -> None:

@@ -2,18 +2,14 @@
 
 import copy
 import os
-import queue
 import subprocess
 import sys
 import threading
 import time
 import types
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,12 +40,11 @@ from pairs import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from helpers import VOCABULARY, author_logits, prompts, requests, text, tokenizer
+from helpers import VOCABULARY, prompts, requests, text, tokenizer
 from tandemrl.rollout.engine import EngineError, EngineInfo, Request, Sampling, check_authors
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.selection import alternating, bernoulli, chunk, solo
 from tandemrl.selection.draws import mix64, request_key
-from tandemrl.types import token_versions
 
 pytestmark = VLLM
 
@@ -423,62 +418,6 @@ def test_what_was_cached_under_the_old_weights_is_dropped(loading):
     second = mixed([[*r.prompt, *written, 7] for r, written in zip(first, texts, strict=True)], GREEDY, seed=22)
     for batch in (first, second):
         assert greedy_gaps((new, model(JUNIORS[PAIR])), batch, loading.generate(batch)).max() < 1e-4
-
-
-def test_outputs_that_no_row_awaits_hold_up_no_load():
-    """The process of the engine may be a step ahead of the stop string that ended the last row."""
-    from tandemrl.rollout.vllm.engine import VllmEngine
-
-    class Backend(Mock):
-        asked = 0
-
-        @property
-        def has_outputs(self):
-            self.asked += 1
-            assert self.asked < 3, "nothing takes them"
-            return True
-
-    engine = Mock(backend=Backend(paused=nullcontext))
-    assert VllmEngine._renew(engine, [], {}) == []
-    engine._turnstile.pause.assert_called_once()
-
-
-def test_weights_loaded_amid_rollouts_write_on(loading):
-    """Each token has the log-prob of its own weights, in forwards of transformers itself."""
-    versions = {3: model("senior"), 4: qwen3(11), 5: qwen3(12)}
-    batch = mixed(prompts(24, seed=24, lengths=LENGTHS), Sampling(max_tokens=40, ignore_eos=True), seed=24)
-    for mode in (*MODES, "draft"):
-        loading.load_weights(versions[3].named_parameters(), 3)
-        loading.set_mode(mode)
-        told: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-        def progress(tokens: int, told: queue.SimpleQueue[int] = told) -> None:
-            told.put(tokens)
-            time.sleep(0.01)  # the other thread gets its turn
-
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(loading.generate, batch, progress=progress)
-            for version in (4, 5):
-                while not told.empty():
-                    told.get()
-                seen = 0
-                while seen < len(batch):
-                    seen += told.get(timeout=60)
-                sync_weights(versions[version], loading, version)
-            written = running.result()
-        assert_sound(batch, written)
-        assert {version for c in flat(written) for _, version in c.spans} == {3, 4, 5}
-        for request, completion in zip(batch, flat(written), strict=True):
-            senior = completion.author == 1
-            for version in {version for _, version in completion.spans}:
-                logits = author_logits(versions[version], model(JUNIORS[PAIR]), request.prompt, completion)
-                every = torch.from_numpy(logits).log_softmax(-1).numpy()
-                logprobs = every[range(len(completion.tokens)), completion.tokens]
-                mine = token_versions(completion) == version
-                np.testing.assert_allclose(completion.behaviour_logprobs[mine], logprobs[mine], atol=2e-4)
-                if (others := senior & ~mine).sum() > 3:
-                    assert np.abs(completion.behaviour_logprobs - logprobs)[others].max() > 0.01
-    loading.set_mode("lazy")
 
 
 def test_weights_that_do_not_fit_are_refused(loading):

@@ -14,7 +14,6 @@ from tandemrl.rollout.vllm.planner import Admission, Planner
 from tandemrl.rollout.vllm.rows import Row
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
-from tandemrl.types import VersionSpan
 
 BLOCK = 4
 
@@ -357,7 +356,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
 
 
 def test_a_turn_that_lacks_a_logprob_is_refused() -> None:
-    row = Row(3, 0, 0, Request((1,), (2,), Sampling(), solo("senior")), 2, "s", (VersionSpan(0, 0),))
+    row = Row(3, 0, 0, Request((1,), (2,), Sampling(), solo("senior")), 2, "s", 0)
     with pytest.raises(EngineError, match="row 3: 2 tokens were written, with 1 log-probs"):
         row.end_turn([5, 6], [-0.5], "eos")
 

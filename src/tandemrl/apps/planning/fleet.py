@@ -91,7 +91,7 @@ class _Clock:
                 case Assign(worker, unit, attempt):
                     version = self.dispatcher.batches[unit.batch].version
                     seconds = self.times.unit * self.random.choice(self.times.spread)
-                    self._later(seconds, Answered(worker, unit, attempt, ((version, 0),), None))
+                    self._later(seconds, Answered(worker, unit, attempt, version, 0, None))
                 case Deliver(unit):
                     self.missing[unit.batch] -= 1
 

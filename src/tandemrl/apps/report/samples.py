@@ -45,8 +45,7 @@ class Shown(NamedTuple):
     ``spans`` are pairs (author, text). The author is None if it is unknown or the tokenizer could not be loaded, and
     CONTEXT for what the environment said between turns. correct is None if nothing was graded. Only training samples
     have a reward. tokens and senior_share (None if unknown) count the authors' own tokens. ``left_out`` counts the
-    characters that are not shown. counts: how often things happened in an episode, by name. versions: where tokens by
-    other weights begin, and which these are, if there are several.
+    characters that are not shown. counts: how often things happened in an episode, by name.
     """
 
     spans: list[tuple[Author | None, str]]
@@ -58,7 +57,6 @@ class Shown(NamedTuple):
     left_out: int
     turns: int = 1
     counts: Mapping[str, int | float] = {}
-    versions: Sequence[tuple[int, int]] = ()
 
 
 class Problem(NamedTuple):
@@ -168,9 +166,6 @@ class _Reader:
                 first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
                 question = decode(line["tokens"][:first]) if decode is not None and first else ""
                 shown, _ = _show(line | {"tokens": line["tokens"][first:]}, author[first:], decode)
-                if later := line.get("later_versions"):
-                    spans = [(0, line["policy_version"]), *((start - first, version) for start, version in later)]
-                    shown = shown._replace(versions=spans)
                 yield TRAINING, line["example_id"], question, shown
         except (KeyError, TypeError, ValueError) as error:
             raise ReportError(f"{file}: not a line of training samples: {error}") from None

@@ -14,7 +14,6 @@ HEAD = (
     "weights of the last rollouts, oldest",
     "staleness, mean",
     "most",
-    "tokens by newer weights",
     "trainer idle",
     "workers idle",
     "units redone",
@@ -39,13 +38,11 @@ def _cells(run: RunRecord) -> list[str]:
         return []
     oldest = [step["weights/version_lag"] for step in steps]
     last = steps[-1]["step"]
-    newer = [step.get("weights/newer_frac", 0.0) for step in steps]
     return [
         str(rollout.get("workers", MISSING)),
         f"version {last - 1 - oldest[-1]:g}, for step {last}",
         _mean(steps, "fleet/staleness", "{:.2f}"),
         f"{max(oldest):g}",
-        f"{100 * fmean(newer):.0f} %" if rollout.get("in_flight") else MISSING,
         *(_mean(steps, f"fleet/idle_{who}", "{:.0%}").replace("%", " %") for who in ("trainer", "workers")),
         *(_total(steps, f"fleet/{what}") for what in ("redone", "restarts")),
     ]

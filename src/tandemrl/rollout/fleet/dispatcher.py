@@ -10,8 +10,6 @@ decoded together, so that an answer has the same bits whichever worker gives it.
   or often it is asked for: a worker that has other weights gets these first, and they are kept as long as a batch
   needs them.
 - Each answer repeats worker, unit, attempt, version and checksum. One that was not asked for like that is dropped.
-- With in-flight updates, that version is the oldest that a batch is generated with. Units begin with the newest
-  weights, and a worker that is generating loads newer ones amid its unit. Its answer names all of them.
 - Answers are delivered in the order of batches and units. Nothing is dropped for its age: a batch whose weights are
   more than ``max_staleness`` versions behind its step is refused when it is submitted.
 - A worker that is lost, is silent for ``timeout_s``, or has other weights than it should, is *fenced*: it is ended,
@@ -58,8 +56,6 @@ class _Worker:
     """The weights that it has, or is loading."""
     job: tuple[Unit, int] | None = None
     """The unit that it was asked for last, and the attempt."""
-    renewing: int | None = None
-    """The weights that it is loading amid its unit."""
 
 
 @dataclass
@@ -84,7 +80,6 @@ class Dispatcher:
         timeout_s: a worker that has not done in this time what it was asked for is replaced.
         patience: after so many lost workers without an answer in between, ``Fail``.
         numbers: the numbers of workers, none of which occurs twice.
-        in_flight: whether workers load newer weights during a unit (``rollout.in_flight``).
     """
 
     def __init__(
@@ -95,9 +90,7 @@ class Dispatcher:
         timeout_s: float,
         patience: int,
         numbers: Iterator[int],
-        in_flight: bool = False,
     ) -> None:
-        self.in_flight = in_flight
         self.size, self.max_staleness, self.timeout_s, self.patience = workers, max_staleness, timeout_s, patience
         self.redone = self.restarts = 0
         """Units that were assigned again, and workers that were replaced."""
@@ -140,12 +133,11 @@ class Dispatcher:
         match event:
             case Published(version, checksum):
                 self.checksums[version], self._needed_anew = checksum, True
-                self._renew_all()
             case Submitted():
                 self._submit(event)
             case Joined(number) if self._state(number) == "starting":
                 self._become(number, "idle")
-            case Loaded(number) if self._state(number) in ("loading", "generating"):
+            case Loaded(number) if self._state(number) == "loading":
                 self._loaded(event)
             case Answered(number) if self.accepts(event):
                 self._answered(event)
@@ -221,49 +213,22 @@ class Dispatcher:
 
     def _loaded(self, event: Loaded) -> None:
         worker = self.workers[event.worker]
-        generating = worker.state == "generating"
-        expected = worker.renewing if generating else worker.version
-        if event.version != expected:
+        if event.version != worker.version:
             return  # a copy of an older message
-        if event.version in self.checksums and not self.trusts(event.version, event.checksum, expected):
+        if event.version in self.checksums and not self.trusts(event.version, event.checksum, worker.version):
             self.fence(event.worker, f"weights {event.version} did not reach it: it has {event.checksum:#x}")
-        elif generating:
-            worker.version, worker.renewing = event.version, None
-            self._renew(event.worker)
         else:
             self._become(event.worker, "idle")
 
-    def _renew_all(self) -> None:
-        """Let every worker that is generating load the newest weights, one version after another."""
-        for number in [*self._busy] if self.in_flight else ():
-            self._renew(number)
-
-    def _renew(self, number: int) -> None:
-        worker = self.workers[number]
-        if worker.state == "generating" and worker.renewing is None and worker.version != self.newest:
-            worker.renewing = self.newest
-            self._actions.append(Load(number, self.newest))
-
     def _answered(self, event: Answered) -> None:
         batch, worker = self.batches[event.unit.batch], self.workers[event.worker]
-        used = event.weights
-        asked = self.versions_for(batch.version)
-        if not all(self.trusts(*each, each[0] if each[0] in asked else None) for each in used):
-            versions, wanted = (", ".join(map(str, each)) for each in (dict(used), asked))
-            self.fence(event.worker, f"it answered with weights {versions}, asked for {wanted}")
+        if not self.trusts(event.version, event.checksum, batch.version):
+            self.fence(event.worker, f"it answered with weights {event.version}, asked for {batch.version}")
             return
         worker.job, self._lost_in_a_row = None, 0
-        worker.version, renewing, worker.renewing = used[-1][0], worker.renewing, None
-        if renewing in (None, worker.version):
-            self._become(event.worker, "idle")
-        else:  # it loads them now that its unit has ended
-            self._become(event.worker, "loading", renewing)
+        self._become(event.worker, "idle")
         batch.answers[event.unit.index] = event.answer
         self.deliver()
-
-    def versions_for(self, version: int) -> list[int]:
-        """The weights that may generate a unit of a batch that was submitted with this version."""
-        return [each for each in self.checksums if each >= version] if self.in_flight else [version]
 
     def deliver(self) -> None:
         """Hand over the answers that are next."""
@@ -305,7 +270,7 @@ class Dispatcher:
     def _dispatch(self) -> None:
         """Give every worker something to do, the oldest batch first; without units, the newest weights."""
         for number, batch in self.batches.items():
-            wanted = self.newest if self.in_flight else batch.version
+            wanted = batch.version
             ready = self._idle.get(wanted, {})
             while batch.waiting and ready:
                 self.assign(next(iter(ready)), Unit(number, heappop(batch.waiting)))
@@ -335,7 +300,7 @@ class Dispatcher:
         if not self._needed_anew:
             return
         self._needed_anew = False
-        needed = {self.newest}.union(*(self.versions_for(batch.version) for batch in self.batches.values()))
+        needed = {self.newest} | {batch.version for batch in self.batches.values()}
         for version in sorted(self.checksums.keys() - needed):
             del self.checksums[version]
             self._actions.append(Retire(version))

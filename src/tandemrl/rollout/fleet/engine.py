@@ -185,7 +185,6 @@ class FleetEngine:
         unit_groups: how many requests are a unit.
         max_staleness: see ``Dispatcher``.
         timeout_s: a worker that does not start, load or answer in this time is replaced.
-        in_flight: whether ``load_weights`` also reaches workers that are generating, amid their units.
 
     Raises:
         EngineError: no worker starts.
@@ -199,7 +198,6 @@ class FleetEngine:
         unit_groups: int,
         max_staleness: int = 0,
         timeout_s: float = 600.0,
-        in_flight: bool = False,
     ) -> None:
         self._workers, self._unit_groups = workers, unit_groups
         self._dispatcher = Dispatcher(
@@ -208,9 +206,7 @@ class FleetEngine:
             timeout_s=timeout_s,
             patience=LOST_PER_WORKER * size,
             numbers=count(),
-            in_flight=in_flight,
         )
-        self._in_flight, self._fleet = in_flight, self
         self._events: SimpleQueue[Event | _Abort | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
@@ -283,8 +279,6 @@ class FleetEngine:
         finally:
             del self._calls[number]
         self.passes = passes
-        if self._in_flight:
-            self.policy_version = self._fleet.policy_version
         return completions
 
     def _next(self, call: _Call) -> UnitAnswer:
@@ -305,7 +299,7 @@ class FleetEngine:
         self._events.put(_Abort(keys))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send weights. Workers that are generating load them before their next unit, or amid this one (``in_flight``).
+        """Send weights. Workers that are generating load them before their next unit.
 
         Raises:
             EngineError: the version is not newer than the one before; or no worker can load adapters.
@@ -342,8 +336,7 @@ class FleetEngine:
         return checksum
 
     def at_step(self, step: int) -> "FleetEngine":
-        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards. (With
-        ``in_flight``, they go on with those.)
+        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards.
 
         Once its ``generate`` has ``begun``, the workers can get those weights until it has all that it asks for.
         """
@@ -447,7 +440,7 @@ class FleetEngine:
             version = self._dispatcher.workers[number].version
             assert version is not None
             checksum, nothing = self._dispatcher.checksums[version], UnitAnswer([], Passes())
-            self._events.put(Answered(number, unit, attempt, ((version, checksum or 0),), nothing))
+            self._events.put(Answered(number, unit, attempt, version, checksum or 0, nothing))
 
     def _fail(self, why: str) -> None:
         with self._changed:

@@ -50,13 +50,14 @@ class Loaded(NamedTuple):
 class Answered(NamedTuple):
     """A worker has generated a unit.
 
-    ``weights``: version and checksum of those that it began with, and of those that it has loaded meanwhile, in order.
+    ``version`` and ``checksum``: of the weights that it has.
     """
 
     worker: int
     unit: Unit
     attempt: int
-    weights: tuple[tuple[int, int], ...]
+    version: int
+    checksum: int
     answer: Any
 
 
@@ -84,7 +85,7 @@ class Start(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Let a worker load the weights of this version; one that is generating loads them amid its unit."""
+    """Let a worker load the weights of this version."""
 
     worker: int
     version: int

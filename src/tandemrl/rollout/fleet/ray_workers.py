@@ -116,8 +116,8 @@ class RayWorkers:
         self._ray = require_ray(f"rollout.workers={cluster.workers}")
         self._ours = self._connect(cluster, address)
         options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        # Three calls at once, so that ``abort`` and ``load`` reach a worker that generates.
-        self._actor = self._ray.remote(max_concurrency=3, **options)(RayWorker)
+        # Two calls at once, so that ``abort`` reaches a worker that generates.
+        self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
         try:
             self._make = self._ray.put((make, acting))
         except (TypeError, PicklingError) as error:
@@ -174,11 +174,11 @@ class RayWorkers:
 
     def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
         def answered(answer: Generated) -> Event:
-            weights, generated = answer
+            version, fingerprint, generated = answer
             if isinstance(generated, UnitAnswer):
                 own = [[_own(completion) for completion in group] for group in generated.completions]
                 generated = generated._replace(completions=own)
-            return Answered(number, unit, attempt, weights, generated)
+            return Answered(number, unit, attempt, version, fingerprint, generated)
 
         self._then(number, self._actors[number].generate.remote(requests, turns), answered)
 

@@ -1,6 +1,5 @@
 """What the engine of a worker generates of a unit, and the turns that its authors take with an environment."""
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,13 +33,14 @@ class UnitAnswer(NamedTuple):
 class Generated(NamedTuple):
     """What a worker has generated of a unit, or why it cannot."""
 
-    weights: tuple[tuple[int, int], ...]
-    """Version and fingerprint of the weights that it began with, and of those that it has loaded meanwhile."""
+    version: int
+    fingerprint: int
+    """Of the weights that it has."""
     answer: UnitAnswer | EngineError
 
 
 class WorkerEngine:
-    """The engine of a worker. With ``rollout.in_flight``, ``load`` may run in another thread than ``generate``.
+    """The engine of a worker.
 
     Args:
         acting: what the authors take turns with; None = nothing.
@@ -48,8 +48,7 @@ class WorkerEngine:
 
     def __init__(self, engine: Engine, acting: EpisodeRunner | None) -> None:
         self.engine, self.acting = engine, acting
-        self._loaded, self._loads = [(INITIAL, 0)], threading.Lock()
-        self._failed: Exception | None = None  # of a load, after which nobody knows what the engine has
+        self._version, self._fingerprint = INITIAL, 0
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Load weights; ``INITIAL`` are those it has. Returns the fingerprint of the engine's, read back.
@@ -57,31 +56,21 @@ class WorkerEngine:
         Raises:
             EngineError: the weights do not fit, or are those that the engine no longer has.
         """
-        with self._loads:
-            try:
-                if version != INITIAL:
-                    self.engine.load_weights(weights, version)
-                elif self._loaded[-1][0] != INITIAL:
-                    raise EngineError("a worker does not go back to the weights that it started with")
-                self._loaded.append((version, self.engine.fingerprint("senior")))
-            except Exception as error:
-                self._failed = error
-                raise
-            return self._loaded[-1][1]
+        if version != INITIAL:
+            self.engine.load_weights(weights, version)
+        elif self._version != INITIAL:
+            raise EngineError("a worker does not go back to the weights that it started with")
+        self._version, self._fingerprint = version, self.engine.fingerprint("senior")
+        return self._fingerprint
 
     def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
         """Generate a unit, taking ``turns`` or not. The episodes begin and end with the unit.
 
         Raises:
-            EngineError: the engine's process has ended, or weights could not be loaded meanwhile.
+            EngineError: the engine's process has ended.
         """
-        with self._loads:
-            del self._loaded[:-1]
         answer = self._answer(requests, self.acting.episodes() if turns and self.acting is not None else None)
-        with self._loads:  # a load whose weights wrote the last token may still be reading them back
-            if self._failed is not None:
-                raise self._failed
-            return Generated(tuple(self._loaded), answer)
+        return Generated(self._version, self._fingerprint, answer)
 
     def _answer(self, requests: Sequence[Request], episodes: Episodes | None) -> UnitAnswer | EngineError:
         try:

@@ -155,24 +155,6 @@ class Backend:
             self.llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which no further step is made. Running requests go on afterwards.
-
-        vLLM in a process of its own makes steps without being asked, and may be ahead: see ``has_outputs``.
-        """
-        self.llm.sleep(level=0, mode="keep")
-        try:
-            yield
-        finally:
-            self.llm.wake_up(tags=["scheduling"])
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether outputs of earlier steps wait for a call of ``llm.step``."""
-        client: Any = self.llm.engine_core
-        return not self.in_process and not client.outputs_queue.empty()
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the senior's weights in place, and drop the KV cache, which is that of the old weights.
 

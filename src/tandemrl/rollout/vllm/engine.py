@@ -1,5 +1,6 @@
 """Tandem rollouts on vLLM: an ``Engine`` on a stock installation, which is extended by vLLM's own options only."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.models.lora import AdapterPlan
-from tandemrl.rollout.control import Aborts, Turnstile
+from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.engine import (
     Completion,
     EngineDeadError,
@@ -40,7 +41,6 @@ from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of, history_arguments
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who
-from tandemrl.types import VersionSpan
 
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -78,7 +78,7 @@ class VllmEngine:
         self._adapters = adapters
         self.policy_version = 0
         self.passes = Passes()
-        self._aborts, self._turnstile = Aborts(), Turnstile()
+        self._aborts, self._busy = Aborts(), threading.RLock()
         self._row_ids = count()
 
     @classmethod
@@ -179,7 +179,7 @@ class VllmEngine:
         for i, request in enumerate(requests):
             check_request(i, request, self)
         self._aborts.clear()
-        with self._turnstile.decoding(), death_reported(), self.backend.awake():
+        with self._busy, death_reported(), self.backend.awake():
             before = self.stats()
             rows = self._rows(requests)
             self._write(rows, progress, responder)
@@ -200,10 +200,9 @@ class VllmEngine:
         names = {known: str(i) for i, known in enumerate(strategies)}
         named = {names[known]: strategy for known, strategy in strategies.items()}
         self.backend.call("tandem_register", named if self.backend.in_process else cloudpickle.dumps(named))
-        first = VersionSpan(0, self.policy_version)
         asked = [(i, request, key) for i, request in enumerate(requests) for key in request.keys]
         return [
-            Row(number, next(self._row_ids), i, request, key, names[id(request.strategy)], (first,))
+            Row(number, next(self._row_ids), i, request, key, names[id(request.strategy)], self.policy_version)
             for number, (i, request, key) in enumerate(asked)
         ]
 
@@ -223,8 +222,7 @@ class VllmEngine:
             waiting = set[int]()  # numbers of rows whose turn was submitted
             ended = reported = 0  # tokens of turns that have ended; of all of them, as they were reported
             while flying or waiting:
-                renews = responder is None and self._turnstile.awaited
-                for row in self._renew(rows, flying) if renews else self._step(rows, flying):
+                for row in self._step(rows, flying):
                     ended += len(row.turns[-1])
                     if responder is not None:
                         waiting.add(row.number)
@@ -268,18 +266,6 @@ class VllmEngine:
             del flying[row.number]
             self._end_turn(row, written.token_ids, written.logprobs, self._reason(row.request, written))
             ended.append(row)
-        return ended
-
-    def _renew(self, rows: Sequence[Row], flying: dict[int, str]) -> list[Row]:
-        """Let other threads load weights, with which all rows go on. Returns the rows whose turn had ended before."""
-        ended = []
-        with self.backend.paused():
-            while flying and self.backend.has_outputs:
-                ended += self._step(rows, flying)
-            self._turnstile.pause()
-            for number, name in flying.items():
-                state = self.backend.llm.output_processor.request_states[name]
-                rows[number].renew(state.detokenizer.num_output_tokens(), self.policy_version)
         return ended
 
     def _begin_turn(self, row: Row) -> str:
@@ -349,12 +335,12 @@ class VllmEngine:
     # ---------------------------------------------------------------------------------------------------------- weights
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        with self._turnstile.loading():
+        with self._busy:
             self.backend.load_weights(weights)
             self.policy_version = version
 
     def fingerprint(self, who: Who = "senior") -> int:
-        with self._turnstile.loading():  # the worker reads them between two steps, too
+        with self._busy:
             self.backend.wake("weights")
             checksums = set(self.backend.call("tandem_fingerprint", who))
         if len(checksums) > 1:

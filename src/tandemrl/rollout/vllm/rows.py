@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, StopReason, Turn, replay_turns
-from tandemrl.types import Transcript, VersionSpan, extended
+from tandemrl.types import Transcript
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,7 @@ class Row:
     request: Request
     key: int
     strategy: str
-    spans: tuple[VersionSpan, ...]
-    """Its tokens by the weights that write them."""
+    policy_version: int
     reason: StopReason = "abort"
     """Why its last turn ended. Once the completion is over, why it is over."""
     turns: list[np.ndarray] = field(default_factory=list)
@@ -60,11 +59,6 @@ class Row:
     def turn(self) -> Turn:
         """The last turn, as the ``Responder`` gets it."""
         return Turn(self.number, self.request.task, len(self.turns) - 1, self.turns[-1], self.reason)
-
-    def renew(self, written: int, version: int) -> None:
-        """Go on with the weights of this version after the tokens that are ``written`` in this turn."""
-        if self.spans[-1].version != version:
-            self.spans = extended(self.spans, len(self.tokens) + written, version)
 
     def end_turn(self, tokens: Sequence[int], logprobs: Sequence[float], reason: StopReason) -> None:
         """Append the own tokens of a turn that has ended.
@@ -117,9 +111,8 @@ class Row:
         author[own[:end]] = authors
         tokens = np.array(self.tokens[:end], dtype=np.int64)
         logprobs = np.array(self.logprobs[:end], dtype=np.float32)
-        (_, first), *later = self.spans
         channels = tokens, author, logprobs
-        return Completion(self.key, *channels, self.reason, first, transcript, later_versions=tuple(later))
+        return Completion(self.key, *channels, self.reason, self.policy_version, transcript)
 
 
 def authors_of(rows: Sequence[Row]) -> list[np.ndarray]:

@@ -246,8 +246,6 @@ class VllmTwoEngines(BatchEngine):
         max_rows: how many completions are written at once.
     """
 
-    renews = False
-
     def __init__(self, senior: VllmEngine, junior: VllmEngine, *, apart: bool, max_rows: int = 256) -> None:
         self.engines = {1: senior, 0: junior}
         self._writers = {who: SpanWriter(engine) for who, engine in self.engines.items()}
@@ -426,7 +424,7 @@ class VllmTwoEngines(BatchEngine):
         backend.call("tandem_spans", tables if backend.in_process else cloudpickle.dumps(tables))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        with self._turnstile.loading():
+        with self._busy:
             self.engines[1].load_weights(weights, version)
             self.policy_version = version
 
