@@ -15,7 +15,7 @@ from tandemrl.apps.experiments.tiny import SIZES, WARM_STARTS
 from tandemrl.apps.planning.accelerators import GIB, accelerator
 from tandemrl.apps.planning.architectures import architecture, packaged
 from tandemrl.apps.planning.page import PlanError, described, require_fit
-from tandemrl.apps.planning.plan import Cache, kv_bytes, parameters, plan
+from tandemrl.apps.planning.plan import Cache, Plan, kv_bytes, parameters, plan
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.models.attention import ModelError
@@ -169,13 +169,53 @@ def test_a_trainers_card_has_its_part_of_a_split_engine() -> None:
 
     def engine_bytes(*more: str) -> int:
         found = plan(load("quickstart", [*keys, *more]), 1, accelerator("h100"))
-        return sum(item.size for item in found.items if item.name.startswith("engine"))
+        return sum(item.size for item in found.items if item.name.startswith("engine") and item.card is None)
 
     weights = 2 * 4 * parameters(architecture("runs/tiny/senior"))
     assert engine_bytes() - engine_bytes("rollout.tensor_parallel=2") == weights // 2
     elsewhere = ["rollout.vllm.multiprocess=true", "rollout.tensor_parallel=2"]
     assert engine_bytes(*elsewhere, "rollout.vllm.devices='2,3'") == 0
     assert engine_bytes(*elsewhere, "rollout.vllm.devices='0,1'") == engine_bytes("rollout.tensor_parallel=2")
+
+
+def test_a_junior_with_a_card_of_its_own_is_planned_there() -> None:
+    """vLLM gives it as many blocks as the senior's card has room for, and the senior's card holds none of its own."""
+    pair = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
+    senior, token = 4 * parameters(architecture("runs/tiny/senior")), kv_bytes(architecture("runs/tiny/senior"), 4)
+
+    def planned(*more: str) -> Plan:
+        return plan(load("quickstart", [*pair, *more]), 1, accelerator("h100"))
+
+    def on(found: Plan, card: str | None) -> dict[str, int]:
+        return {item.name: item.size for item in found.items if item.card == card and item.name.startswith("engine")}
+
+    beside, apart = planned(), planned("rollout.vllm.junior_device=cuda:1")
+    assert beside.cards == [None]
+    assert sum(on(beside, None).values()) - sum(on(apart, None).values()) == senior
+    assert apart.cache.blocks == 2**30 // (16 * token) == pytest.approx(2 * beside.cache.blocks, abs=1)
+    sizes = on(apart, "cuda:1")
+    assert sizes["engine, junior: weights"] == senior
+    assert sizes["engine, junior: KV cache"] == apart.cache.blocks * 16 * token
+    assert "at most on cuda:1; limit:" in described(apart)
+    half = on(planned("rollout.vllm.junior_device=cuda:1", "rollout.vllm.junior_dtype=bfloat16"), "cuda:1")
+    assert 2 * half["engine, junior: weights"] == senior
+    assert 2 * half["engine, junior: KV cache"] == sizes["engine, junior: KV cache"]
+
+    assert planned("rollout.vllm.junior_device=cuda:0") == beside
+    assert planned("rollout.tensor_parallel=2").cards == [None, "cuda:1"]
+    process = "rollout.vllm.multiprocess=true", "rollout.vllm.devices='2,3'"
+    assert planned(*process).cards == [None, "cuda:2"]
+    assert planned(*process, "rollout.vllm.junior_device=cuda:1").cards == [None, "cuda:2", "cuda:3"]
+    with pytest.raises(ConfigError, match=r"junior_device=cuda:2: rollout\.vllm\.devices=2,3 has no card 2"):
+        planned(*process, "rollout.vllm.junior_device=cuda:2")
+
+
+def test_a_card_that_is_too_small_is_named() -> None:
+    keys = ["model.junior=Qwen/Qwen3-0.6B", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
+    config = load("quickstart", [*keys, "rollout.vllm.junior_device=cuda:1"])
+    device = accelerator("h100")._replace(memory=4 * GIB)
+    with pytest.raises(PlanError, match=r"a process needs .* on cuda:1, h100"):
+        require_fit(plan(config, 1, device), config, 1, device)
 
 
 def test_whole_words_on_vllm_take_an_engine_for_each_model() -> None:

@@ -68,7 +68,9 @@ def require_fit(found: Plan, config: Config, ranks: int, device: Accelerator) ->
     if found.cache.rows < 1:
         reason = f"the engine's KV cache does not hold one row of {found.cache.length:,} tokens"
     else:
-        reason = f"a process needs {_gib(found.peak)} of {_gib(found.limit)} on {device.name}"
+        card = max(found.cards, key=found.peak_of)
+        where = f"on {device.name}" if card is None else f"on {card}, {device.name}"
+        reason = f"a process needs {_gib(found.peak)} of {_gib(found.limit)} {where}"
     tried = remedies(config, ranks, device)
     words = "; or ".join(f"{' '.join(each.assignments)} ({_gib(each.plan.peak)})" for each in tried if each.plan.fits)
     if not words:
@@ -85,11 +87,13 @@ def _lines(found: Plan) -> Iterator[str]:
         ("rollout", "while rollouts are written"),
         ("update", "while they are learnt from"),
     )
-    for phase, words in phases:
-        for item in (each for each in found.items if each.phase == phase):
-            yield f"  {_gib(item.size):>11}  {words}: {item.name}{' (host memory)' if item.on_host else ''}"
     limit = "not checked" if found.device.memory is None else f"{_gib(found.limit)} ({RESERVE:.0%} is left aside)"
-    yield f"  {_gib(found.peak):>11}  at most on the device; limit: {limit}"
+    for card in found.cards:
+        where = "" if card is None else f" on {card}"
+        for phase, words in phases:
+            for item in (each for each in found.items if (each.phase, each.card) == (phase, card)):
+                yield f"  {_gib(item.size):>11}  {words}{where}: {item.name}{' (host memory)' if item.on_host else ''}"
+        yield f"  {_gib(found.peak_of(card)):>11}  at most{where or ' on the device'}; limit: {limit}"
     cache = found.cache
     blocks = f" ({cache.blocks:,} blocks)" if cache.blocks else ""
     whose = " of a worker" if "unit" in found.seconds else ""

@@ -30,7 +30,7 @@ from tandemrl.training.build import shares_base
 from tandemrl.training.profiling import cost_of, update_flops
 from tandemrl.training.state import forward_options
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK = 16
 """How many tokens a block of vLLM's KV cache holds."""
 LOGITS = 4
@@ -41,12 +41,14 @@ Phase = Literal["always", "rollout", "update"]
 
 
 class Item(NamedTuple):
-    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on the device."""
+    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on a device, and
+    ``card`` on which device it is: None is the trainer's."""
 
     phase: Phase
     name: str
     size: int
     on_host: bool = False
+    card: str | None = None
 
 
 class Cache(NamedTuple):
@@ -82,13 +84,20 @@ class Plan(NamedTuple):
     sent_to_workers: int
     """The bytes that a rollout worker loads in a step: of the senior's weights, or of its adapters alone."""
 
-    def needed(self, phase: Phase, *, on_host: bool = False) -> int:
-        """How many bytes are needed during ``phase``."""
-        return sum(i.size for i in self.items if i.phase in ("always", phase) and i.on_host == on_host)
+    @property
+    def cards(self) -> list[str | None]:
+        """The devices of the process, the trainer's first."""
+        return list(dict.fromkeys((None, *(item.card for item in self.items))))
+
+    def peak_of(self, card: str | None) -> int:
+        """The most bytes that are needed at once on a device."""
+        own = [item for item in self.items if item.card == card and not item.on_host]
+        return max(sum(i.size for i in own if i.phase in ("always", phase)) for phase in ("rollout", "update"))
 
     @property
     def peak(self) -> int:
-        return max(self.needed("rollout"), self.needed("update"))
+        """The most bytes that are needed at once on one device."""
+        return max(map(self.peak_of, self.cards))
 
     @property
     def limit(self) -> float:
@@ -241,6 +250,8 @@ def _engine(
     """The memory of this process's engine, and its KV cache. ``junior`` is None if the senior writes alone."""
     rollout, model = config.rollout, config.model
     width = BYTES[model.dtype]
+    junior_dtype = (rollout.kind.reserves and rollout.vllm.junior_dtype) or model.dtype
+    widths = {"senior": width, "junior": BYTES.get(junior_dtype, width)}
     length = config.longest_sequence
     requests = _sequences(config, config.train.prompts_per_step, rollout.group_size, world)
     if config.data.eval and config.train.eval_every:
@@ -256,10 +267,9 @@ def _engine(
                 f"rollout.tensor_parallel={rollout.tensor_parallel}: must divide the {heads} attention heads of the "
                 "models"
             )
-    weights = {"senior": parameters(senior) * width} | (
-        {} if junior is None else {"junior": parameters(junior) * width}
-    )
-    kept = {who: kv_bytes(shape, width) for who, shape in zip(weights, shapes, strict=True)}
+    writers = dict(zip(("senior", "junior"), shapes, strict=False))
+    weights = {who: parameters(shape) * widths[who] for who, shape in writers.items()}
+    kept = {who: kv_bytes(shape, widths[who]) for who, shape in writers.items()}
     per_token = sum(kept.values())
     logits = LOGITS * rows * vocabulary * 4
     if _adapters_alone(config):
@@ -301,9 +311,9 @@ def _vllm(
 ) -> tuple[list[Item], Cache]:
     """``weights`` and ``kept``, the bytes of a token's keys and values, are by model."""
     vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
-    if vllm.junior_device is not None:
-        weights = weights | {"junior": 0}  # on a card of its own
-    engines = [[who] for who in weights] if config.rollout.kind.spans and config.selection.kind.drops else [[*weights]]
+    trainer, cards, apart = _cards(config)
+    shared = [who for who in weights if who != "junior" or apart is None]
+    engines = [[who] for who in shared] if config.rollout.kind.spans and config.selection.kind.drops else [shared]
     size, total, blocks, rows = 0, 0, 0, config.rollout.max_rows
     for models in engines:
         own = sum(weights[who] for who in models) // parallel
@@ -317,14 +327,40 @@ def _vllm(
             total += max(budget, own + logits)
         size, blocks = size + its, blocks + its // (per_token * BLOCK)
         rows = min(rows, its // (per_token * BLOCK) // math.ceil(length / BLOCK))
-    card = config.model.device.partition(":")[2] or "0"  # with several ranks, the trainer's card has the first of them
-    elsewhere = vllm.devices is not None and card not in vllm.devices.split(",")
-    items = (
-        []
-        if elsewhere
-        else [Item("rollout" if vllm.sleep else "always", "engine: vLLM's share, KV cache included", total)]
-    )
+    phase: Phase = "rollout" if vllm.sleep else "always"
+    share = [(card, "engine: vLLM's share, KV cache included", total) for card in cards]
+    if apart is not None and "junior" in kept:  # as many blocks as the senior, beside whom vLLM counts its memory
+        junior = blocks * BLOCK * kept["junior"]
+        size += junior
+        share += [
+            (apart, "engine, junior: weights", weights["junior"]),
+            (apart, "engine, junior: KV cache", junior),
+            (apart, "engine, junior: a decoding step", logits),
+        ]
+    items = [Item(phase, name, n, card=None if card == trainer else f"cuda:{card}") for card, name, n in share]
     return items, Cache(rows, length, size, max(1, sum(kept.values()) // parallel), blocks)
+
+
+def _cards(config: Config) -> tuple[str, list[str], str | None]:
+    """The numbers of the trainer's card, of the engine's, and of the junior's if it has one of its own. With several
+    ranks, the trainer's stands for that of each rank."""
+    vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
+    kind, _, number = config.model.device.partition(":")
+    trainer = number or "0"
+    if kind == "cpu":
+        return trainer, [trainer], None
+    cards = [str(int(trainer) + rank) for rank in range(parallel)] if vllm.devices is None else vllm.devices.split(",")
+    if vllm.junior_device is None:
+        return trainer, cards[:parallel], None
+    junior = vllm.junior_device.partition(":")[2] or "0"
+    if vllm.devices is not None:  # which the engine's process counts from 0
+        if int(junior) >= len(cards):
+            raise ConfigError(
+                f"rollout.vllm.junior_device={vllm.junior_device}: rollout.vllm.devices={vllm.devices} has no card "
+                f"{junior}, counted from 0; add one"
+            )
+        junior = cards[int(junior)]
+    return trainer, cards[:parallel], None if junior in cards[:parallel] else junior
 
 
 def _columns(prompt: int, longest: int) -> int:
