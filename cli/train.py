@@ -27,24 +27,16 @@ def train(
         typer.Option(
             min=1,
             help="With --dry-run: plan a run of this many processes, one per device, which need not exist here: "
-            "memory, collectives, time. This machine is not checked.",
+            "memory. This machine is not checked.",
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="With --ranks: the device, e.g. h100; default: h100, or cpu with model.device=cpu."),
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="With --ranks: plan so many rollout workers (rollout.workers), too, by simulation: steps per hour, "
-            "who waits for whom, staleness.",
-        ),
-    ] = None,
     times_of: Annotated[
         str | None,
-        typer.Option(help="With --workers: the folder of a run whose measured times count, not data sheets."),
+        typer.Option(help="With --ranks: the folder of a run; its measured steps say how many hours this one takes."),
     ] = None,
     resume: Annotated[
         str,
@@ -57,12 +49,11 @@ def train(
     if config is None:
         names = ", ".join(packaged_configs())
         raise ConfigError(f"give --config: a YAML file or one of the packaged configs, which are {names}")
-    planned = [] if workers is None else [f"rollout.workers={workers}"]
-    resolved = load(config, [*(overrides or ()), *planned])
-    if (workers is not None and ranks is None) or (times_of is not None and workers is None):
-        raise ConfigError("--workers needs --ranks, and --times-of needs --workers: they plan a run and start none")
-    if (ranks is not None and not dry_run) or (device is not None and ranks is None):
-        raise ConfigError("--ranks needs --dry-run, and --device needs --ranks: they plan a run and start none")
+    resolved = load(config, overrides or ())
+    if (ranks is not None and not dry_run) or ((device is not None or times_of is not None) and ranks is None):
+        raise ConfigError(
+            "--ranks needs --dry-run, and --device and --times-of need --ranks: they plan a run and start none"
+        )
     if ranks is not None and resume != "auto":
         raise ConfigError("leave out --resume with --ranks, which plans a run and starts none")
     if ranks is not None:
@@ -84,22 +75,19 @@ def _plan(config: "Config", ranks: int, device: str | None, times_of: str | None
     """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit.
 
     Args:
-        times_of: the run whose times those of rollout workers are.
+        times_of: the run whose steps took as long as those of this one will.
     """
     from tandemrl.apps.planning.accelerators import accelerator
-    from tandemrl.apps.planning.fleet import estimated, measured, simulate, units_of
-    from tandemrl.apps.planning.page import described, described_fleet, require_fit
+    from tandemrl.apps.planning.page import described, described_time, require_fit
     from tandemrl.apps.planning.plan import plan
     from tandemrl.cli.lines import echo
 
     target = accelerator(device or ("cpu" if config.model.device == "cpu" else "h100"))
     found = plan(config, ranks, target)
     echo(described(found), indent=8)
-    if workers := config.rollout.workers:
-        times = estimated(config, found) if times_of is None else (measured(times_of, config),)
-        shape = {"workers": workers, "units": units_of(config), "ahead": config.train.async_steps}
-        echo(described_fleet(config, [simulate(each, **shape) for each in times], times), indent=8)
-    require_fit(found, config, ranks, target)
+    if times_of is not None:
+        echo(described_time(config, times_of), indent=8)
+    require_fit(found, config, target)
 
 
 def _check(config: "Config", resume: str, stated: Collection[str]) -> None:

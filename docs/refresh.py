@@ -287,22 +287,6 @@ def two_vocabularies() -> str:
     )
 
 
-def fleet() -> str:
-    found = json.loads((BENCHMARKS / "fleet.json").read_text())
-    rows = []
-    for name, seconds in found["s_per_step"].items():
-        relative = found["ratios"].get(f"{name} / async_steps=0")
-        planned = found["planned_to_measured"][f"planned {name} / {name}"]
-        rows.append([f"`train.{name}`", middle(seconds), "" if relative is None else middle(relative), middle(planned)])
-    head = ["", "s per step", "relative to `async_steps=0`", "planned / measured"]
-    longer = found["rollouts_to_rest"][str(found["unit_groups"])]
-    return (
-        markdown_table(head, rows)
-        + f"\nMedians of {len(seconds['per_round'])} rounds, with 90 % intervals; rollouts take {longer:.1f} times as "
-        f"long as the rest of a step; ray {found['ray']}, {versions_of([found])}; {_file('fleet.json')}.\n"
-    )
-
-
 def fleet_throughput() -> str:
     found = json.loads((BENCHMARKS / "fleet_throughput.json").read_text())
     rows = []
@@ -993,7 +977,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speed-sentence": speed_sentence,
     "decoding": decoding,
     "two-vocabularies": two_vocabularies,
-    "fleet": fleet,
     "fleet-throughput": fleet_throughput,
     "other-family": other_family,
     "pretrained-speed": pretrained_speed,

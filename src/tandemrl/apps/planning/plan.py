@@ -1,11 +1,10 @@
-"""Plans a run on other machines from its config: the memory, collectives, work and time of one process.
+"""Plans a run on other machines from its config: the memory of one process.
 
 The memory of the training pass is found by a rehearsal (``rehearsal``), that of the engine is computed from shapes. All
 numbers are of rank 0, which has the most where something cannot be divided evenly, and for sequences of full length.
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from json import loads
 from typing import Any, Literal, NamedTuple
@@ -13,21 +12,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tandemrl.apps.planning.accelerators import PER_MACHINE, RESERVE, Accelerator
+from tandemrl.apps.planning.accelerators import RESERVE, Accelerator
 from tandemrl.apps.planning.architectures import architecture
-from tandemrl.apps.planning.ledger import Collective
-from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Sent, Traffic, Work, rehearse, rehearse_prefill
-from tandemrl.config import Config, ConfigError, LoraConfig, ParallelConfig
+from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, rehearse, rehearse_prefill
+from tandemrl.config import Config, ConfigError, ParallelConfig
 from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
-from tandemrl.models.lora import adapted_alias, adapted_layers, is_adapter
 from tandemrl.models.trainable import self_paired
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
 from tandemrl.training.arguments import named_recipe, resolve_recipe
 from tandemrl.training.build import shares_base
-from tandemrl.training.profiling import cost_of, update_flops
 from tandemrl.training.state import forward_options
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -65,9 +61,7 @@ class Cache(NamedTuple):
 class Plan(NamedTuple):
     """The plan of one process.
 
-    seconds: the estimated seconds of each phase of a step, at best and at worst; with rollout workers, ``unit`` are
-    those of one unit on one of them. cache: that of a worker, if there are any. notes: remarks on what is unusual but
-    not wrong.
+    cache: that of a rollout worker, if there are any. notes: remarks on what is unusual but not wrong.
     """
 
     ranks: int
@@ -75,14 +69,9 @@ class Plan(NamedTuple):
     device: Accelerator
     items: list[Item]
     cache: Cache
-    sent: Sent
-    flops: float
-    seconds: dict[str, tuple[float, float]]
     micro_batches: int
     tokens: int
     notes: list[str]
-    sent_to_workers: int
-    """The bytes that a rollout worker loads in a step: of the senior's weights, or of its adapters alone."""
 
     @property
     def cards(self) -> list[str | None]:
@@ -147,16 +136,11 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     policy = _rehearsed(Role("policy"), senior, config, world, work, options)
     off_weights, off_state = offloaded(config.parallel)
     items = _trained_items("policy", policy, off_weights, off_state)
-    passes = [(policy, "update", micro_batches)]
-    scored = micro_batches * (updates > 1 or loss.kl_in_reward or model.lora.dropout > 0)
-    scored += micro_batches * (loss.kl_coef > 0 and model.lora.rank > 0)
-    passes.append((policy, "forward", scored))
     busiest = _busiest(policy, off_weights, off_state)
     if recipe.advantage is None:
         shape = architecture(model.critic or model.senior)
         critic = _rehearsed(Role("critic"), shape, config, world, work, options)
         items += _trained_items("critic", critic, off_weights, off_state)
-        passes += [(critic, "update", micro_batches), (critic, "forward", micro_batches)]
         busiest = max(busiest, _busiest(critic, off_weights, off_state))
     if off_weights:
         items.append(Item("update", "gradients", policy.gradients, on_host=True))
@@ -164,7 +148,6 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     for name, shape, dtype in _frozen(config, senior, partner, world):
         frozen = _rehearsed(Role("frozen", dtype), shape, config, world, work, options)
         items.append(Item("always", f"{name}: weights, {dtype}", frozen.weights))
-        passes.append((frozen, "forward", micro_batches))
 
     engine, cache = _engine(config, senior, partner if tandem else None, world, device, vocabulary)
     if rollout.workers:
@@ -173,17 +156,8 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
         items += engine
     if cache.rows < 1:
         notes.append(f"the engine's KV cache does not hold one row of {cache.length:,} tokens")
-    sent: Sent = {}
-    for rehearsal, when, times in passes:
-        _add(sent, getattr(rehearsal, when), times)
-    _add(sent, policy.export, 1)
-
-    flops = _flops(config, senior, longest, share * updates, world, scored / micro_batches, recipe.advantage is None)
-    width = BYTES[model.dtype]
-    seconds = _seconds(config, [senior, partner] if tandem else [senior], world, device, flops, sent, cache)
     mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-    loaded = width * (adapter_parameters(senior, model.lora) if _adapters_alone(config) else parameters(senior))
-    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes, loaded)
+    return Plan(world.size, mesh, device, items, cache, micro_batches, tokens, notes)
 
 
 def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
@@ -376,13 +350,6 @@ def parameters(shape: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in _skeleton(*_known(shape)).parameters())
 
 
-def adapter_parameters(shape: PretrainedConfig, lora: LoraConfig) -> int:
-    """How many parameters a model's adapters have."""
-    adapted = adapted_alias(_skeleton(*_known(shape)), lora, seed=0)
-    layers = adapted_layers(adapted)
-    return sum(parameter.numel() for name, parameter in adapted.named_parameters() if is_adapter(name, layers))
-
-
 def kv_bytes(shape: PretrainedConfig, width: int) -> int:
     """The bytes of one token's keys and values in all layers, for numbers of ``width`` bytes."""
     text = shape.get_text_config()
@@ -405,79 +372,3 @@ def _prefill(kind: Any, json: str, dtype: str, prompts: int, length: int) -> int
 def _skeleton(kind: Any, json: str) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(kind.from_dict(loads(json)))
-
-
-# ------------------------------------------------------------------------------------------------------- work and time
-
-
-def _flops(
-    config: Config, senior: PretrainedConfig, longest: int, sequences: int, world: World, scored: float, critic: bool
-) -> float:
-    """The FLOPs of this process's updates in a step, including recomputation and scoring passes."""
-    skeleton = _skeleton(*_known(senior)).requires_grad_(not config.model.lora.rank)
-    predictions = sequences * config.response_tokens
-    once = update_flops(cost_of(skeleton), [longest] * sequences, predictions=predictions)
-    passes = 1 + scored / 3 + (config.loss.kl_coef > 0) / 3 + (config.loss.junior_kl_coef > 0) / 3
-    passes += (config.model.gradient_checkpointing / 3) * (1 + critic) + critic * 4 / 3
-    return once * passes / (world.size / world.data_size)
-
-
-LAUNCHES = 0.4e-3, 2e-3
-"""The seconds for which the host launches the kernels of a layer, at best and at worst, in a decoding step of the torch
-engine. On a machine with an H100 and a slow core it took 1.5 ms, in the first step 2 ms (`benchmarks/gpu_train.py`)."""
-
-
-def _seconds(
-    config: Config,
-    writers: Sequence[PretrainedConfig],
-    world: World,
-    device: Accelerator,
-    flops: float,
-    sent: Sent,
-    cache: Cache,
-) -> dict[str, tuple[float, float]]:
-    """The seconds of each phase, at best and at worst.
-
-    The best case assumes 60 % of the peak and collectives that overlap with the computation, the worst case 20 % and no
-    overlap. Decoding reads, for each token that sequences get together, all weights and the keys and values of what
-    they have by then: prompts and half of a response on average. At best it has 70 % of the bandwidth, at worst 10 %.
-    The torch engine on a GPU is never faster than its host launches kernels (``LAUNCHES``), unless it is compiled.
-    """
-    compute = flops / device.peak(config.model.dtype)
-    wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
-    rollout, prompts = config.rollout, config.train.prompts_per_step
-    at_once = _sequences(config, prompts, rollout.group_size, world)
-    sequences = at_once if rollout.workers else math.ceil(prompts * rollout.group_size / world.size)
-    waves = math.ceil(sequences / max(1, min(at_once, cache.rows)))
-    cached = sequences * (config.data.max_prompt_tokens + config.response_tokens / 2) * cache.token
-    read = sum(map(parameters, writers)) * BYTES[config.model.dtype] / rollout.tensor_parallel
-    decode = rollout.max_tokens * (waves * read + cached) / device.bandwidth
-    passes = rollout.max_tokens * waves * sum(int(each.get_text_config().num_hidden_layers) for each in writers)
-    launched = not rollout.kind.reserves and device.memory is not None
-    best, worst = (passes * launched * seconds for seconds in LAUNCHES)
-    return {
-        "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
-        "unit" if rollout.workers else "rollout": (
-            max(decode / 0.7, best * (not rollout.compile)),
-            max(decode / 0.1, worst),
-        ),
-    }
-
-
-def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:
-    """The seconds that collectives take as a ring over the slowest link."""
-    if world.mesh is None:
-        return 0.0
-    axes = collective.axis if collective.axis != "all" else "data"
-    group = torch.distributed.get_process_group_ranks(world.mesh[axes].get_group())
-    count = len(group)
-    speed = device.link if max(group) - min(group) < PER_MACHINE else device.network
-    rounds = 2 if collective.kind == "all-reduce" else 1
-    return rounds * traffic.sent * (count - 1) / count / speed
-
-
-def _add(total: Sent, more: Sent, times: int) -> None:
-    for collective, traffic in more.items():
-        before = total.get(collective, Traffic(0, 0))
-        if times:
-            total[collective] = Traffic(before.calls + times * traffic.calls, before.sent + times * traffic.sent)

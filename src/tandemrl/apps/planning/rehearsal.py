@@ -1,4 +1,4 @@
-"""Finds what one process of a training run holds and sends for a model: its training pass on tensors without contents.
+"""Finds what one process of a training run holds for a model: its training pass on tensors without contents.
 
 The models are made, adapted and sharded by the functions that train (``training.build``, ``models.sharding``), over the
 mesh of an ``imagined_world``. A forward and a backward then run on fake tensors, which have shapes and storages but
@@ -7,7 +7,7 @@ and one of four is what each further layer adds.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
 from tandemrl.apps.planning.architectures import with_layers
-from tandemrl.apps.planning.ledger import Collective, Ledger, storage_bytes
+from tandemrl.apps.planning.ledger import Ledger, storage_bytes
 from tandemrl.config import Config
 from tandemrl.distributed.world import World
 from tandemrl.models.attention import ATTENTION
@@ -31,7 +31,7 @@ from tandemrl.models.critic import packed_values, without_dropout
 from tandemrl.models.forward import channel_of, packed_logprobs, part_of
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.lora import attach, dropping
-from tandemrl.models.sharding import full_parameters, layers_of, shard
+from tandemrl.models.sharding import layers_of, shard
 from tandemrl.models.trainable import checkpoint_gradients, make_optimizer
 from tandemrl.rollout.kv_cache import prefill
 from tandemrl.types import Author, Batch, Rollout
@@ -41,32 +41,17 @@ FEW, MORE = 3, 4
 during which FSDP holds the next layer gathered and reduces the gradients of the last one, as with many layers."""
 
 
-class Traffic(NamedTuple):
-    """A kind of collective, with how often it was used. ``sent`` counts the bytes of the whole tensors."""
-
-    calls: int
-    sent: int
-
-
-Sent = dict[Collective, Traffic]
-
-
 class Rehearsal(NamedTuple):
-    """What one process holds and sends for one model.
+    """What one process holds for one model.
 
     Memory is given in bytes of storages. activations: everything else that is alive at the worst moment of a
-    micro-batch, including the parameters that FSDP has gathered. update, forward: what a micro-batch sends if it is
-    trained on, or only scored. export: what is sent to gather all parameters for the engine. Sums of single numbers,
-    such as norms, are left out.
+    micro-batch, including the parameters that FSDP has gathered.
     """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    update: Sent
-    forward: Sent
-    export: Sent
 
 
 class Work(NamedTuple):
@@ -92,13 +77,14 @@ def rehearse(
 ) -> Rehearsal:
     """The rehearsal of a model in a role."""
     run = partial(_run, role=role, config=config, world=world, work=work, options=options)
-    return _rehearsal(_extrapolated(run, configuration))
+    found = _extrapolated(run, configuration)
+    return Rehearsal(**{name: found.get(name, 0) for name in Rehearsal._fields})
 
 
 def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompts: int, length: int) -> int:
     """The peak bytes of the torch engine's prefill of ``prompts`` prompts of ``length`` tokens."""
 
-    def run(small: PretrainedConfig) -> dict[Any, int]:
+    def run(small: PretrainedConfig) -> dict[str, int]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = _causal(small, dtype)
         give_storage(model, fake)
@@ -144,11 +130,11 @@ def _made(role: Role, small: PretrainedConfig, config: Config, world: World) -> 
 
 def _run(
     configuration: PretrainedConfig, *, role: Role, config: Config, world: World, work: Work, options: ForwardOptions
-) -> dict[Any, int]:
+) -> dict[str, int]:
     """Run two micro-batches and an optimiser step.
 
     The second micro-batch is measured, since gradients exist from then on. The first one, which makes them, can be
-    short. A pass that only scores sends what the forward part of training sends.
+    short.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     trained, critic = role.name != "frozen", role.name == "critic"
@@ -160,8 +146,8 @@ def _run(
     def once(batch: Batch = batch) -> Tensor:
         return one_pass(model, batch, options, world, fake, critic=critic, entropy=config.loss.entropy_coef != 0)
 
-    found: dict[Any, int] = {}
-    with fake, Ledger(world.mesh) as ledger:
+    found: dict[str, int] = {}
+    with fake, Ledger() as ledger:
         own = [*model.parameters(), *model.buffers()]
         ledger.disregard(own)
         if trained:
@@ -170,10 +156,8 @@ def _run(
             ledger.disregard(gradients)
             ledger.begin()
             with dropping(model, (0,), torch.device("cpu")):
-                loss = once()
-                found |= _sent(ledger, "forward")
-                loss.backward()
-            found |= {"activations": ledger.peak} | _sent(ledger, "update")
+                once().backward()
+            found["activations"] = ledger.peak
             assert optimizer is not None
             optimizer.step()
             found["gradients"] = storage_bytes(gradients)
@@ -182,13 +166,8 @@ def _run(
         else:
             with torch.no_grad():
                 once()
-            found |= {"activations": ledger.peak} | _sent(ledger, "forward")
+            found["activations"] = ledger.peak
         found["weights"] = storage_bytes(model.parameters())
-        if trained and not critic:
-            ledger.begin()
-            for _ in full_parameters(model):
-                pass
-            found |= _sent(ledger, "export")
     return found
 
 
@@ -281,7 +260,7 @@ def _with_storage(kept: Any) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- layer after layer
 
 
-def _extrapolated(run: Callable[[PretrainedConfig], dict[Any, int]], configuration: PretrainedConfig) -> dict[Any, int]:
+def _extrapolated(run: Callable[[PretrainedConfig], dict[str, int]], configuration: PretrainedConfig) -> dict[str, int]:
     """The result of ``run`` for the whole model, extrapolated from runs with few layers if all layers are alike."""
     layers = int(configuration.get_text_config().num_hidden_layers)
     if layers <= MORE or not _alike(configuration):
@@ -298,21 +277,3 @@ def _alike(configuration: PretrainedConfig) -> bool:
     return (
         all(each == shapes[0] for each in shapes) and len(set(getattr(configuration, "layer_types", None) or [0])) == 1
     )
-
-
-def _sent(ledger: Ledger, when: str) -> dict[Any, int]:
-    """The collectives so far, as flat numbers."""
-    counts = {(when, collective, "calls"): calls for collective, calls in ledger.calls.items()}
-    return counts | {(when, collective, "sent"): sent for collective, sent in ledger.sent.items()}
-
-
-def _rehearsal(found: dict[Any, int]) -> Rehearsal:
-    def sent(when: str) -> Sent:
-        keys: Iterable[Any] = dict.fromkeys(key[1] for key in found if key[0] == when)
-        return {key: Traffic(found[when, key, "calls"], found[when, key, "sent"]) for key in keys}
-
-    weights, gradients, optimizer, activations = (found.get(name, 0) for name in _SIZES)
-    return Rehearsal(weights, gradients, optimizer, activations, sent("update"), sent("forward"), sent("export"))
-
-
-_SIZES = ("weights", "gradients", "optimizer", "activations")
