@@ -210,7 +210,7 @@ def rrm(
     from tandemrl.data.rubric import build_rubric
     from tandemrl.rewards.judge.rubric import template_of
 
-    _report(out, build_rubric(source, out, template=template_of(JudgeConfig()).text, full_marks=full_marks))
+    _report(out, build_rubric(source, out, template=template_of(JudgeConfig(prompt="rrm")).text, full_marks=full_marks))
 
 
 @build.command()

@@ -419,9 +419,9 @@ def test_the_outcome_baseline_has_the_published_values() -> None:
 def test_the_judge_of_the_rubric_policy_has_the_published_values() -> None:
     judge = packaged("rrm_policy").judge
     assert (judge.url, judge.model) == ("http://localhost:8000/v1", None)  # whatever is served there
-    assert (judge.prompt, judge.mode, judge.weight, judge.gates) == ("rubric", "tinyv_only", 1.0, ())
+    assert (judge.prompt, judge.mode, judge.weight, judge.gates) == ("rrm", "tinyv_only", 1.0, ())
     assert (judge.temperature, judge.max_tokens, judge.retries, judge.retry_temperature) == (0.0, 2048, 3, 0.3)
-    assert packaged("rrm_train").judge.url is None
+    assert (packaged("rrm_train").judge.url, packaged("rrm_train").judge.prompt) == (None, "rrm")
 
 
 def test_countdown_has_the_published_values() -> None:

@@ -1,7 +1,9 @@
 """The sets of the rubric reward model: problems with criteria, and answers with the score to give them."""
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.config import JudgeConfig
+from tandemrl.config import JudgeConfig, load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Row
-from tandemrl.data.rubric import build_polaris
-from tandemrl.rewards.judge.rubric import JudgePool, grade_score
+from tandemrl.data.rubric import build_polaris, fill
+from tandemrl.rewards.judge.rubric import JudgePool, grade_score, other_words, template_of
 from tandemrl.rewards.protocol import Score
 
 SYSTEM = {
@@ -80,9 +82,43 @@ def test_rubric_rows_ask_what_a_judge_is_asked_and_are_scored(tmp_path: Path) ->
     assert (row.data_source, row.ground_truth) == ("grade", "0.85")
     judge = Judge()
     policy = Row("p/0", (), "polaris_tinyv", "2", {"question": raw["question"], "criteria": raw["criteria"]})
-    JudgePool(judge, JudgeConfig(mode="tinyv_only"))([(policy, raw["response"], WRONG)])
+    JudgePool(judge, JudgeConfig(prompt="rrm", mode="tinyv_only"))([(policy, raw["response"], WRONG)])
     assert row.messages == ({"role": "user", "content": judge.prompts[0]},)
     assert grade_score(row, "Total Score: 7.5/10").value == pytest.approx(0.9**2)
+
+
+def test_a_judge_is_asked_in_the_published_words() -> None:
+    """Against the text in the published `tinyv.py`, by its checksum and its white space."""
+    judge, row = Judge(), Row("p/0", (), "polaris_tinyv", "2", {"question": "Q", "criteria": "C"})
+    JudgePool(judge, load("rrm_policy", ["train.steps=1"]).judge)([(row, "A", WRONG)])
+    [prompt] = judge.prompts
+    start = "You are a grading teacher. Based on the following information, please evaluate the student's submitted"
+    assert prompt.startswith(start)
+    assert prompt.endswith("\n\n\nQuestion:\nQ\n\n\n\nScoring Criteria:\nC\n\n\n\nStudent's Answer:\nA\n\n")
+    assert hashlib.sha256(prompt.encode()).hexdigest()[:16] == "be01000e85a1cbe0"
+
+
+def test_other_words_than_those_a_judge_was_trained_on_are_noticed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Mark {{MODEL_ANSWER}} by {{CRITERIA}}!\n")
+    template, url = template_of(JudgeConfig(prompt="rrm")).text, "http://localhost:1/v1"
+
+    def graded(text: str) -> Row:
+        return Row("g/0", ({"role": "user", "content": text},), "grade", "0.5", {})
+
+    def warned(row: Row, **judge: Any) -> str:
+        return other_words([row], JudgeConfig(**judge)) or ""
+
+    published = graded(fill(template, lambda field: f"the {field}\n\n"))
+    assert warned(published, prompt="rrm") == ""
+    assert "other words than those of judge.prompt=rubric" in warned(published)
+    assert "judge.template=" in warned(published, prompt="rrm", template=str(mine))
+    assert warned(graded("Mark 7 by this!"), template=str(mine)) == ""
+    polaris = Row("p/0", (), "polaris_tinyv", "2", {})
+    assert "judge.prompt=reasoning asks in other words" in warned(polaris, prompt="reasoning", url=url)
+    assert "judge.template=" in warned(polaris, template=str(mine), url=url)
+    assert warned(polaris, prompt="rrm", url=url) == warned(polaris, prompt="rubric") == ""
+    assert warned(replace(polaris, data_source="mine_tinyv"), url=url) == ""
 
 
 def test_published_rubric_rows_keep_their_prompt(tmp_path: Path) -> None:

@@ -7,7 +7,17 @@ import pytest
 from tandemrl.config import ConfigError, RewardConfig, difference, load, stated_keys, to_dict
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rewards.routing import COMPAT, SCORERS, SUFFIXES, TABLE, Kind, check_rewards, score_text, terms_of
+from tandemrl.rewards.routing import (
+    COMPAT,
+    SCORERS,
+    SUFFIXES,
+    TABLE,
+    Kind,
+    check_rewards,
+    reward_names,
+    score_text,
+    terms_of,
+)
 
 
 def row(source, gold="7"):
@@ -77,6 +87,23 @@ def test_a_users_choice_comes_first_and_capitals_count():
     assert name_of("x_tinyv", scorers=scorers) == "boxed"
     with pytest.raises(DataError, match="no scorer"):
         name_of("mydata", scorers=scorers)
+
+
+def test_a_fallback_scores_what_nothing_else_knows():
+    assert name_of("bird songs", fallback="prime") == "prime"
+    assert name_of("math500", fallback="prime") == "boxed"
+    assert name_of("birds_tinyv", fallback="prime") == "judge"
+    assert name_of("bird songs", fallback="prime", scorers={"bird*": "gsm8k"}) == "gsm8k"
+    assert name_of("math", fallback="prime", compat="verl") == "dapo"
+    assert score_text(row("bird songs"), r"\boxed{7}", RewardConfig(fallback="prime")).value == 1.0
+    with pytest.raises(DataError, match=r"bird songs.*reward\.fallback=prime"):
+        name_of("bird songs")
+    with pytest.raises(GraderError, match=r"reward\.fallback: 'pirme' is neither"):
+        check_rewards([Kind("math500")], RewardConfig(fallback="pirme"))
+    assert reward_names(RewardConfig(fallback="my.module:f + prime", scorers={"a": "prime"})) == [
+        "prime",
+        "my.module:f",
+    ]
 
 
 def test_unknown_data_sources_get_the_list_of_what_is_known():

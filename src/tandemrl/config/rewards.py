@@ -29,6 +29,9 @@ class RewardConfig:
     """Scorers by pattern. A pattern is compared with a row's `data_source`, or after `ability:` with its `ability`. A
     scorer is one of the library's, or a custom `module:function` (also verl's `compute_score`), or a sum `a + b`;
     see rewards/routing.py. These patterns come before the library's table."""
+    fallback: str | None = None
+    """The scorer of rows whose `data_source` neither `scorers` nor the library's table knows, written as in `scorers`;
+    null = they are refused. The published code of the rubric reward model has `prime` here."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weight of each reward in a sum, by its name; 1 without an entry. The name of `module:function` is `function`."""
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -77,10 +80,11 @@ class JudgeConfig:
     """With `url`: the model's name at the endpoint, null = the first one listed. Without: HF folder or hub id."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
-    prompt: Literal["rubric", "tinyv", "reasoning"] = "rubric"
-    """What the judge is asked. `rubric`: score the whole response by the row's criteria, out of 10; `tinyv`: whether
-    the extracted answer equals the reference answer, true or false; `reasoning`: score how sound the whole response is,
-    out of 10, without criteria."""
+    prompt: Literal["rubric", "rrm", "tinyv", "reasoning"] = "rubric"
+    """What the judge is asked. `rubric`: score the whole response by the row's criteria, out of 10; `rrm`: the same in
+    the words of the published rubric reward model, for a judge that was trained to reply to them; `tinyv`: whether the
+    extracted answer equals the reference answer, true or false; `reasoning`: score how sound the whole response is, out
+    of 10, without criteria."""
     template: str | None = None
     """A text file to use as the text of `prompt`, with the fields {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}},
     {{MODEL_ANSWER}}."""

@@ -12,6 +12,8 @@ from tandemrl.data.sources import ANSWER, PROBLEM, Origin, Record, checksum, fla
 
 RUBRIC_SETS = "Youliang/rrm"
 """Where the authors put ``train_polaris``, ``test_polaris``, ``train_rrm`` and ``test_rrm`` (.parquet)."""
+POLARIS = "polaris_tinyv"
+"""The ``data_source`` of the published Polaris rows."""
 POLARIS_SYSTEM = "\nPlease reason step by step, and put your final answer within \\boxed{}.\n\n\n"
 """The system message of the published Polaris rows, white space included."""
 
@@ -87,7 +89,7 @@ def _polaris(record: Record, split: str, index: int) -> dict[str, Any]:
     prompt = [{"role": "system", "content": POLARIS_SYSTEM}, {"role": "user", "content": question}]
     own = record.fields.get("prompt")
     extra = {"split": split, "index": index, "question": question, "criteria": each.text("criteria")}
-    return record_of("polaris_tinyv", _plain(own, record.where) if own else prompt, "math", answer, extra)
+    return record_of(POLARIS, _plain(own, record.where) if own else prompt, "math", answer, extra)
 
 
 def _graded(record: Record, split: str, index: int, template: str, full_marks: float) -> dict[str, Any]:

@@ -5,8 +5,8 @@ A reward is a name from `SCORERS`, a function of your own as ``module:function``
 my.module:brevity``, in which ``reward.weights`` weighs each term. A pattern that begins with ``ability:``, as in
 ``ability:math``, is compared with the rows' ``ability`` instead. The first pattern that matches decides. If none
 matches, the functions given to ``train`` that ``reward.scorers`` does not name score the row; if there are none,
-suffixes (`SUFFIXES`) decide, and then `TABLE`. Patterns with a capital letter are matched as written, others without
-regard to case.
+suffixes (`SUFFIXES`) decide, then `TABLE`, and last ``reward.fallback``. Patterns with a capital letter are matched as
+written, others without regard to case.
 """
 
 import difflib
@@ -147,11 +147,14 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         if pattern is not None:
             names = (table[pattern],)
             break
+    if not names and options.fallback is not None:
+        names = _names(options.fallback)
     if not names:
         raise DataError(
             f"row {row.example_id}: no scorer for data_source {row.data_source!r}; name one in reward.scorers, as "
-            f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(SCORERS)}; or rename the data "
-            f"source to one of {', '.join([*TABLE, *SUFFIXES])}"
+            f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(SCORERS)}; or one for all "
+            "such rows, as reward.fallback=prime; or rename the data source to one of "
+            f"{', '.join([*TABLE, *SUFFIXES])}"
         )
     short = [_short(name) for name in names]
     if len(names) > 1 or any(name in options.weights for name in short):
@@ -203,6 +206,8 @@ def check_rewards(
         if stated is None or key in stated:
             raise ConfigError(message)
         warnings.warn(message, stacklevel=3)
+    for name in () if options.fallback is None else _names(options.fallback):
+        _scorer(name, functions, options)
 
     unplaced = _unplaced(options, functions)
     if unplaced and None not in matches.values():
@@ -225,8 +230,9 @@ def _named_in(options: RewardConfig) -> Iterator[tuple[str, str]]:
 
 
 def reward_names(options: RewardConfig) -> list[str]:
-    """All names in ``reward.scorers``, without repetitions."""
-    return list(dict.fromkeys(name for rewards in options.scorers.values() for name in _names(rewards)))
+    """All names in ``reward.scorers`` and ``reward.fallback``, without repetitions."""
+    named = [*options.scorers.values(), *(() if options.fallback is None else (options.fallback,))]
+    return list(dict.fromkeys(name for rewards in named for name in _names(rewards)))
 
 
 def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Score:
@@ -266,8 +272,9 @@ def _scorer(name: str, functions: Functions, options: RewardConfig) -> Grade:
     if ":" in name:
         return in_child(name, options.parameters.get(_short(name)))
     mine = f", given to train: {', '.join(functions)}" if functions else ""
+    key = "reward.fallback" if name == options.fallback else "reward.scorers"
     raise GraderError(
-        f"reward.scorers: {name!r} is neither module:function nor one of the library's scorers, which are "
+        f"{key}: {name!r} is neither module:function nor one of the library's scorers, which are "
         f"{', '.join(SCORERS)}{mine}"
     )
 

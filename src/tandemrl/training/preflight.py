@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -33,7 +34,7 @@ from tandemrl.processes.names import named
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
-from tandemrl.rewards.judge.rubric import Judge
+from tandemrl.rewards.judge.rubric import Judge, other_words
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
@@ -381,6 +382,8 @@ class Preflight:
             stated = None if config.train.eval_every or not config.data.eval else self.stated
             kinds = map(routing.Kind.of, read)
             scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated)
+            if words := other_words(rows, config.judge):
+                warnings.warn(words, stacklevel=2)
             used = {routing.Kind.of(row): row for row in reversed(rows)}
             tried = "".join(_tried(scorer, row) for row in reversed(used.values()))
         functions = self.rewards_by_name

@@ -10,13 +10,13 @@ score in the end is unscored and not used in training. It is an error if more th
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.config import JudgeConfig, RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.data.rubric import FIELDS, fill
+from tandemrl.data.rubric import FIELDS, POLARIS, fill
 from tandemrl.rewards.protocol import GraderError, Score
 
 Messages = Sequence[Mapping[str, str]]
@@ -291,6 +291,31 @@ def template_of(config: JudgeConfig) -> Template:
     return Template(text, parse, whole)
 
 
+def other_words(rows: Iterable[Row], config: JudgeConfig) -> str | None:
+    """Why a judge does not expect the words that it is asked with, or None: a rubric reward model replies to the words
+    that it was trained on.
+
+    Raises:
+        JudgeError: as in `template_of`.
+    """
+    ours, published = (template_of(each).text for each in (config, JudgeConfig(prompt="rrm")))
+    words = [each.strip() for each in re.split(r"\{\{\w+\}\}", ours)]
+    chosen = f"judge.template={config.template}" if config.template else f"judge.prompt={config.prompt}"
+    asks = config.url is not None or config.model is not None
+    for row in rows:
+        if row.data_source == "grade" and not _in_order(row.messages[-1]["content"].strip(), words):
+            return (
+                f"row {row.example_id} trains a judge in other words than those of {chosen}; ask the judge in the "
+                "words of its rows: judge.prompt or judge.template=FILE"
+            )
+        if asks and row.data_source == POLARIS and ours != published:
+            return (
+                f"row {row.example_id}: {chosen} asks in other words than the published judge of {POLARIS} was trained "
+                "on; if yours is a rubric reward model: judge.prompt=rrm"
+            )
+    return None
+
+
 # --------------------------------------------------------------------------------------------------------------- gates
 
 
@@ -361,7 +386,7 @@ def _criteria(row: Row) -> str:
     criteria: Any = row.extra_info.get("criteria")
     if not criteria:
         raise DataError(
-            f"row {row.example_id}, field 'extra_info.criteria': missing; judge.prompt=rubric needs it. "
+            f"row {row.example_id}, field 'extra_info.criteria': missing; judge.prompt=rubric and rrm need it. "
             "judge.prompt=reasoning judges without criteria"
         )
     return criteria if isinstance(criteria, str) else json.dumps(criteria, ensure_ascii=False)
