@@ -106,6 +106,23 @@ def test_the_end_of_a_script_is_its_own():
         assert box.run(deep, Stdin("")).output == "50000\n"
 
 
+def test_what_a_script_leaves_in_buffers_is_written_as_python_does():
+    swapped = "import io, sys\nsys.stdout = io.StringIO()\nprint(3)\nsys.__stdout__.write(sys.stdout.getvalue())"
+    programs = {
+        swapped: "3\n",
+        "import sys\nprint(3)\nsys.stdout.close()": "3\n",
+        "import sys\nout = sys.stdout\nsys.stdout = sys.stderr\nprint(1)\nout.write('3')": "3",
+        "import sys\nout = sys.stdout\nsys.stdout = None\nout.write('3')": "3",
+        "out = open(1, 'w')\nout.write('3')": "3",
+        "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(3)": "3\n",
+    }
+    with Sandbox(LIMITS) as box:
+        for program, output in programs.items():
+            outcome = box.run(program, Stdin(""))
+            assert (outcome.status, outcome.output) == ("ok", output), (program, outcome)
+
+
 def test_the_tools_of_a_program_work():
     programs = {
         "import asyncio\nasyncio.run(asyncio.sleep(0)); print('x')": "x\n",
