@@ -194,8 +194,8 @@ def main() -> None:
             "overrides": overrides,
             "after": skill(config, last, args.out / arm / "eval"),
             "curve": {line["step"]: line["eval/pass@1"] for line in lines if "eval/pass@1" in line},
-            "reward": {line["step"]: line["reward/mean"] for line in lines if line["step"] % 10 in (0, 1)},
-            "seconds": sum(line["time/step"] for line in lines),
+            "reward": {line["step"]: line["reward/mean"] for line in lines[1:] if line["step"] % 10 in (0, 1)},
+            "seconds": sum(line["time/step"] for line in lines[1:]),
         }
         print(f"{arm}: {shown(result['arms'][arm]['after'])}", flush=True)
     for file in filter(None, (args.out / "countdown.json", args.json)):

@@ -82,7 +82,7 @@ def main() -> None:
         **evaluated,
         **differences,
         "training": {
-            name: [line[name] for line in lines]
+            name: [line[name] for line in lines if line["step"]]
             for name in ("reward/mean", "tandem/handovers", "tandem/senior_frac", "tandem/untranslatable", "time/step")
         },
     }

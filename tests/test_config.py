@@ -336,7 +336,7 @@ def test_deepscaler_has_the_published_values(name: str) -> None:
         "minerva",
     ]
     assert (c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.max_tokens) == (0.6, 0.95, 0, 3000)
-    assert (c.eval.profile, c.eval.train_samples, c.eval.train_problems, c.eval.select_by) == ("custom", 4, 1000, None)
+    assert (c.eval.profile, c.eval.train_samples, c.eval.train_problems, c.train.select_by) == ("custom", 4, 1000, None)
     assert (c.rollout.engine, c.rollout.vllm.enforce_eager) == ("vllm", True)
     assert c.data.prompt_suffix == (
         " Solve the following math problem step by step. Put your final answer inside \\boxed{}, like \\boxed{42} or "

@@ -1,6 +1,5 @@
 """What an export says of itself."""
 
-import math
 from dataclasses import replace
 
 from omegaconf import OmegaConf
@@ -18,13 +17,13 @@ def front(card: str) -> dict:
 
 def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
     config = load("deepscaler_tandem")
-    card = model_card(config, step=20, best=0.25, versions=VERSIONS)
+    card = model_card(config, step=20, best="step 20, by held-out reward 0.2500", versions=VERSIONS)
     assert front(card)["base_model"] == "Qwen/Qwen3-4B-Instruct-2507"
     assert front(card)["tags"] == ["reinforcement-learning", "grpo", "tandem-rl"]
     assert "together with a frozen *junior* (`word`, p = 0.5). It was trained on its own tokens only." in card
     for line in (
         "| steps | `20 of 4912` |",
-        "| best held-out score so far | `0.2500` |",
+        "| hf/best so far | `step 20, by held-out reward 0.2500` |",
         f"| git_revision | `{'a' * 40}` |",
     ):
         assert line in card
@@ -35,16 +34,16 @@ def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
 
 def test_a_model_that_wrote_alone_has_no_junior() -> None:
     config = load("quickstart", ["selection.strategy=solo", "model.junior=null"])
-    card = model_card(config, step=1, best=-math.inf, versions={})
+    card = model_card(config, step=1, best="none", versions={})
     assert "The *senior* wrote all texts that this model learnt from." in card
     assert "tandem-rl" not in front(card)["tags"]
     assert "| junior | `none` |" in card
-    assert "| best held-out score so far | `none` |" in card
+    assert "| hf/best so far | `none` |" in card
 
 
 def test_the_juniors_weight_is_named() -> None:
     config = load("quickstart", ["loss.junior_weight=0.5", "selection.strategy=sentence"])
-    card = model_card(config, step=1, best=0.0, versions={})
+    card = model_card(config, step=1, best="none", versions={})
     assert (
         "(`sentence`). It was trained on its own tokens with weight 1, on those of the junior with weight 0.5." in card
     )
@@ -52,9 +51,9 @@ def test_the_juniors_weight_is_named() -> None:
 
 def test_what_was_passed_in_python_and_what_changes_over_the_run_is_said() -> None:
     config = load("quickstart", ["selection.prob_senior_final=1.0", "selection.anneal_steps=5"])
-    assert "(`word`, p = 0.5 to 1)" in model_card(config, step=1, best=0.0, versions={})
+    assert "(`word`, p = 0.5 to 1)" in model_card(config, step=1, best="none", versions={})
     functions = FunctionsConfig(strategy=FunctionRecord("mine.relay"), recipe=FunctionRecord("grpo, surrogate=half"))
-    card = model_card(replace(config, functions=functions), step=1, best=0.0, versions={})
+    card = model_card(replace(config, functions=functions), step=1, best="none", versions={})
     assert "(the strategy `mine.relay`)" in card
     assert "| recipe | `grpo, surrogate=half, learning rate 0.0003` |" in card
     assert front(card)["tags"] == ["reinforcement-learning", "tandem-rl"]
@@ -63,4 +62,4 @@ def test_what_was_passed_in_python_and_what_changes_over_the_run_is_said() -> No
 def test_no_command_line_goes_into_a_card() -> None:
     command = "judge.command=env HF_TOKEN=hf_secret vllm serve J"
     config = load("quickstart", [command, "judge.url=http://localhost:8000/v1", "judge.wait_s=9"])
-    assert "hf_secret" not in model_card(config, step=1, best=0.0, versions={})
+    assert "hf_secret" not in model_card(config, step=1, best="none", versions={})

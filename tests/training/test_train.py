@@ -132,7 +132,7 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
     score, exported = {4: 0.25, 3: 0.75}, []
 
     def graded(_: object, prompts: Sequence[object], __: object) -> EvalResult:
-        values = dict.fromkeys(("pass@1", "pass@2", "length", "truncation_rate"), score[len(prompts)])
+        values = dict.fromkeys(("pass@1", "pass@2", "reward", "length", "truncation_rate"), score[len(prompts)])
         return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
 
     monkeypatch.setattr(evaluation, "evaluate_solo", graded)
@@ -141,10 +141,10 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
     assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
     score[3] = 1.0
     evaluate(run, 1)
-    assert (run.progress.best, exported) == (0.25, ["best"])
+    assert (run.progress.best.values["pass@2"], exported) == (0.25, ["best"] * 2)
     score[4] = 0.5
     evaluate(run, 1)
-    assert (run.progress.best, exported) == (0.5, ["best", "best"])
+    assert (run.progress.best.values["pass@2"], exported) == (0.5, ["best"] * 3)
 
 
 def test_the_export_is_a_plain_hf_folder(finished: Path) -> None:

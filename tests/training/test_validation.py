@@ -42,22 +42,22 @@ def test_validation_is_written_by_the_senior_alone(
         assert line["eval/length"] == sum(len(c.tokens) for c in call) / len(call)
 
 
-def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float) -> torch.Tensor:
+def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float, step: int = 20) -> torch.Tensor:
     """The weights of the run after a change, evaluated with this score."""
     embedding = run.models.policy.get_input_embeddings().weight
     with torch.no_grad():
         embedding.mul_(1.5)
-    macro = {"pass@1": 1 - score, "pass@2": score, "length": 1.0, "truncation_rate": 0.0}
+    macro = {"pass@1": 1 - score, "pass@2": score, "reward": 0.5, "length": 1.0, "truncation_rate": 0.0}
     with monkeypatch.context() as patched:
         patched.setattr(evaluation, "evaluate_solo", lambda *_: EvalResult({"macro": macro}, []))
-        assert evaluation.evaluate(run, 20)["eval/pass@2"] == score
+        assert evaluation.evaluate(run, step)["eval/pass@2"] == score
     return embedding.detach().clone()
 
 
 def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By pass@2, the largest k that two samples allow; of equal ones the first."""
+    """By pass@2, the largest k that two samples allow; of equal ones the last."""
     settings = config(tiny_pair, tmp_path)
 
     def best() -> torch.Tensor:
@@ -66,11 +66,11 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     run = build(settings)
     records = restore(run, "auto")
     sync_weights(run.models.policy, run.models.engine, version=0)
-    first, second, *_ = (evaluated(run, monkeypatch, score) for score in (0.25, 0.75, 0.5, 0.75))
-    assert not torch.equal(first, second)
-    assert torch.equal(best(), second)
+    *_, third, last = (evaluated(run, monkeypatch, score) for score in (0.25, 0.75, 0.5, 0.75))
+    assert not torch.equal(third, last)
+    assert torch.equal(best(), last)
     card = (tmp_path / "hf" / "best" / "README.md").read_text()
-    assert "| best held-out score so far | `0.7500` |" in card
+    assert "| hf/best so far | `step 20, by held-out pass@2 0.7500` |" in card
     assert "| steps | `20 of " in card
     run.progress.step = 1
     save(run, records)
@@ -78,6 +78,81 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     resumed = build(settings)
     restore(resumed, "auto")
     evaluated(resumed, monkeypatch, 0.5)
-    assert torch.equal(best(), second)
+    assert torch.equal(best(), last)
     highest = evaluated(resumed, monkeypatch, 1.0)
     assert torch.equal(best(), highest)
+
+
+R, W = True, False
+CHOICES: dict[str, tuple[list[list[tuple[bool, float]]], str | None, int, str]] = {
+    "0 or 1": ([[(R, 1), (W, 0)], [(R, 1), (R, 1)], [(W, 0), (R, 1)]], None, 1, "pass@1"),
+    "equal: the later": ([[(R, 1), (W, 0)], [(W, 0), (R, 1)], [(W, 0), (W, 0)]], None, 1, "pass@1"),
+    "-1 or 1": ([[(R, 1), (W, -1)], [(W, -1), (W, -1)]], None, 0, "pass@1"),
+    "graded below 1": ([[(W, 0.2), (W, 0.3)], [(W, 0.2), (W, 0.9)], [(W, 0.1), (W, 0.4)]], None, 1, "reward"),
+    "graded from 1 on": ([[(R, 1), (R, 3)], [(R, 2.5), (R, 2)], [(R, 1), (R, 1)]], None, 1, "reward"),
+    "0 or 0.5": ([[(W, 0), (W, 0)], [(W, 0), (W, 0.5)], [(W, 0), (W, 0)]], None, 1, "reward"),
+    "a bonus": ([[(R, 1.5), (R, 1)], [(R, 1), (R, 1)], [(R, 1), (W, 0)]], None, 0, "reward"),
+    "seen late": ([[(R, 1), (W, 0)], [(R, 1), (R, 1)], [(W, 0.1), (W, 0.3)], [(R, 1), (R, 1)]], None, 3, "reward"),
+    "once seen": ([[(W, 0.1), (W, 0.3)], [(W, 0), (W, 0)]], None, 0, "reward"),
+    "as told, pass@k": ([[(W, 0.2), (R, 1)], [(W, 0.9), (W, 0.8)]], "pass@k", 0, "pass@1"),
+    "as told, reward": ([[(R, 1), (R, 1)], [(R, 1), (W, 0)]], "reward", 0, "reward"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_best_is_chosen_by_what_the_rewards_allow(
+    name: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two problems, a sample each, at every evaluation: is it correct, and its reward."""
+    evaluations, told, step, by = CHOICES[name]
+    told_keys = [] if told is None else [f"train.select_by={told}"]
+    run = build(config(tiny_pair, tmp_path, "eval.train_samples=1", "eval.train_problems=2", *told_keys))
+    monkeypatch.setattr(evaluation.checkpoint, "export", lambda *_: None)
+    sync_weights(run.models.policy, run.models.engine, version=0)
+    grade = evaluation.evals.grade
+    for number, values in enumerate(evaluations):
+
+        def graded(samples: Any, *_: Any, values: Any = values) -> Any:
+            return [
+                each._replace(correct=correct, score=float(score))
+                for each, (correct, score) in zip(grade(samples, *_), values, strict=True)
+            ]
+
+        monkeypatch.setattr(evaluation.evals, "grade", graded)
+        evaluation.evaluate(run, number)
+    assert run.progress.best is not None
+    assert (run.progress.best.step, run.progress.best.by) == (step, by)
+
+
+def graded_reward(row: Any, text: str) -> float:
+    """Never 1: what a text earns has nothing to do with being correct."""
+    return len(text) / 1000
+
+
+def test_the_base_point_is_in_the_record_and_can_be_best(tiny_pair: Path, tmp_path: Path) -> None:
+    """With a learning rate that ruins the model; the run says what chose its best, and a resume changes nothing."""
+    knobs = ["train.eval_first=true", "train.steps=2", "train.eval_every=1", "train.save_every=1", "train.log=true"]
+    settings = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=16")
+    out = loop.train(settings, quiet=True)
+    first, *steps = metrics(out)
+    assert (first["step"], [line["step"] for line in steps]) == (0, [1, 2])
+    assert {"eval/pass@1", "eval/reward", "time/eval"} <= first.keys()
+    assert not {"reward/mean", "time/step"} & first.keys()
+    assert first["eval/pass@2"] > max(line["eval/pass@2"] for line in steps)
+    best = load_file(out / "hf" / "best" / "model.safetensors")
+    base = load_file(tiny_pair / "senior" / "model.safetensors")
+    assert all(torch.equal(best[name], base[name]) for name in best)
+    said = f"step 0, by held-out pass@2 {first['eval/pass@2']:.4f}"
+    assert f"hf/best: {said}" in (out / "train.log").read_text()
+    assert said in (out / "hf" / "step_2" / "README.md").read_text()
+    assert (out / "eval_texts" / "step_0.jsonl").is_file()
+    more = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=16", "train.save_every=2")
+    loop.train(more, resume=str(out / "checkpoints" / "step_1"), quiet=True)
+    assert [line["step"] for line in metrics(out)] == [0, 1, 2]
+    assert "# a, step 0" in (out / "hf" / "best" / "README.md").read_text()
+
+    graded = config(tiny_pair, tmp_path / "b", *knobs, "train.steps=1")
+    out = loop.train(graded, reward=graded_reward, quiet=True)
+    last = max(metrics(out), key=lambda line: (line["eval/reward"], line["step"]))
+    assert f"step {last['step']}, by held-out reward" in (out / "hf" / "step_1" / "README.md").read_text()
+    assert "(rewards are graded)" in (out / "train.log").read_text()

@@ -263,7 +263,10 @@ REMOVED = {
 """Values of earlier versions that no longer exist, each with the reason and what to use."""
 
 
-REMOVED_KEYS = {"rollout.in_flight": (False, "train.async_steps=1 overlaps rollouts and updates without it")}
+REMOVED_KEYS = {
+    "rollout.in_flight": (False, "train.async_steps=1 overlaps rollouts and updates without it"),
+    "eval.select_by": (None, "train.select_by=pass@k or train.select_by=reward chooses hf/best"),
+}
 """Keys of earlier versions that no longer exist, each with its default, which is ignored, and what to do instead."""
 
 

@@ -268,9 +268,6 @@ def _evaluation(c: Config) -> Iterator[Fault]:
         yield Fault("eval.k", f"non-empty, each between 1 and eval.samples ({e.samples})")
     if every > 0 and not any(k <= e.train_samples for k in e.k):
         yield Fault("eval.train_samples", f"at least the smallest of eval.k ({min(e.k)})")
-    selectors = [f"pass@{k}" for k in e.k if k <= e.train_samples]
-    if every > 0 and e.select_by is not None and e.select_by not in selectors:
-        yield Fault("eval.select_by", "null or one of " + ", ".join(selectors))
     if e.unread:
         yield Fault("eval.profile", f"custom with {', '.join(e.unread)}, which others do not read; or leave it out")
 

@@ -185,6 +185,13 @@ class TrainConfig:
     in float32; `--dry-run` prints the sum."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
+    eval_first: bool = True
+    """Also evaluate before the first step. Its line in metrics.jsonl is that of step 0, and it can be `hf/best`."""
+    select_by: Literal["pass@k", "reward"] | None = None
+    """What chooses hf/best, averaged over the data sources; of equal ones the later step. `pass@k`: at the largest of
+    `eval.k` that is neither above `eval.train_samples` nor above 4, or else at the first one that is not above
+    `eval.train_samples`. `reward`: the mean reward. null = reward if rewards are graded (in an evaluation, two correct
+    or two wrong responses to one source had different rewards), else pass@k."""
     max_logprob_mismatch: PositiveFloat | None = None
     """Stop if the mean |trainer - engine| log-prob difference on senior tokens exceeds this, in nats. null = 1e-3 in
     float32; in bfloat16 four times as far as rounding moves the senior's log-probs (measured at the start), and at
@@ -269,9 +276,6 @@ class EvalConfig:
     """Maximum response length in tokens, with `profile: custom`."""
     context: int | None = None
     """Maximum number of tokens of prompt and response together, with `profile: custom`; null = no limit."""
-    select_by: str | None = None
-    """Metric that chooses hf/best; null = pass@k, averaged over the data sources, at the largest of `k` that is
-    neither above `train_samples` nor above 4, or else at the first one that is not above `train_samples`."""
     train_samples: PositiveInt = 4
     """Samples per problem in the evaluations during training."""
     train_problems: PositiveInt = 128

@@ -37,7 +37,7 @@ WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
 BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
 """Those of them in which the two may have vocabularies of their own."""
-_TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
+_TRAINING_ONLY = ("train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
 

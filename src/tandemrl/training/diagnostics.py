@@ -114,7 +114,8 @@ def verdict(config: Config, recipe: Recipe) -> tuple[str, str] | None:
         recipe: what it was trained with.
     """
     record = Path(config.output_dir, "metrics.jsonl")
-    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
+    every = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
+    lines = [line for line in every if line["step"]]  # that of step 0 is an evaluation
     shares = [lessons(line, recipe) for line in lines]
     if not shares or fmean(shares) >= HARDLY:
         return None

@@ -3,34 +3,44 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from tandemrl import evals
 from tandemrl.config import EvalConfig
 from tandemrl.data.rows import Prompt
+from tandemrl.evals import Sample
 from tandemrl.selection import solo
 from tandemrl.training import checkpoint
-from tandemrl.training.state import Run
+from tandemrl.training.state import Best, Run
 from tandemrl.training.tracking import write_eval_texts
 from tandemrl.types import Metrics, Rollout
+
+EQUAL = 1e-9
+"""Held-out scores that differ by less are equal: sums of the same rewards differ in their last bits."""
 
 
 def evaluate(run: Run, step: int) -> Metrics:
     """Evaluate the senior alone on the held-out problems and on those of ``data.monitor``.
 
-    If the held-out score is the best so far, the policy is exported to ``hf/best``. The problems of ``data.monitor``
-    have no influence on that.
+    If no held-out score so far is better (``train.select_by``), the policy is exported to ``hf/best``. The problems of
+    ``data.monitor`` have no influence on that.
     """
     setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
     heldout = evaluate_solo(run, setup.heldout, ks)
     macro, samples = heldout.metrics["macro"], {"eval": heldout.samples}
-    selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
-    if macro[selector] > progress.best:
-        progress.best = macro[selector]
+    at_k = f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
+    best = Best(step, at_k, {at_k: macro[at_k], "reward": macro["reward"]})
+    if (setup.config.train.select_by or _allowed(heldout.samples, progress.best)) == "reward":
+        best = best._replace(by="reward")
+        progress.best = progress.best and progress.best._replace(by="reward")
+    if progress.best is None or best.values[best.by] >= progress.best.values[best.by] - EQUAL:
+        progress.best = best
         checkpoint.export(run, "best", step)
     names = [
         *(f"pass@{k}" for k in ks),
+        "reward",
         "length",
         "truncation_rate",
         *("em", "f1"),
@@ -63,7 +73,19 @@ def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> eva
     )
     marked = evals.grade(generated, prompts, setup.scorer)
     metrics = evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
+    metrics["macro"]["reward"] = metrics["macro"]["score"]
     return evals.EvalResult(metrics, marked)
+
+
+def _allowed(samples: Sequence[Sample], best: Best | None) -> Literal["pass@k", "reward"]:
+    """``reward`` if rewards are graded: correct or not does not say them, here or in an earlier evaluation."""
+    if best is not None and best.by == "reward":
+        return "reward"
+    rewards: dict[tuple[str, bool], set[float]] = {}
+    for sample in samples:
+        if sample.score is not None:
+            rewards.setdefault((sample.set, bool(sample.correct)), set()).add(sample.score)
+    return "reward" if any(len(values) > 1 for values in rewards.values()) else "pass@k"
 
 
 def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:

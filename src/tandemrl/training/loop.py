@@ -158,6 +158,13 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
     )
     with ahead as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
+        if done == 0 and setup.heldout and train.eval_first:
+            clock = profiler.clock(0)
+            with explain_errors(0, clock, world, config.parallel.timeout_s):
+                with clock("eval"), rollouts.aside():
+                    metrics = evaluate(run, 0)
+                tracker.step(0, metrics | {"time/eval": clock.seconds["eval"]})
+                say_best(run, tracker, 0)
         for step in range(done + 1, train.steps + 1):
             clock = profiler.clock(step)
             with explain_errors(step, clock, world, config.parallel.timeout_s):
@@ -255,6 +262,7 @@ def train_step(
     if train.max_samples_gb is not None:
         metrics["samples/not_written"] = float(not_written)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+    say_best(run, tracker, step)
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
     return metrics
@@ -282,6 +290,13 @@ def opening_lines(run: Run) -> list[str]:
             f"{config.model.dtype} moves the senior's log-probs, and at least {MISMATCH[config.model.dtype]:g}"
         )
     return lines
+
+
+def say_best(run: Run, tracker: Tracker, step: int) -> None:
+    """Say what chose ``hf/best``, if it is of this step."""
+    if (best := run.progress.best) is not None and best.step == step:
+        why = " (rewards are graded)" if best.by == "reward" and run.setup.config.train.select_by is None else ""
+        tracker.say(f"  hf/best: {best}{why}")
 
 
 def check_record(run: Run, tracker: Tracker) -> None:

@@ -3,7 +3,6 @@
 ``build`` makes all three from a config; ``checkpoint`` saves and restores what changes.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.schedule import Schedule
-from tandemrl.types import Batch
+from tandemrl.types import Batch, Metrics
 
 
 class Trained(NamedTuple):
@@ -144,6 +143,17 @@ class Models:
         return policy if self.critic is None else policy | {"critic": self.critic}
 
 
+class Best(NamedTuple):
+    """The policy in ``hf/best``: after which step, by which metric it was chosen, and its held-out metrics."""
+
+    step: int
+    by: str
+    values: Metrics
+
+    def __str__(self) -> str:
+        return f"step {self.step}, by held-out {self.by} {self.values[self.by]:.4f}"
+
+
 @dataclass(eq=False)
 class Progress:
     """How far a run has come. A checkpoint stores it beside the models."""
@@ -153,8 +163,8 @@ class Progress:
     """The KL coefficient of the next step, which changes if it is adaptive."""
     step: int = 0
     """The last finished step; 0 for a fresh run."""
-    best: float = -math.inf
-    """The held-out score of the policy in ``hf/best``."""
+    best: Best | None = None
+    """The policy in ``hf/best``; None if there is none."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
 

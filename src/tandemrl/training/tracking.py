@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl and samples.jsonl always, the console, and Weights & Biases if asked.
 
 The files are the record, one line per step, on disk before the next step starts; everything else is a view of them.
+The line of step 0 is the evaluation before the first one.
 """
 
 import json
@@ -259,6 +260,9 @@ class Tracker:
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.perf_counter()
+        if step == 0:  # an evaluation, whose time says nothing about that of steps
+            self._started = now
+            return self.say(summary_line(0, self._config.train.steps, metrics, 0.0))
         if self._first_step is None:
             self._first_step = step
         self.say(
@@ -311,13 +315,15 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     hours, minutes, seconds = left // 3600, left // 60 % 60, left % 60
     shown = [f"{label} {form.format(metrics[key])}" for label, key, form in _SUMMARY if key in metrics]
     times = [f"{metrics['time/step']:.1f}s"] if "time/step" in metrics else []
-    times += [f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"]
+    times += [f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"] if step else []
     lines = _wrapped([[f"step {step}/{steps}"], shown, times], "")
     for label, prefix in (("held-out", "eval/"), ("monitored", "monitor/")):
         found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(f"{prefix}pass@")}
         cut = [f"cut off {metrics[key]:.3f}"] if (key := f"{prefix}truncation_rate") in metrics else []
         if cut and prefix == "eval/" and (key := "response/truncated_at_eval") in metrics:
             cut += [f"(rollouts {metrics[key]:.3f})"]
+        if found and (reward := metrics.get(f"{prefix}reward")) not in (None, found.get("pass@1")):
+            found = {"reward": reward, **found}
         if found:
             lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items()), *cut]], "  ")
     return "\n".join(lines)

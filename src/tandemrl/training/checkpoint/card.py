@@ -1,7 +1,6 @@
 """The model card of an export: what was trained, on what, by which recipe, and who wrote the texts it learnt from."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from tandemrl.rollout.schedule import kind_in_use
 CARD = "README.md"
 
 
-def model_card(config: Config, *, step: int, best: float, versions: Mapping[str, Any]) -> str:
+def model_card(config: Config, *, step: int, best: str, versions: Mapping[str, Any]) -> str:
     """The text of a README.md as the Hugging Face hub reads it. The same run and step give the same text.
 
     Args:
-        best: the highest held-out score so far. A value that is not finite means that there is none.
+        best: the step of `hf/best` so far and what chose it, or "none".
     """
     model, data, selection = config.model, config.data, config.selection
     tags = [
@@ -40,7 +39,7 @@ def model_card(config: Config, *, step: int, best: float, versions: Mapping[str,
         "recipe": f"{recipe}, learning rate {config.train.lr:g}",
         "training data": ", ".join(data.train),
         "held-out data": ", ".join(data.eval) or "none",
-        "best held-out score so far": f"{best:.4f}" if math.isfinite(best) else "none",
+        "hf/best so far": best,
         **{name: str(value) for name, value in versions.items() if value is not None},
     }
     table = "".join(f"| {name} | `{value}` |\n" for name, value in facts.items())

@@ -130,8 +130,8 @@ def _gaps(coverage: Coverage, step: int) -> str:
                 try:
                     line_step = int(json.loads(line)["step"])
                 except (ValueError, KeyError, TypeError):
-                    line_step = 0
-                if not line_step or not line.endswith(b"\n"):
+                    line_step = None
+                if line_step is None or not line.endswith(b"\n"):
                     bad, whole = number, line.endswith(b"\n")
                     break
                 if line_step > step:

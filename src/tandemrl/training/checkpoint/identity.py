@@ -29,7 +29,16 @@ _FREE = {
     ),
     "rollout": ("ray", "worker_timeout_s"),
     "train": (
-        *("save_every", "eval_every", "keep_checkpoints", "keep_exports", "async_save", "profile", "keep_eval_texts"),
+        *(
+            "save_every",
+            "eval_every",
+            "eval_first",
+            "keep_checkpoints",
+            "keep_exports",
+            "async_save",
+            "profile",
+            "keep_eval_texts",
+        ),
         *("log", "log_samples", "max_samples_gb", "wandb", "wandb_project", "wandb_name", "wandb_tags"),
         "epochs",  # which `train.steps` is computed from
     ),

@@ -1,6 +1,5 @@
 """Saves a run and restores it: what of it goes into a checkpoint, and where that goes when it comes back."""
 
-import math
 import random
 import warnings
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from tandemrl.training.checkpoint.coverage import Coverage
 from tandemrl.training.checkpoint.export import export_hf
 from tandemrl.training.checkpoint.identity import check_same_config, check_same_identity, identity
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
-from tandemrl.training.state import Run, move_state
+from tandemrl.training.state import Best, Run, move_state
 
 CPU = torch.device("cpu")
 Records = tuple[Coverage, ...]
@@ -44,7 +43,7 @@ def save(run: Run, records: Records, rng: Mapping[str, Any] | None = None) -> li
     state = {
         "step": progress.step,
         "sampler": progress.sampler.state_dict(),
-        "best": progress.best,
+        "best": progress.best and progress.best._asdict(),
         "ahead": progress.rollouts_in_flight,
         "kl_coef": progress.kl_coef,
         "identity": identity(run),
@@ -76,7 +75,7 @@ def export(run: Run, name: str, step: int) -> None:
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
     if world.main:
         recover(folder.parent)  # it is this run's alone
-    card = model_card(config, step=step, best=run.progress.best, versions=versions())
+    card = model_card(config, step=step, best=str(run.progress.best or "none"), versions=versions())
     export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
 
 
@@ -156,7 +155,8 @@ def _restore_from(run: Run, path: Path) -> Records:
         for part in models.trained.values():
             move_state(part.optimizer, to_host=True)
     progress.sampler.load_state_dict(state["sampler"])
-    progress.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
+    known = isinstance(state["best"], dict) and (output / "hf" / "best").is_dir()  # version 0.1 stored a number
+    progress.best = Best(**state["best"]) if known else None
     progress.rollouts_in_flight = state["ahead"]
     progress.kl_coef = state["kl_coef"]
     progress.step = int(state["step"])
