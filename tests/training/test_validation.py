@@ -92,6 +92,8 @@ CHOICES: dict[str, tuple[list[list[tuple[bool, float]]], str | None, int, str]] 
     "graded from 1 on": ([[(R, 1), (R, 3)], [(R, 2.5), (R, 2)], [(R, 1), (R, 1)]], None, 1, "reward"),
     "0 or 0.5": ([[(W, 0), (W, 0)], [(W, 0), (W, 0.5)], [(W, 0), (W, 0)]], None, 1, "reward"),
     "a bonus": ([[(R, 1.5), (R, 1)], [(R, 1), (R, 1)], [(R, 1), (W, 0)]], None, 0, "reward"),
+    "equal in each, below 1": ([[(W, 0.2)] * 2, [(W, 0.9)] * 2, [(W, 0.3)] * 2], None, 1, "reward"),
+    "equal in each, from 1 on": ([[(R, 2)] * 2, [(R, 9)] * 2, [(R, 3)] * 2], None, 1, "reward"),
     "seen late": ([[(R, 1), (W, 0)], [(R, 1), (R, 1)], [(W, 0.1), (W, 0.3)], [(R, 1), (R, 1)]], None, 3, "reward"),
     "once seen": ([[(W, 0.1), (W, 0.3)], [(W, 0), (W, 0)]], None, 0, "reward"),
     "as told, pass@k": ([[(W, 0.2), (R, 1)], [(W, 0.9), (W, 0.8)]], "pass@k", 0, "pass@1"),

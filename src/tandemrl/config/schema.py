@@ -190,8 +190,8 @@ class TrainConfig:
     select_by: Literal["pass@k", "reward"] | None = None
     """What chooses hf/best, averaged over the data sources; of equal ones the later step. `pass@k`: at the largest of
     `eval.k` that is neither above `eval.train_samples` nor above 4, or else at the first one that is not above
-    `eval.train_samples`. `reward`: the mean reward. null = reward if rewards are graded (in an evaluation, two correct
-    or two wrong responses to one source had different rewards), else pass@k."""
+    `eval.train_samples`. `reward`: the mean reward. null = reward if rewards are graded (two correct or two wrong
+    responses to one source had different rewards, in an evaluation or before it), else pass@k."""
     max_logprob_mismatch: PositiveFloat | None = None
     """Stop if the mean |trainer - engine| log-prob difference on senior tokens exceeds this, in nats. null = 1e-3 in
     float32; in bfloat16 four times as far as rounding moves the senior's log-probs (measured at the start), and at
