@@ -30,6 +30,7 @@ SMALL = [
     "model.gradient_checkpointing=false",
     "train.threads=1",
     "train.steps=3",
+    "train.eval_first=false",
     "train.prompts_per_step=4",
     "train.mini_batch_prompts=4",
     "train.lr=1e-3",
