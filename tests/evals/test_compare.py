@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
-from scipy.stats import ttest_1samp
+from scipy.stats import norm, t, ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
@@ -138,8 +138,8 @@ def seeds_of(folder, counts_by_seed, inner=""):
 
 
 def test_seeds_give_students_interval_over_their_differences(tmp_path):
-    a = {0: (2, 2, 1, 2), 2: (2, 1, 1, 2), 10: (2, 2, 2, 2)}
-    b = {0: (1, 0, 1, 0), 2: (1, 1, 0, 0), 10: (1, 0, 1, 1)}
+    a = {0: (2, 2, 1, 2) * 9, 2: (2, 1, 1, 2) * 9, 10: (2, 2, 2, 2) * 9}
+    b = {0: (1, 0, 1, 0) * 9, 2: (1, 1, 1, 0) * 9, 10: (1, 0, 1, 1) * 9}
     found = by_metric(compare(seeds_of(tmp_path / "a", a), seeds_of(tmp_path / "b", b)))["pass@1"]
     differences = [np.mean(np.subtract(a[seed], b[seed])) / 2 for seed in a]
     expected = ttest_1samp(differences, 0).confidence_interval(0.95)
@@ -148,13 +148,64 @@ def test_seeds_give_students_interval_over_their_differences(tmp_path):
     assert all(each.low < each.mean < each.high for each in found.per_seed)
     assert found.verdict == "A > B"
     # every seed alone says "A > B", but two that disagree on the size do not
+    ids = [*"abcdef"]
     few = by_metric(compare([tmp_path / "a" / "seed-0", tmp_path / "a" / "seed-10"], [tmp_path / "b" / "seed-0"] * 2))
     two = contrast(
-        "p", "m", [{"s": {"x": 1.0, "y": 1.0}}, {"s": {"x": 0.1, "y": 0.1}}], [{"s": {"x": 0.0, "y": 0.0}}] * 2
+        "p", "m", [{"s": dict.fromkeys(ids, 1.0)}, {"s": dict.fromkeys(ids, 0.1)}], [{"s": dict.fromkeys(ids, 0.0)}] * 2
     )
     assert [each.low > 0 for each in two.per_seed] == [True, True]
     assert two.verdict == "no difference shown"
     assert len(few["pass@1"].per_seed) == 2
+
+
+@pytest.mark.parametrize("third", [0.25, 0.2500001])
+def test_seeds_that_agree_by_luck_are_as_uncertain_as_within_a_seed(third):
+    """An interval of no width said "A > B"; what the third seed says in the seventh digit must not matter."""
+    rng = np.random.default_rng(1)
+    each = [np.repeat([1.0, -1.0, 0.0], [10, 6, 0]), np.repeat([1.0, -1.0, 0.0], [10, 6, 0]), np.full(16, 0.0)]
+    each[2][:8] = 2 * third
+    sides = [{"s": {str(i): float(x) for i, x in enumerate(rng.permutation(d))}} for d in each]
+    nothing = [{"s": dict.fromkeys(map(str, range(16)), 0.0)}] * 3
+    found = contrast("p", "m", sides, nothing)
+    errors = [(one.high - one.low) / 2 / norm.ppf(0.975) for one in found.per_seed]
+    half = t.ppf(0.975, 2) * np.sqrt(np.mean(np.square(errors)) / 3)
+    assert found.difference.mean == pytest.approx(0.25)
+    assert (found.difference.low, found.difference.high) == pytest.approx((0.25 - half, 0.25 + half))
+    assert found.verdict == "no difference shown"
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize(
+    ("problems", "expected"), [(1, "no difference shown"), (5, "no difference shown"), (6, "A > B")]
+)
+def test_a_few_equal_differences_are_no_verdict(problems, expected, seeds):
+    """By a sign test at 5 %: five of five are luck in 1 of 16 cases, six of six in 1 of 32."""
+    a, b = ([{"s": {str(i): value for i in range(problems)}}] * seeds for value in (0.5, 0.25))
+    assert contrast("p", "m", a, b).verdict == expected
+
+
+def test_repeated_rows_are_one_problem(tmp_path):
+    """Each of 8 problems 16 times, one sample each: the verdict is that of the 8 problems."""
+
+    def repeated(*counts):
+        return [
+            sample(problem + 8 * i, correct=i < right)._replace(same_as=f"a/{problem}" if i else None)
+            for problem, right in enumerate(counts)
+            for i in range(16)
+        ]
+
+    def once(*counts):
+        return [sample(problem, i, correct=i < right) for problem, right in enumerate(counts) for i in range(16)]
+
+    sides = (16,) * 8, (16,) * 7 + (0,)
+    pairs = [
+        [store(tmp_path / f"{name}{i}", make(*side)) for i, side in enumerate(sides)]
+        for name, make in (("repeated", repeated), ("once", once))
+    ]
+    found, wanted = (compare(*pair, resamples=500) for pair in pairs)
+    assert found == wanted
+    assert by_metric(found)["pass@1"].difference == (0.125, 0.0, 0.375)
+    assert by_metric(found)["pass@1"].verdict == "no difference shown"
 
 
 def test_all_ways_to_name_repetitions_mean_the_same(tmp_path):
@@ -426,7 +477,7 @@ def test_the_table_fits_80_columns_and_cuts_no_number(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for side, right in (("a", True), ("b", False)):
         samples = [sample(i, n, correct=right, arm=arm, length=900 if right else 10 + n)
-                   for arm in ("senior_first", "junior_first") for i in range(3) for n in range(2)]  # fmt: skip
+                   for arm in ("senior_first", "junior_first") for i in range(6) for n in range(2)]  # fmt: skip
         store(tmp_path / side, samples, "handoff", junior="j")
     result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "20"])
     assert result.exit_code == 0, result.output

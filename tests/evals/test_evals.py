@@ -12,7 +12,7 @@ from tandemrl.cli.evaluate import metrics_table, summary_table
 from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, sampling_for
-from tandemrl.evals.protocol import check_k
+from tandemrl.evals.protocol import check_k, same_problems
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
 from tandemrl.rollout.engine import LOST, Completion, EngineError, Passes, Sampling
 from tandemrl.selection import bernoulli, replay, sentence, solo
@@ -134,6 +134,30 @@ def test_solo_metrics_of_one_set():
     assert (macro["problems"], macro["samples"], macro["unfinished"]) == (2, 8, 0)
     assert macro["pass@1/low"] == 0.25
     assert macro["pass@1/high"] == 1.0
+
+
+def test_rows_with_the_same_prompt_are_one_problem():
+    """Rows that differ in their index only, unevenly often, one of them under another data_source."""
+    canned = CannedEngine({0: [[RIGHT, EOS], [WRONG, EOS]], 1: [[WRONG, EOS]], 2: [[RIGHT, EOS]]})
+
+    def repeat(number, copy, source="a"):
+        row = Row(f"{source}/{number}#{copy}", ({"role": "user", "content": "?"},), source, "right", {"index": copy})
+        return Prompt(row, (number,))
+
+    rows = [repeat(0, 0), repeat(1, 0), repeat(0, 1), repeat(0, 2), repeat(2, 0), repeat(0, 0, "b"), repeat(1, 0, "b")]
+    found = run(canned, rows, samples=2, k=(1, 2))
+    macro, by_set = found.metrics["macro"], found.metrics["by_set"]
+    assert [each.same_as for each in found.samples[::2]] == [None, None, "a/0#0", "a/0#0", None, "a/0#0", "a/1#0"]
+    assert by_set["a"]["pass@1"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert by_set["a"]["pass@2"] == pytest.approx((1 - 3 / 15 + 0 + 1) / 3)  # three of six are right
+    assert by_set["b"]["pass@1"] == pytest.approx(0.25)
+    assert (by_set["a"]["problems"], by_set["b"]["problems"], macro["samples"]) == (3, 2, 14)
+    # in the environment of an episode rows may differ in what their prompts do not show
+    prompts = [
+        Prompt(Row(str(i), (), "a", truth, {"index": i, "docs": docs}), ())
+        for i, (truth, docs) in enumerate([("x", "d"), ("x", "d"), ("y", "d"), ("x", "e")])
+    ]
+    assert same_problems(prompts, episodes=True) == [None, "0", None, None]
 
 
 def test_without_any_answer_there_is_no_majority():

@@ -175,6 +175,36 @@ def test_seed_interval_is_students():
     assert seed_interval([0.2, 0.2, 0.2]) == pytest.approx((0.2, 0.2, 0.2))
 
 
+def test_seed_interval_is_never_narrower_than_the_errors_within_seeds():
+    t_2 = 4.302652729696142  # t(0.975, 2 degrees of freedom), of every table
+    low_spread = seed_interval([0.2, 0.2, 0.2], errors=[0.03, 0.04, 0.05])
+    half = t_2 * np.sqrt((0.03**2 + 0.04**2 + 0.05**2) / 3 / 3)
+    assert low_spread == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    values = [0.1, 0.2, 0.3]
+    assert seed_interval(values, errors=[0.03, 0.04, 0.05]) == seed_interval(values)
+
+
+def test_a_problem_of_two_sets_is_resampled_in_both_together():
+    """The same 40 problems under two names are as uncertain as under one; of a few shared ones by plain loops."""
+    values = np.random.default_rng(3).normal(size=40)
+    ids = [str(i) for i in range(40)]
+    one = macro_interval([values], resamples=400, seed=5)
+    assert macro_interval([values, values], [ids, ids], resamples=400, seed=5) == pytest.approx(one)
+    apart = macro_interval([values, values], resamples=400, seed=5)
+    assert apart.high - apart.low < 0.8 * (one.high - one.low)
+
+    a, b = dict(zip("uvwx", (1.0, 2.0, 3.0, 4.0), strict=True)), dict(zip("wxyz", (5.0, 6.0, 7.0, 9.0), strict=True))
+    draws, rng = [], np.random.default_rng(7)
+    strata = (["u", "v"], ["w", "x"], ["y", "z"])
+    indices = [rng.integers(2, size=(300, 2)) for _ in strata]
+    for i in range(300):
+        drawn = [names[j] for names, index in zip(strata, indices, strict=True) for j in index[i]]
+        sums = [sum(side[name] for name in drawn if name in side) / 4 for side in (a, b)]
+        draws.append(np.mean(sums))
+    found = macro_interval([np.array([*side.values()]) for side in (a, b)], [[*a], [*b]], resamples=300, seed=7)
+    assert found == pytest.approx((np.mean([2.5, 6.75]), *np.quantile(draws, [0.025, 0.975])))
+
+
 def test_seed_interval_covers_the_truth_about_as_often_as_it_says():
     draws = np.random.default_rng(0).normal(0.3, 0.1, size=(2000, 5))
     covered = [interval.low <= 0.3 <= interval.high for interval in map(seed_interval, draws)]

@@ -55,7 +55,14 @@ def trained(config: str, senior: Path, data: Path, out: Path, *overrides: str) -
         *("data.max_prompt_tokens=800", "rollout.group_size=8", "selection.strategy=word", f"output_dir={out}"),
         *("rollout.engine=torch", "rollout.vllm.sleep=false", "rollout.vllm.multiprocess=false"),
         *("train.prompts_per_step=4", "train.mini_batch_prompts=null", "train.tokens_per_micro_batch=8192"),
-        *(f"train.steps={STEPS}", "train.lr=1e-3", "train.threads=1", "train.eval_every=3", "train.eval_first=false", "eval.max_tokens=48"),
+        *(
+            f"train.steps={STEPS}",
+            "train.lr=1e-3",
+            "train.threads=1",
+            "train.eval_every=3",
+            "train.eval_first=false",
+            "eval.max_tokens=48",
+        ),
         *("eval.train_problems=2", "eval.bootstrap=10", "rollout.max_tokens=48"),
     ]
     train(load(config, [*settings, *overrides]), quiet=True)

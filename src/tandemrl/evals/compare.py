@@ -4,8 +4,8 @@ Both sides answered the same problems under the same profile and with the same r
 per problem on each side, and differences are taken problem by problem. With one evaluation on each side, the interval
 is the paired bootstrap over problems, which is conditional on the two checkpoints. With several evaluations (training
 seeds) on each side, there is one difference per seed, and the interval is Student's t over the seeds, which says
-something about the method. The verdict is "A > B" only if the interval excludes 0. There is no correction for several
-rows: of twenty rows without any true difference, one excludes 0 by chance.
+something about the method (``stats.seed_interval``). The verdict is "A > B" only if the interval excludes 0. There is
+no correction for several rows: of twenty rows without any true difference, one excludes 0 by chance.
 """
 
 import json
@@ -33,7 +33,7 @@ from tandemrl.evals import (
 )
 from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import is_of
-from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
+from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval, standard_error
 from tandemrl.files import hint, write_text
 
 SCHEMA = 1
@@ -157,12 +157,20 @@ def contrast(
     if len(a) != len(b) or not a:
         raise CompareError(f"{phase}, {metric}: {len(a)} seeds of A and {len(b)} of B; give the same, at least one")
     paired = [_pair(f"{phase}, {metric}", *sides) for sides in zip(a, b, strict=True)]
-    per_seed = tuple(paired_bootstrap(x, y, resamples=resamples, seed=seed, level=level) for x, y in paired)
-    difference = per_seed[0] if len(per_seed) == 1 else seed_interval([each.mean for each in per_seed], level=level)
-    means = [[float(np.mean([values.mean() for values in sets])) for sets in sides] for sides in paired]
+    per_seed = tuple(paired_bootstrap(*sides, resamples=resamples, seed=seed, level=level) for sides in paired)
+    difference = per_seed[0] if len(per_seed) == 1 else difference_over_seeds(per_seed, level=level)
+    means = [[float(np.mean([values.mean() for values in sets])) for sets in sides] for *sides, _ in paired]
     mean_a, mean_b = np.mean(means, axis=0).tolist()
-    problems = min(sum(values.size for values in sets) for sets, _ in paired)
+    problems = min(len({name for each in names for name in each}) for _, _, names in paired)
+    if difference.low == difference.high and 0.5**problems > (1 - level) / 2:  # by a sign test: they may be luck
+        difference = Interval(difference.mean, min(0.0, difference.mean), max(0.0, difference.mean))
     return Contrast(phase, metric, mean_a, mean_b, difference, per_seed, verdict(difference), problems)
+
+
+def difference_over_seeds(per_seed: Sequence[Interval], *, level: float = 0.95) -> Interval:
+    """The mean difference over seeds, from each seed's difference and its interval over problems."""
+    errors = [standard_error(each, level=level) for each in per_seed]
+    return seed_interval([each.mean for each in per_seed], errors=errors, level=level)
 
 
 def verdict(difference: Interval) -> Verdict:
@@ -466,12 +474,12 @@ def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, A
     return common
 
 
-def _pair(what: str, a: Values, b: Values) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each set and side, the values of the problems that have one on both sides, in the same order."""
+def _pair(what: str, a: Values, b: Values) -> tuple[list[np.ndarray], list[np.ndarray], list[list[str]]]:
+    """For each set and side, the values of the problems that have one on both sides, and these, in the same order."""
     if a.keys() != b.keys():
         raise CompareError(f"{what}: the sets of A are {', '.join(a)}, those of B {', '.join(b)}")
     shared = {name: [example for example in a[name] if example in b[name]] for name in a}
     if empty := [name for name, examples in shared.items() if not examples]:
         raise CompareError(f"{what}: no problem of set {empty[0]} has a value on both sides")
-    sides = ([np.array([side[name][example] for example in shared[name]]) for name in shared] for side in (a, b))
-    return next(sides), next(sides)
+    x, y = ([np.array([side[name][example] for example in shared[name]]) for name in shared] for side in (a, b))
+    return x, y, [*shared.values()]

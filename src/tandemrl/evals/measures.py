@@ -74,7 +74,8 @@ class Sample(NamedTuple):
     accepts the reasoning, and is None in the other phases.
 
     turns, transcript (`types.Transcript` as JSON): those of an episode. parts: the other parts of the score, by name.
-    group: the problem's group, see ``GROUPED_BY``. A line has these fields only if they differ from their defaults.
+    group: the problem's group, see ``GROUPED_BY``. same_as: the example_id of the first row with the same problem, if
+    that is another one. A line has these fields only if they differ from their defaults.
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
     None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
@@ -112,10 +113,11 @@ class Sample(NamedTuple):
     group: str | None = None
     acceptance: float | None = None
     cross_entropy_per_byte: float | None = None
+    same_as: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The sample as a line of ``PHASE.samples.jsonl``; ``Sample(**line)`` is the inverse."""
-        later = ("turns", "parts", "transcript", "group", "acceptance", "cross_entropy_per_byte")
+        later = ("turns", "parts", "transcript", "group", "acceptance", "cross_entropy_per_byte", "same_as")
         return {k: v for k, v in self._asdict().items() if k not in later or v != self._field_defaults[k]}
 
 
@@ -263,7 +265,8 @@ def _read(problem: Sequence[Sample], fields: Sequence[str]) -> tuple[Metrics, Me
 class SetMeasures(NamedTuple):
     """The measures of one set of problems.
 
-    rates: for each metric, the value of every problem that has one, by example_id. counts: the totals.
+    rates: for each metric, the value of every problem that has one, by example_id. Rows with the same problem
+    (``Sample.same_as``) are one problem, with the samples of all of them. counts: the totals.
 
     With several arms, each arm has its own ``ARM/NAME``. The plain ``NAME`` of a rate is the mean over arms, problem by
     problem; that of a count is the sum over arms. If problems have groups, ``GROUP/NAME`` covers the problems of one
@@ -309,10 +312,11 @@ def measure_sets(
     sets, silent = {}, silent_sets(samples) if silent is None else silent
     for name in dict.fromkeys(sample.set for sample in samples):
         members = _filled([sample for sample in samples if sample.set == name])
-        arms: dict[str, list[tuple[str, Metrics, Metrics]]] = {}
-        for (arm, _), answers in groupby(members, key=lambda sample: (sample.arm, sample.problem)):
-            problem = list(answers)
-            arms.setdefault(arm, []).append((problem[0].example_id, *measure(problem)))
+        _refuse_equal_ids(members, name)
+        answers: dict[str, dict[str, list[Sample]]] = {}
+        for sample in members:
+            answers.setdefault(sample.arm, {}).setdefault(_problem(sample), []).append(sample)
+        arms = {arm: [(key, *measure(each)) for key, each in found.items()] for arm, found in answers.items()}
         by_arm = {arm: _columns(problems, name) for arm, problems in arms.items()}
         if name in silent:
             by_arm = {
@@ -326,7 +330,7 @@ def measure_sets(
         if len(arms) > 1:
             rates |= {f"{arm}/{metric}": column for arm in arms for metric, column in by_arm[arm].items()}
             counts |= {f"{arm}/{metric}": total for arm in arms for metric, total in totals[arm].items()}
-        groups = {sample.example_id: sample.group for sample in members if sample.group is not None}
+        groups = {_problem(sample): sample.group for sample in members if sample.group is not None}
         shown = {metric: column for metric, column in rates.items() if is_headline(metric)}
         for group in sorted(set(groups.values())):
             for metric, column in shown.items():
@@ -359,7 +363,9 @@ def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, se
             values = [np.array(list(column.values())) for column in columns]
             out[metric] = float(np.mean([value.mean() for value in values]))
             if bootstrap and is_of(metric, WITH_INTERVAL):
-                _, out[f"{metric}/low"], out[f"{metric}/high"] = macro_interval(values, resamples=bootstrap, seed=seed)
+                _, out[f"{metric}/low"], out[f"{metric}/high"] = macro_interval(
+                    values, [[*column] for column in columns], resamples=bootstrap, seed=seed
+                )
         totals = dict.fromkeys(metric for name in names for metric in sets[name].counts)
         return out | {metric: sum(sets[name].counts.get(metric, 0) for name in names) for metric in totals}
 
@@ -382,10 +388,18 @@ def _filled(samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
+def _problem(sample: Sample) -> str:
+    return sample.same_as or sample.example_id
+
+
+def _refuse_equal_ids(samples: Sequence[Sample], name: str) -> None:
+    problems = {(sample.problem, sample.example_id) for sample in samples}
+    if len({example for _, example in problems}) < len(problems):
+        raise EvalError(f"set {name}: two of its {len(problems)} problems have the same example_id; it must be unique")
+
+
 def _columns(problems: Sequence[tuple[str, Metrics, Metrics]], name: str) -> dict[str, dict[str, float]]:
     """For each rate, its value in every problem that has it, by example_id."""
-    if len({example for example, _, _ in problems}) < len(problems):
-        raise EvalError(f"set {name}: two of its {len(problems)} problems have the same example_id; it must be unique")
     metrics = dict.fromkeys(metric for _, rates, _ in problems for metric in rates)
     if not metrics:
         raise EvalError(f"set {name}: none of its {len(problems)} problems could be measured (texts empty or too long)")

@@ -1,5 +1,6 @@
 """The protocol of evaluations: who writes, with which sampling and random numbers, and how texts are graded."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,7 +202,7 @@ def generate_samples(
     """
     if not prompts:
         raise EvalError("nothing to evaluate: no prompts")
-    written = []
+    written, same = [], same_problems(prompts, episodes=episode_runner is not None)
     for arm, strategy in arms.items():
         requests = []
         for problem, prompt in enumerate(prompts):
@@ -215,10 +216,29 @@ def generate_samples(
             responder.check()
         flat = [completion for group in completions for completion in group]
         written += [
-            _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)
+            _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)._replace(
+                same_as=same[i // samples]
+            )
             for i, completion in enumerate(flat)
         ]
     return written
+
+
+def same_problems(prompts: Sequence[Prompt], *, episodes: bool) -> list[str | None]:
+    """For each row, the example_id of the first one with the same problem, if that is another one.
+
+    Two are the same if their prompts are; in an environment, which reads the row, too, if both are.
+    """
+    first: dict[object, str] = {}
+    same: list[str | None] = []
+    for prompt in prompts:
+        row, key = prompt.row, (prompt.tokens, "")
+        if episodes:
+            read = {name: value for name, value in row.extra_info.items() if name not in ("index", "split")}
+            key = (prompt.tokens, json.dumps([row.messages, row.ground_truth, read], sort_keys=True, default=repr))
+        name = first.setdefault(key, row.example_id)
+        same.append(None if name == row.example_id else name)
+    return same
 
 
 def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) -> list[Sample]:

@@ -15,10 +15,10 @@ import numpy as np
 
 from tandemrl.config import Config, RolloutConfig
 from tandemrl.data.messages import Message, sound
-from tandemrl.data.rows import RENDERED, Row, with_suffix
+from tandemrl.data.rows import RENDERED, Prompt, Row, with_suffix
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.measures import EvalError, Sample, group_of
-from tandemrl.evals.protocol import Profile
+from tandemrl.evals.protocol import Profile, same_problems
 from tandemrl.processes.calls import Caller
 from tandemrl.processes.http import Client, Response, RetryableError, Service, chat_message, excerpt
 from tandemrl.rollout.engine import StopReason, Turn
@@ -116,7 +116,8 @@ def play(
                         ask(episode)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    return [_sample(episode, samples, table) for episode in episodes]
+    same = same_problems([Prompt(row, ()) for row in rows], episodes=True)
+    return [_sample(episode, samples, table, same[episode.number // samples]) for episode in episodes]
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
@@ -261,7 +262,7 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _sample(episode: _Episode, samples: int, table: Episodes) -> Sample:
+def _sample(episode: _Episode, samples: int, table: Episodes, same_as: str | None) -> Sample:
     transcript = table.transcript(episode.number)
     written = [message for message in transcript.messages if message["role"] == "assistant"]
     texts = ["\n".join([message["content"], *map(_text, message.get("tool_calls", ()))]).strip() for message in written]
@@ -282,6 +283,7 @@ def _sample(episode: _Episode, samples: int, table: Episodes) -> Sample:
         turns=len(episode.said),
         transcript=transcript.to_json(),
         group=group_of(episode.row.extra_info),
+        same_as=same_as,
     )
 
 

@@ -12,7 +12,7 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 RESAMPLED_AT_ONCE = 2**20  # values; bounds the memory of a bootstrap and changes nothing else
 
@@ -99,13 +99,21 @@ def _majority(answers: tuple[tuple[int, int], ...], silent: int, k: int) -> floa
     return float(wins / comb(silent + sum(size for size, _ in answers), k))
 
 
-def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, level: float = 0.95) -> Interval:
+def macro_interval(
+    by_set: Sequence[np.ndarray],
+    names: Sequence[Sequence[str]] | None = None,
+    *,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+) -> Interval:
     """The unweighted mean of the set means, with its percentile bootstrap interval.
 
-    Problems are resampled within their own set.
+    Problems are resampled within their own set; those that several sets have, together in all of these.
 
     Args:
         by_set: the values of each set, one per problem.
+        names: the names of each set's problems, by which those of several sets are known.
         resamples: number of resamples.
         seed: seed of the resamples.
         level: confidence level of the interval.
@@ -122,7 +130,7 @@ def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, l
         raise ValueError(f"resamples must be at least 1 and level in (0, 1), got {resamples} and {level}")
     rng = np.random.default_rng(seed)
     draws = np.zeros(resamples)
-    for values in sets:
+    for values in _strata(sets, names):
         rows = max(1, RESAMPLED_AT_ONCE // values.size)
         for start in range(0, resamples, rows):
             index = rng.integers(values.size, size=(min(rows, resamples - start), values.size))
@@ -131,8 +139,31 @@ def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, l
     return Interval(float(np.mean([values.mean() for values in sets])), float(low), float(high))
 
 
+def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]] | None) -> list[np.ndarray]:
+    """For the problems of each combination of sets, what each adds to the sum of the set means, times their number."""
+    if names is None:
+        return [*sets]
+    homes: dict[str, dict[int, float]] = {}
+    for i, (values, own) in enumerate(zip(sets, names, strict=True)):
+        for name, value in zip(own, values, strict=True):
+            homes.setdefault(name, {})[i] = value
+    strata: dict[tuple[int, ...], list[dict[int, float]]] = {}
+    for each in homes.values():
+        strata.setdefault(tuple(each), []).append(each)
+    return [
+        np.array([sum(value * (len(members) / sets[i].size) for i, value in each.items()) for each in members])
+        for members in strata.values()
+    ]
+
+
 def paired_bootstrap(
-    a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, resamples: int, seed: int, level: float = 0.95
+    a: Sequence[np.ndarray],
+    b: Sequence[np.ndarray],
+    names: Sequence[Sequence[str]] | None = None,
+    *,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
 ) -> Interval:
     """The ``macro_interval`` of ``a - b``.
 
@@ -145,16 +176,26 @@ def paired_bootstrap(
     if shapes[0] != shapes[1]:
         raise ValueError(f"paired bootstrap needs the same problems on both sides, got {shapes[0]} and {shapes[1]}")
     differences = [np.subtract(x, y, dtype=np.float64) for x, y in zip(a, b, strict=True)]
-    return macro_interval(differences, resamples=resamples, seed=seed, level=level)
+    return macro_interval(differences, names, resamples=resamples, seed=seed, level=level)
 
 
-def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
+def standard_error(interval: Interval, *, level: float = 0.95) -> float:
+    """The standard error that an interval of a normal estimate would have."""
+    return float((interval.high - interval.low) / 2 / ndtri((1 + level) / 2))
+
+
+def seed_interval(values: Sequence[float], *, errors: Sequence[float] = (), level: float = 0.95) -> Interval:
     """The mean over training seeds with its Student t interval.
 
     The bootstrap does not work here: resamples of a handful of values are too similar, so its intervals are too narrow.
 
+    The variance of the values is that between seeds and that within a seed together. A few values may lie closer to
+    each other by luck than the latter allows; then it counts alone (random effects after DerSimonian and Laird
+    with Student's t: the modified Knapp-Hartung interval of Röver, Knapp and Friede, 2015).
+
     Args:
         values: one value per seed, such as a mean or a difference of two means.
+        errors: the standard error of each value within its seed, over problems, if they are known.
         level: confidence level of the interval.
 
     Raises:
@@ -171,7 +212,8 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     if not np.isfinite(seeds).all() or not 0 < level < 1:
         raise ValueError(f"an interval over seeds needs finite values and a level in (0, 1), got {values} and {level}")
     mean = float(seeds.mean())
-    half = float(stdtrit(seeds.size - 1, (1 + level) / 2) * seeds.std(ddof=1) / np.sqrt(seeds.size))
+    spread = max(seeds.std(ddof=1), np.sqrt(np.mean(np.square(errors))) if len(errors) else 0.0)
+    half = float(stdtrit(seeds.size - 1, (1 + level) / 2) * spread / np.sqrt(seeds.size))
     return Interval(mean, mean - half, mean + half)
 
 
