@@ -72,11 +72,14 @@ def assert_shows(cell: str, values: list[float]) -> None:
         assert abs(plain - value) <= 0.5 * 10 ** -decimals(text) + 1e-9, (cell, values)
 
 
-def over_seeds(values: list[float], lowest: float = -np.inf, highest: float = np.inf) -> list[float]:
-    """Mean and Student's 95 % interval; one value stands for itself."""
+def over_seeds(
+    values: list[float], lowest: float = -np.inf, highest: float = np.inf, within: Sequence[float] = (0.0,)
+) -> list[float]:
+    """Mean and Student's 95 % interval, no narrower than errors within seeds make it; one value stands for itself."""
     if len(values) == 1:
         return values
-    mean, error = np.mean(values), stats.sem(values)
+    mean = np.mean(values)
+    error = max(stats.sem(values), np.sqrt(np.mean(np.square(within)) / len(values)))
     low, high = (mean + sign * stats.t.ppf(0.975, len(values) - 1) * error for sign in (-1, 1))
     return [float(mean), max(lowest, float(low)), min(highest, float(high))]
 
@@ -123,7 +126,18 @@ def test_differences_are_those_of_the_seeds(name: str, file: str) -> None:
         a, b = row.pop("difference").split(" − ")
         for column, cell in row.items():
             sides = (of_arm(content, title, HEADLINE[column]) for title in (a, b))
-            assert_shows(cell, over_seeds([x - y for x, y in zip(*sides, strict=True)]))
+            differences = [x - y for x, y in zip(*sides, strict=True)]
+            assert_shows(cell, over_seeds(differences, within=errors_of(content, differences)))
+
+
+def errors_of(content: Mapping[str, Any], differences: list[float]) -> list[float]:
+    """The standard errors within the seeds of the contrast that has these differences."""
+    [seeds] = {
+        tuple((each["high"] - each["low"]) / 2 / stats.norm.ppf(0.975) for each in contrast["per_seed"])
+        for contrast in content["contrasts"]
+        if np.allclose([each["mean"] for each in contrast["per_seed"]], differences, rtol=0, atol=1e-12)
+    }
+    return list(seeds)
 
 
 def over_rounds(rounds: list[float]) -> list[float]:

@@ -178,6 +178,10 @@ def test_ids_are_unique_over_all_sources(tmp_path):
     assert [row.example_id for row in load_rows([c])] == ["math500/1", "math500/1#3", "math500/1#2"]
     with pytest.raises(DataError, match="listed twice"):
         load_rows([a, a])
+    (tmp_path / "link.jsonl").symlink_to(a)
+    for name in (tmp_path / "link.jsonl", f"{tmp_path}/./a.jsonl", os.path.relpath(a)):
+        with pytest.raises(DataError, match=f"listed twice: {a} and {name} are one file; list it once"):
+            load_rows([a, str(name)])
     with pytest.raises(DataError, match=r"sources='a\.jsonl': expected a list, as \['a\.jsonl'\]"):
         load_rows("a.jsonl")
 

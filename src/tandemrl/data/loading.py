@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +31,13 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
     """
     if isinstance(sources, str):
         raise DataError(f"sources={sources!r}: expected a list, as [{sources!r}]")
-    if repeated := {source for source in sources if list(sources).count(source) > 1}:
-        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}; list it once")
+    first: dict[str, str] = {}
+    for source in map(str, sources):
+        file = os.path.realpath(source) if os.path.isfile(source) else source  # under whichever name
+        if file in first:
+            other = f"{first[file]} and {source} are one file" if source != first[file] else source
+            raise DataError(f"data source listed twice: {other}; list it once")
+        first[file] = source
     rows: list[Row] = []
     for source in sources:
         loaded = list(_load(str(source)))

@@ -232,10 +232,10 @@ def same_problems(prompts: Sequence[Prompt], *, episodes: bool) -> list[str | No
     first: dict[object, str] = {}
     same: list[str | None] = []
     for prompt in prompts:
-        row, key = prompt.row, (prompt.tokens, "")
+        row, key = prompt.row, (tuple(prompt.tokens), "")
         if episodes:
             read = {name: value for name, value in row.extra_info.items() if name not in ("index", "split")}
-            key = (prompt.tokens, json.dumps([row.messages, row.ground_truth, read], sort_keys=True, default=repr))
+            key = (key[0], json.dumps([row.messages, row.ground_truth, read], sort_keys=True, default=repr))
         name = first.setdefault(key, row.example_id)
         same.append(None if name == row.example_id else name)
     return same

@@ -838,7 +838,7 @@ def test_the_markdown_page_has_the_tables_and_names_the_plots(experiment: Path) 
     header = next(cells(line) for line in lines if "solo pass@1" in line and line.startswith("|"))
     row = next(cells(line) for line in lines if line.startswith("| GRPO | 0.920"))
     assert dict(zip(header, row, strict=True))["jargon rate"] == "–"
-    assert dict(zip(header, row, strict=True))["solo pass@4"] == "0.990 [0.990, 0.990]"
+    assert dict(zip(header, row, strict=True))["solo pass@4"] == "0.990 [0.977, 1.000]"  # by the errors within seeds
     reward = next(cells(line) for line in lines if line.startswith("| GRPO | 3 | 4 |"))
     assert reward[3:] == ["0.110", "0.125"]  # means over seeds of step 1, and of all four
     assert "- commit: abc123" in lines

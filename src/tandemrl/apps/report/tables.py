@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tandemrl.apps.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
 from tandemrl.evals.compare import good_end
-from tandemrl.evals.stats import Interval, pearson, seed_interval
+from tandemrl.evals.stats import Interval, pearson, seed_interval, standard_error
 
 MISSING = "–"
 FEWEST_PAIRS = 8
@@ -202,12 +202,17 @@ def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
 def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Estimate | None:
     """The mean over seeds with Student's interval, cut at 0 and ``highest``.
 
-    A single seed keeps its own interval. Without seeds it is None.
+    A single seed keeps its own interval, and equal values whose own intervals are unknown have none. Without seeds it
+    is None.
     """
     values = list(by_seed.values())
     if len(values) < 2:
         return values[0]._replace(by_seed=dict(by_seed)) if values else None
-    interval: Interval = seed_interval([value.mean for value in values])
+    own = [Interval(v.mean, v.low, v.high) for v in values if v.low is not None and v.high is not None]
+    errors = [standard_error(each) for each in own] if len(own) == len(values) else []
+    interval = seed_interval([value.mean for value in values], errors=errors)
+    if interval.low == interval.high:
+        return Estimate(interval.mean, None, None, dict(by_seed))
     return Estimate(interval.mean, max(0.0, interval.low), min(highest, interval.high), dict(by_seed))
 
 
