@@ -167,6 +167,12 @@ class Session:
         return self.tokenizer if path == self.model else load_tokenizer(path)
 
     @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a text, whoever writes it: those of both models, if they have one vocabulary."""
+        one = self.junior_tokenizer is None and self.endpoint is None
+        return stored_eos_token_ids(self.model, self.tokenizer, self.junior if one else None)
+
+    @cached_property
     def served(self) -> str:
         """The name of the junior behind an endpoint, which is asked for it unless the config names it."""
         assert self.endpoint is not None
@@ -227,7 +233,7 @@ class Session:
             self.config,
             self.tokenizer,
             environment=self._environment,
-            eos_token_ids=stored_eos_token_ids(self.model, self.tokenizer),
+            eos_token_ids=self.ends,
         )
         try:
             return make(junior=reader_of(self.junior, self.junior_tokenizer)), None
@@ -306,6 +312,7 @@ class Session:
                 longest=self.observation_tokens
                 + self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
                 acting=None if self.episode_runner is None else self.episode_runner.elsewhere(self.config),
+                ends=self.ends,
             )
         return self._engine
 

@@ -291,12 +291,19 @@ def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedToke
     return tuple(sorted(i for i in ids if i is not None))
 
 
-def stored_eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase, *, download: bool = True) -> tuple[int, ...]:
-    """The ``eos_token_ids`` of a model in a folder or on the hub, without loading its weights.
+def stored_eos_token_ids(
+    path: str, tokenizer: PreTrainedTokenizerBase, junior: str | None = None, *, download: bool = True
+) -> tuple[int, ...]:
+    """The ids that end a text of a model in a folder or on the hub, and of its junior, without loading their weights.
 
     Args:
+        junior: a junior of the same vocabulary, whose own ends count, too.
         download: download the generation config from the hub if it is not on this machine.
     """
+    if junior is not None:
+        same = _same_tokenizer_files(Path(path), Path(junior))
+        its = stored_eos_token_ids(junior, tokenizer if same else load_tokenizer(junior), download=download)
+        return tuple(sorted({*stored_eos_token_ids(path, tokenizer, download=download), *its}))
     try:
         generation = GenerationConfig.from_pretrained(path, local_files_only=not download)
     except OSError:  # then transformers makes one of the model's configuration

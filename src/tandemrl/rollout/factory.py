@@ -1,6 +1,6 @@
 """The engine that ``rollout.*`` of a config asks for. vLLM is imported only if the config asks for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.config.components import engine_kind
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.models.loading import load_model, resolve_device
+from tandemrl.models.loading import load_model, resolve_device, stored_eos_token_ids
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.names import made
 from tandemrl.rollout.endpoint_partner import EndpointJunior
@@ -70,6 +70,7 @@ def make_engine(
     max_staleness: int = 0,
     factory: EngineFactory | None = None,
     acting: Acting | None = None,
+    ends: Sequence[int] | None = None,
 ) -> Engine:
     """Make the engine for these models: one in this process, or ``rollout.workers`` of them, used as one.
 
@@ -85,6 +86,7 @@ def make_engine(
         max_staleness: with workers, by how many steps their weights may be older than the newest possible ones.
         factory: used instead of ``rollout.engine``.
         acting: with workers, makes what the authors take turns with there, as a responder does here.
+        ends: the ids that end a text. None stands for those of the models: of both, if they have one vocabulary.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
@@ -92,7 +94,7 @@ def make_engine(
         EngineError, ModelError: the models or the settings do not fit together.
     """
     if config.workers == 0:
-        engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest, factory)
+        engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest, factory, ends)
         return engine if config.units is None else UnitEngine(engine, config.units)
     there = device.partition(":")[0]  # of the cards that Ray gives it, a worker takes the first
     make = partial(
@@ -105,6 +107,7 @@ def make_engine(
         there,
         longest,
         factory,
+        ends,
     )
     on_cards = resolve_device(device).type == "cuda"
     stored = sum(file.stat().st_size for file in Path(senior.path).glob("*.safetensors"))
@@ -133,6 +136,7 @@ def _own_engine(
     device: str,
     longest: int | None,
     factory: EngineFactory | None,
+    ends: Sequence[int] | None,
 ) -> Engine:
     """The engine of this process; see ``make_engine``."""
     where = f"rollout.engine={config.engine}"
@@ -148,14 +152,25 @@ def _own_engine(
         dtype=lambda: dtype,
         device=lambda: device,
         longest=lambda: longest,
+        ends=lambda: ends,
     )
     if not isinstance(engine, Engine):
         raise ConfigError(f"{where}: returned a {type(engine).__name__}, not an Engine; see rollout/engine.py: Engine")
     return engine
 
 
+def ends_of(senior: ModelSource, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a text of these models. A junior with a vocabulary of its own has its own, in its own ids."""
+    one = junior is not None and junior.tokenizer is None and junior.endpoint is None
+    return stored_eos_token_ids(senior.path, tokenizer, junior.path if one and junior is not None else None)
+
+
 def torch_engine(
-    config: RolloutConfig, senior: ModelSource, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
+    config: RolloutConfig,
+    senior: ModelSource,
+    junior: ModelSource | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int] | None,
 ) -> TorchEngine:
     """The reference engine."""
     partner = None
@@ -170,6 +185,7 @@ def torch_engine(
         draft_tokens=config.draft_tokens,
         junior_tokenizer=None if junior is None else junior.tokenizer,
         partner=partner,
+        ends=ends_of(senior, junior, tokenizer) if ends is None else ends,
     )
 
 
@@ -181,6 +197,7 @@ def vllm_engine(
     dtype: str,
     device: str,
     longest: int | None,
+    ends: Sequence[int] | None,
 ) -> Engine:
     """Stock vLLM, on the device that it is built for."""
     require_vllm("rollout.engine=vllm")
@@ -200,6 +217,7 @@ def vllm_engine(
             longest=longest,
             dtype=dtype,
             device=number,
+            ends=ends,
         )
     return VllmEngine.start(
         senior.path,
@@ -210,4 +228,5 @@ def vllm_engine(
         device=number,
         longest=longest,
         adapters=senior.adapters,
+        ends=ends,
     )

@@ -187,6 +187,7 @@ class TorchEngine(BatchEngine):
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
         junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
         partner: the junior, if it is not in this process (``endpoint_partner``).
+        ends: the ids that end a text. None stands for those of the models and the tokenizer.
 
     Raises:
         EngineError: the models cannot cover the tokenizer's vocabulary, or are to draft with two vocabularies.
@@ -205,14 +206,15 @@ class TorchEngine(BatchEngine):
         draft_tokens: int | str = 0,
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
         partner: EndpointJunior | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
         self.senior, self.junior, self.endpoint = senior, junior, partner
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
         apart = junior is not None and junior_tokenizer is not None
-        ours = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
+        ours = _decoder({1: senior} if apart else self.models, tokenizer, ends, compile=compile)
         make_partner: MakePartner | None = partner
         if junior is not None and junior_tokenizer is not None:
-            decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
+            decoder = _decoder({1: junior}, junior_tokenizer, None, compile=compile)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
             make_partner = partial(
                 LocalPartner, decoder, own, tables, token_bytes(tokenizer), context_of(junior.config)
@@ -364,12 +366,19 @@ def _whole_groups(waiting: Sequence[Row], free: int) -> int:
     return max((i for i in range(1, free + 1) if waiting[i].request is not waiting[i - 1].request), default=0)
 
 
-def _decoder(models: dict[int, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *, compile: bool) -> Decoder:
+def _decoder(
+    models: dict[int, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int] | None,
+    *,
+    compile: bool,
+) -> Decoder:
     heads = {who: model.get_output_embeddings() for who, model in models.items()}
     vocabulary, step = min(head.weight.shape[0] for head in heads.values()), compiled_step if compile else eager_step
     if vocabulary < len(tokenizer):
         raise EngineError(f"a model has {vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
     steps = {who: step(model) for who, model in models.items()}
-    ends = eos_token_ids(models[1].generation_config, tokenizer)
+    if ends is None:
+        ends = sorted({end for each in models.values() for end in eos_token_ids(each.generation_config, tokenizer)})
     drawn = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger vocabulary
     return Decoder(models, heads, steps, vocabulary, drawn, tokenizer)

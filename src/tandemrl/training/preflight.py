@@ -179,7 +179,10 @@ class Preflight:
         if self.signed_environment is None:
             check_single_turn(config)
             return None
-        ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
+        model, written = config.model, not config.selection.kind.solo or self.strategy is not None
+        one = written and self.junior_tokenizer is None and model.junior_endpoint.url is None
+        junior = model.junior if one else None
+        ends = stored_eos_token_ids(model.senior, self.tokenizer, junior, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
         made, _ = self.signed_environment
         return EpisodeRunner(

@@ -10,14 +10,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pairs import CONTEXT, models, save
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from helpers import tokenizer
 from tandemrl.config import SelectionConfig
@@ -35,24 +33,6 @@ def save_pair(folder: Path) -> Path:
     with_turns = copy.deepcopy(tokenizer())
     with_turns.chat_template = TURNS
     with_turns.save_pretrained(folder / "senior")
-    return folder
-
-
-def save_speaker(folder: Path, words: Any, ids: Sequence[int]) -> Path:
-    """Save a model with the tokenizer ``words`` that generates the ids after the first one: each decides the next."""
-    assert len(set(ids)) == len(ids) <= 32
-    size: dict[str, Any] = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
-    size |= dict(num_key_value_heads=1, head_dim=32, tie_word_embeddings=False, max_position_embeddings=CONTEXT)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(words), eos_token_id=words.eos_token_id, **size))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight[list(ids)] = torch.eye(32)[: len(ids)]
-        model.lm_head.weight[list(ids[1:])] = torch.eye(32)[: len(ids) - 1]
-    model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id)
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
     return folder
 
 

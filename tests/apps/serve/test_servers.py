@@ -16,11 +16,11 @@ import pytest
 import torch
 from clients import authors, strategy_of, written
 from pairs import CONTEXT, EOS, VLLM, greedy_gaps, models, reference
-from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, save_speaker, serving
+from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import artefacts
-from helpers import IDS, tokenizer
+from helpers import IDS, save_speaker, tokenizer
 from real_model import smollm2
 from tandemrl.apps.serve import authorship
 from tandemrl.models.loading import load_model

@@ -37,12 +37,14 @@ class Backend(NamedTuple):
     """What the middleware needs of the server behind it.
 
     strategies: the strategies that the server knows. ends: the token ids that end a turn. hosts: the names under which
-    the server is asked (see `apps.asgi.is_ours`).
+    the server is asked (see `apps.asgi.is_ours`). told: those of ``ends`` that the server itself does not know, so that
+    each request has to name them.
     """
 
     strategies: Strategies
     ends: frozenset[int]
     hosts: Collection[str]
+    told: frozenset[int] = frozenset()
 
 
 class Authorship:
@@ -123,6 +125,7 @@ class _Exchange:
 
     def __init__(self, server: Authorship, backend: Backend, scope: Message, receive: Receive, send: Send) -> None:
         self._server, self._scope, self._strategies, self._ends = server, scope, backend.strategies, backend.ends
+        self._told = backend.told
         self._receive, self._send = receive, send
         self._read = False
         self._parsed: ParsedRequest | None = None
@@ -170,6 +173,9 @@ class _Exchange:
         if known is not None:
             prompt = await prompt_of(known, known.further(request), partial(self._render, request), self._ends)
             body["kv_transfer_params"] = {"prompt_token_ids": prompt}  # vLLM's way of taking ids instead of messages
+        stops = body.get("stop_token_ids") or []
+        if self._told and not body.get("ignore_eos") and isinstance(stops, list):
+            body["stop_token_ids"] = [*stops, *sorted(self._told)]
         name = await self._strategies.acquire(parsed.selection)
         self._parsed, self._conversation = parsed, parsed.conversation
         self._messages = request.get("messages") or []

@@ -27,10 +27,9 @@ from tandemrl.models.loading import (
     load_model,
     load_tokenizer,
     resolve_device,
-    stored_eos_token_ids,
 )
 from tandemrl.rollout.envs.parsing import CallFormat
-from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy
 
@@ -85,14 +84,12 @@ def serve(
     device = str(resolve_device(model.device))
     load = partial(load_model, dtype=model.dtype, device=device)
     partner = partial(load_model, dtype=junior_dtype or model.dtype, device=junior_device or device)
-    engine = make_engine(
-        config.rollout,
+    sources = (
         ModelSource(model.senior, lambda: load(model.senior)),
         ModelSource(junior, lambda: partner(junior), None, None, other, endpoint),
-        tokenizer,
-        dtype=model.dtype,
-        device=device,
     )
+    ends = ends_of(*sources, tokenizer)
+    engine = make_engine(config.rollout, *sources, tokenizer, dtype=model.dtype, device=device, ends=ends)
 
     def strategy_of(selection: SelectionConfig) -> Strategy:
         return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
@@ -112,7 +109,7 @@ def serve(
         model=model.senior,
         strategy_of=strategy_of,
         selection=config.selection,
-        ends=frozenset(stored_eos_token_ids(model.senior, tokenizer)),
+        ends=frozenset(ends),
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )

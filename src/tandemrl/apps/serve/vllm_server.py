@@ -14,7 +14,7 @@ from tandemrl.apps.serve.registry import Strategies
 from tandemrl.apps.serve.tool_calls import tool_call_parser_of
 from tandemrl.config import SelectionConfig
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
-from tandemrl.models.loading import load_tokenizer, vocabulary_check
+from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
@@ -133,12 +133,11 @@ def backend_of(state: Any) -> Backend:
 
     default = SelectionConfig(**config.additional_config["tandem"]["selection"])
     configured = config.model_config.try_get_generation_config().get("eos_token_id")
-    ends = configured if isinstance(configured, list) else [configured]
-    return Backend(
-        Strategies(default, build, register),
-        frozenset({*ends, tokenizer.eos_token_id} - {None}),
-        hosts_of(args.host, args.allowed_hosts),
-    )
+    named = configured if isinstance(configured, list) else [configured]
+    known = frozenset({*named, tokenizer.eos_token_id} - {None})
+    junior = config.additional_config["tandem"]["junior"]
+    told = frozenset(stored_eos_token_ids(config.model_config.model, tokenizer, junior)) - known
+    return Backend(Strategies(default, build, register), known | told, hosts_of(args.host, args.allowed_hosts), told)
 
 
 def kv_cache_is_open(args: Namespace) -> bool:

@@ -94,6 +94,7 @@ class VllmEngine:
         longest: int | None = None,
         record: bool = False,
         adapters: AdapterPlan | None = None,
+        ends: Sequence[int] | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> "VllmEngine":
         """Start vLLM as ``rollout.*`` of a config says. The weights on disk are policy version 0.
@@ -110,6 +111,7 @@ class VllmEngine:
             record: whether the workers keep their own record of authors (``recorded_authors``), for tests.
             adapters: if given, the senior is these adapters on the junior's weights. Both are then loaded from the same
                 folder, and the weights only once.
+            ends: the ids that end a completion. None stands for those of both models.
             engine_args: further ``vllm.EngineArgs``.
 
         Raises:
@@ -152,14 +154,15 @@ class VllmEngine:
         backend = Backend.start(
             str(senior), options, config, dtype=dtype, context=context, engine_args=engine_args or {}
         )
-        eos = stored_eos_token_ids(str(senior), tokenizer)
+        if ends is None:
+            ends = stored_eos_token_ids(str(senior), tokenizer, None if junior is None else str(junior))
         return cls(
             backend,
             tokenizer,
             vocabulary=vocabulary,
             context=context,
             has_junior=junior is not None,
-            eos=eos,
+            eos=tuple(end for end in ends if end < vocabulary),  # a generation config may be of a larger one
             adapters=adapters is not None,
         )
 

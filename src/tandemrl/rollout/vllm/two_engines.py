@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import RolloutConfig
-from tandemrl.models.loading import load_tokenizer, vocabulary_check
+from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request
@@ -285,6 +285,7 @@ class VllmTwoEngines(BatchEngine):
         *,
         longest: int | None = None,
         dtype: str = "float32",
+        ends: Sequence[int] | None = None,
         engine_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> "VllmTwoEngines":
@@ -294,6 +295,7 @@ class VllmTwoEngines(BatchEngine):
         Args:
             junior_tokenizer: that of a junior with a vocabulary of its own, whose context is all that its model has.
             longest: of the senior's tokens.
+            ends: of a text in them.
 
         Raises:
             EngineError: a setting needs both models in one engine, or is not supported.
@@ -312,12 +314,13 @@ class VllmTwoEngines(BatchEngine):
                 )
         if junior_tokenizer is None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
+            ends = ends or stored_eos_token_ids(str(senior), tokenizer, str(junior))
         own = replace(config, vllm=replace(v, gpu_memory_utilization=v.gpu_memory_utilization / 2))
         args = {"block_size": BLOCK_SIZE} if platform_device() == "cpu" else {}
         given = {**args, **(engine_args or {})}
         with ExitStack() as started:
             first = VllmEngine.start(
-                senior, None, tokenizer, own, longest=longest, dtype=dtype, engine_args=given, **options
+                senior, None, tokenizer, own, longest=longest, dtype=dtype, ends=ends, engine_args=given, **options
             )
             started.callback(first.close)
             second = VllmEngine.start(
@@ -327,6 +330,7 @@ class VllmTwoEngines(BatchEngine):
                 own,
                 longest=longest if junior_tokenizer is None else None,
                 dtype=v.junior_dtype or dtype,
+                ends=ends if junior_tokenizer is None else None,
                 engine_args=given | {"quantization": v.junior_quantization},
                 **options,
             )

@@ -1,0 +1,93 @@
+"""What ends a text: the end tokens of both authors, wherever their files name them."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import IDS, PAD, save_speaker, tokenizer
+from tandemrl.config import RolloutConfig, VllmConfig
+from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids
+from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, bernoulli, solo
+
+WRITTEN = ["!", "a", "Ġb", PAD, "c", "d", "e", "f", "g", "h"]
+"""What both models write after the first; the junior's own end is the senior's padding."""
+ENDED = [IDS[each] for each in WRITTEN[1:4]]
+STRATEGIES = [solo("junior"), bernoulli(0.5), solo("senior")]
+
+
+def save_pair(folder: Path, named: str) -> Path:
+    """A senior that ends by <eos>, and a junior whose end is named in a certain way."""
+    ids = [IDS[each] for each in WRITTEN]
+    save_speaker(folder / "senior", tokenizer(), ids)
+    words = copy.deepcopy(tokenizer())
+    if named == "tokenizer":
+        words.eos_token = PAD
+    junior = save_speaker(folder / "junior", words, ids)
+    path = junior / "generation_config.json"
+    stated: dict[str, Any] = json.loads(path.read_text()) | {"eos_token_id": IDS["z"]}
+    if named == "config":
+        path.unlink()
+        configured = json.loads((junior / "config.json").read_text()) | {"eos_token_id": IDS[PAD]}
+        (junior / "config.json").write_text(json.dumps(configured))
+        return folder
+    if named == "list":
+        stated["eos_token_id"] = [IDS["z"], IDS[PAD]]
+    elif named == "number":
+        stated["eos_token_id"] = IDS[PAD]
+    path.write_text(json.dumps(stated))
+    return folder
+
+
+def written(engine: Any, strategy: Strategy, **sampling: Any) -> tuple[list[int], str]:
+    [[one]] = engine.generate([Request([IDS["!"]], (1,), Sampling(max_tokens=8, temperature=0, **sampling), strategy)])
+    return one.tokens.tolist(), one.stop_reason
+
+
+@pytest.mark.parametrize("named", ["number", "list", "tokenizer", "config"])
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_the_junior_s_own_end_ends_a_text_wherever_it_is_named(tmp_path, named, drafts):
+    folder = save_pair(tmp_path, named)
+    sources = [
+        ModelSource(str(path), lambda path=path: load_model(path)) for path in (folder / "senior", folder / "junior")
+    ]
+    engine = make_engine(RolloutConfig(draft_tokens=drafts), *sources, load_tokenizer(folder / "senior"))
+    for strategy in STRATEGIES:
+        assert written(engine, strategy) == (ENDED, "eos")
+        assert len(written(engine, strategy, ignore_eos=True)[0]) == 8
+    alone = make_engine(RolloutConfig(), sources[0], None, load_tokenizer(folder / "senior"))
+    assert written(alone, solo("senior"))[1] == "length"  # a senior without a junior has its own ends alone
+
+
+def test_loaded_models_bring_their_ends_along(tmp_path):
+    folder = save_pair(tmp_path, "list")
+    models = [load_model(folder / name) for name in ("senior", "junior")]
+    engine = TorchEngine(*models, tokenizer())
+    assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
+
+
+def test_the_ends_of_a_pair_are_those_of_both(tmp_path):
+    folder = save_pair(tmp_path, "list")
+    ends = stored_eos_token_ids(str(folder / "senior"), tokenizer(), str(folder / "junior"))
+    assert ends == tuple(sorted([IDS["<eos>"], IDS[PAD], IDS["z"]]))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("mode", "drafts"), [("lazy", 0), ("draft", 4)])
+def test_so_it_does_on_vllm(tmp_path, mode, drafts):
+    pytest.importorskip("vllm")
+    folder = save_pair(tmp_path, "list")
+    own = VllmConfig(multiprocess=True, kv_cache_gb=0.25, enforce_eager=True, mode=mode)
+    config = RolloutConfig(engine="vllm", draft_tokens=drafts, vllm=own)
+    sources = [ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior")]
+    engine = make_engine(config, *sources, load_tokenizer(folder / "senior"), longest=128)
+    try:
+        assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
+        assert len(written(engine, STRATEGIES[0], ignore_eos=True)[0]) == 8
+    finally:
+        engine.close()
