@@ -48,6 +48,100 @@ def refused(gold: str, answer: str) -> bool:
     )
 
 
+def counted(answer: str) -> tuple[str, str] | None:
+    r"""The number and the words of a cleaned answer that counts things; None for another, and if a word changes it.
+
+    Examples:
+        >>> counted(r"5 \text{ more apples}"), counted("5 eggs a day"), counted(r"5 \text{ or more}"), counted("5 dozen")
+        (('5', 'more apples'), ('5', 'eggs a day'), None, None)
+    """
+    if text := TEXT.fullmatch(answer):
+        answer = text["text"].strip()
+    found = _COUNTED.fullmatch(answer)
+    if found is None:
+        return None
+    words = (found["text"] or found["plain"] or "").strip(" .")
+    plain = found["plain"] is not None and text is None
+    return (found["number"], words) if words and _names_things(words.lower(), plain, found["number"] == "1") else None
+
+
+def _names_things(phrase: str, plain: bool, one: bool) -> bool:
+    """Whether words behind a number only say what it counts.
+
+    Args:
+        plain: the words stand in no macro, where letters in a row may be a product.
+        one: the number is 1, as in "1 third".
+    """
+    words = [word.strip(",.()") for word in re.findall(r"[^\s/]+", phrase)]
+    if any(len(word) == 1 and word not in "ai" for word in words) or words[0].split("-")[0] in _CHANGES_FIRST:
+        return False
+    if plain and (
+        _FORMULA_WORDS.intersection(words) or not any(len(word) > 3 or word in _SHORT_WORDS for word in words)
+    ):
+        return False
+    things = False
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        head, _, rest = word.partition("-")
+        counts = after.endswith("s")
+        if {word, head, rest} & _CHANGES and not (counts and head in ("wrong", "incorrect")):
+            return False
+        if rest in _NUMBERS or (head in _NUMBERS and not rest and (not before or before in _BEFORE_A_NUMBER)):
+            return False
+        if head in _PARTS and (rest or (not things and (one or word.endswith("s") or after == "of"))):
+            return False
+        if any(map(str.isdigit, word)) and (plain or not re.fullmatch(r"\d+-[a-z]+", word)):
+            return False
+        if (word in _DENIALS and (not things or before in ("is", "was"))) or (
+            word.endswith(("n't", "n’t")) and not things and word[:4] not in ("aren", "were")
+        ):
+            return False
+        things |= word.endswith("s") and word not in _VERBS
+    return True
+
+
+_COUNTED = re.compile(
+    r"(?P<number>[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+|[0-9]+/[0-9]+|[0-9]*\\frac\{[0-9]+\}\{[0-9]+\}))"
+    r" ?(?:\\(?:text|mathrm) ?\{(?P<text>[\w .,'’/()-]{1,120})\}|(?P<plain>(?<= )[A-Za-z][\w ,'’/-]{1,120}))"
+)
+_CHANGES = frozenset(
+    """
+    or wrong wrongly incorrect incorrectly false untrue excluded ruled impossible guess maybe perhaps possibly probably
+    unknown undefined undetermined squared cubed factorial doubled tripled halved twice thrice triple dozen hundred
+    thousand million billion trillion hundreds thousands millions billions trillions lakh crore least most minimum maximum
+    about approximately approx roughly around nearly almost negative minus plus mod modulo multiplied divided opposite
+    reciprocal inverse deficit debt loss excluding except versus vs unless neither nor either instead rather but right
+    correct answer
+    """.split()
+)
+"""Words that change the number before them, or doubt it, wherever they stand."""
+_CHANGES_FIRST = frozenset("and to over under above below isn be equals than k if without off half".split())
+"""Words that change it if they stand next to it."""
+_PARTS = frozenset(
+    """
+    halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth
+    tenths hundredth hundredths thousandth thousandths
+    """.split()
+)
+_NUMBERS = frozenset(
+    """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety dozen hundred thousand million
+    """.split()
+)
+_BEFORE_A_NUMBER = frozenset("and or to of is are was be equals equal plus minus times over by point than".split())
+_DENIALS = frozenset("not no never none cannot".split())
+_VERBS = frozenset("is was as this its does has".split())
+_SHORT_WORDS = frozenset(
+    """
+    did is of do was are can red in new has toy men she ml he it dog ice to oil cds hot old his her cm key kg too mg mb
+    net kwh sq mph gb oz pay egg car km mm ft lb lbs hr hrs sec min mi yd the per all day bag box cup pen job pie pig cow
+    cat hat kid boy pts
+    """.split()
+)
+"""Words of two or three letters that are no product of variables."""
+_FORMULA_WORDS = frozenset({*FUNCTIONS, *GREEK, "sqrt", "root", "pi", "infty", "frac", "inf"})
+
+
 def admitted(gold: str, answer: str) -> bool:
     """Whether two answers as written may be compared by a reader that drops spaces, texts, units and labels."""
     gold, answer = clean(gold), clean(answer)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tandemrl.rewards.math import expression
-from tandemrl.rewards.math.claims import drop_label, identical, is_label, readable, refused, sides, unlabelled
+from tandemrl.rewards.math.claims import counted, drop_label, identical, is_label, readable, refused, sides, unlabelled
 from tandemrl.rewards.math.formula import read
 from tandemrl.rewards.math.notation import bare, clean, split, units_differ, without_spaces, without_thousands
 
@@ -36,13 +36,27 @@ def quick_equal(gold: str, answer: str) -> bool | None:
     """
     if identical(gold, answer):
         return True
+    if gold.isdigit() and answer.isdigit() and gold.isascii() and answer.isascii() and len(answer) < _MAX_NUMBER_CHARS:
+        return gold.lstrip("0") == answer.lstrip("0")
     if max(len(gold), len(answer)) > MAX_CHARS:
         return False
-    gold, answer = clean(gold), clean(answer)
+    gold, answer = without_things(clean(gold), clean(answer))
     if refused(gold, answer):
         return False
     verdict = _equal(gold, answer, MAX_NESTING, iter(range(MAX_COMPARISONS)))
     return False if verdict is None and not readable(*drop_label(gold, answer)) else verdict
+
+
+def without_things(gold: str, answer: str) -> tuple[str, str]:
+    r"""Two cleaned answers without the words for what they count, as in ``5 \text{ more apples}``, unless both have
+    words and those differ."""
+    mine, theirs = counted(gold), counted(unlabelled(answer) if "=" not in gold else answer)
+    if theirs is None or units_differ(gold, answer):
+        return gold, answer
+    if mine is None:
+        return gold, theirs[0]
+    left, right = (set(words.lower().split()) for _, words in (mine, theirs))
+    return (mine[0], theirs[0]) if left <= right or right <= left else (gold, answer)
 
 
 def exact_and_rounded(answer: str) -> list[str]:

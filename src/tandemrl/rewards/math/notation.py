@@ -1,5 +1,6 @@
 r"""Normal forms of mathematical answers, without markup, units and shorthand that change nothing. Without torch."""
 
+import html
 import re
 import string
 import unicodedata
@@ -14,6 +15,42 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
+def _in_latex(text: str) -> str:
+    """A text whose Unicode symbols are LaTeX: x₁² as x_{1}^{2}, ⅓ as a fraction, θ as a macro, any digit as 0 to 9."""
+    if text.isascii():
+        return text
+    text = _CURRENCY_SIGN.sub("", text.translate(_LATEX))
+    text = _SCRIPT.sub(_script, text)
+    text = re.sub(r"([∛∜]) ?(\d+|[A-Za-z](?![A-Za-z]))?", _cube_root, text)
+    return "".join(each if each.isascii() else _character(each) for each in text)
+
+
+def _script(run: re.Match[str]) -> str:
+    """Raised or lowered characters in braces. Those in the text of a unit, such as cm², stay."""
+    if run[1] is None:
+        return run[0]
+    inside = unicodedata.normalize("NFKC", run[1]).replace("\N{MINUS SIGN}", "-")
+    return f"{'^' if run[1][0] in _RAISED else '_'}{{{inside}}}"
+
+
+def _cube_root(root: re.Match[str]) -> str:
+    return rf"\sqrt[{'34'['∛∜'.index(root[1])]}]" + (f"{{{root[2]}}}" if root[2] else "")
+
+
+def _character(character: str) -> str:
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
+    plain = unicodedata.normalize("NFKC", character)
+    over, slash, under = plain.partition("\N{FRACTION SLASH}")
+    if slash:
+        return rf"\frac{{{over}}}{{{under}}}" if over and under else "/"
+    if character in _BLACKBOARD:
+        return rf"\mathbb{{{plain}}}"
+    if unicodedata.category(plain[:1] or " ").startswith("L") and (plain.isascii() or plain in _GREEK_LETTERS):
+        return _GREEK_LETTERS.get(plain, plain)
+    return character
+
+
 def hidden(text: str) -> bool:
     """Whether a text has characters that cannot be seen, such as one that turns the direction of the text."""
     return any(unicodedata.category(each) in _UNSEEN for each in text if not each.isspace() and each not in _ASCII)
@@ -22,9 +59,12 @@ def hidden(text: str) -> bool:
 def clean(answer: str) -> str:
     r"""An answer without markup that changes nothing. ``\frac12``, "7 3/4" and "3 million" are written out, and single
     spaces stay."""
-    answer = without_braced_commas(one_text_macro(visible(answer)))
+    if _PLAIN_NUMBER.fullmatch(answer):
+        return answer
+    answer = without_braced_commas(_in_latex(one_text_macro(visible(_without_html(answer)))))
     for old, new in _REWRITES:
         answer = answer.replace(old, new)
+    answer = _without_markup(answer)
     answer = re.sub(r"(?<!\\)\\!", "", answer)
     answer = re.sub(r"(?:(?<!\\)\\[ ,;:]|\s)+", " ", answer)
     answer = _ROW_GAP.sub(r"\\\\", answer)
@@ -37,9 +77,41 @@ def clean(answer: str) -> str:
     answer = re.sub(r"\\frac\s*(\d|\\pi(?![A-Za-z]))", r"\\frac{\1}", answer)
     answer = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", answer)
     answer = re.sub(r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", answer).strip()
-    answer = re.sub(r"(?<=[\d}]) ?(?:\\(?:text|mathrm) ?\{)? ?(tr|b|m)illion(?![A-Za-z])\}?", _power_of_ten, answer)
+    answer = _SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]}", answer)
     answer = re.sub(r"^\\\((.*)\\\)$", r"\1", answer)
     return without_full_stop(answer)
+
+
+def _without_html(answer: str) -> str:
+    if "&" in answer:
+        answer = re.sub(
+            r"&(?:#\d{1,6}|#x[0-9a-fA-F]{1,6}|[A-Za-z]{2,}\d*);", lambda entity: html.unescape(entity[0]), answer
+        )
+    if "</" in answer:
+        answer = re.sub(
+            r"<su([pb])>([^<>]*)</su\1>", lambda tag: f"{'^' if tag[1] == 'p' else '_'}{{{tag[2]}}}", answer
+        )
+        answer = re.sub(r"</?(?:b|i|em|strong|u|span|p|div|code|mark|font|answer)(?: [^<>]*)?>", "", answer)
+    return answer
+
+
+def _without_markup(answer: str) -> str:
+    """An answer without colours, fonts, spacing, emphasis, quotation marks and currencies around what it says."""
+    if "\\" in answer:
+        answer = _MARKUP.sub("", answer)
+        answer = _SPACING.sub(" ", answer)
+        answer = re.sub(r"\\text ?\{ ?- ?\}", "-", answer)
+        answer = re.sub(r"\\(?:mathbb|mathds|Bbb) ?\{?([A-Z])(?![A-Za-z])\}?", r"\\mathbb{\1}", answer)
+        answer = re.sub(r"\\text ?\{ ?infinity ?\}", r"\\infty ", answer)
+        answer = re.sub(r"^\\text ?\{ ?([-+]?[\d.,]+) ?\}(?=.)", r"\1", answer.strip())
+    answer = re.sub(r"(?<![\w\\])[Ii]nfinity(?![\w])", r"\\infty ", answer)
+    answer = re.sub(r"(?<![\w)}])\*\*(?! )([^*]+)\*\*(?!\w)", r"\1", answer)
+    answer = _CURRENCY_CODE.sub("", answer.strip())
+    answer = re.sub(r"(?<=\d)(?:\\?_|'|’)(?=\d{3}(?!\d))", ",", answer)
+    answer = re.sub(r"(?:(?<!\\)\\|[,;:]|\\\\)$", "", answer).strip()
+    answer = re.sub(r"^= ?", "", answer)
+    answer = re.sub(r"^\{([-+]?[\d.,]+)\}(?!\d)", r"\1", answer)
+    return _QUOTED.sub(r"\g<inside>", answer)
 
 
 def without_full_stop(answer: str) -> str:
@@ -159,13 +231,89 @@ _VISIBLE = {
     **dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad")),
     **{fullwidth: fullwidth - 0xFEE0 for fullwidth in range(0xFF01, 0xFF5F)},
 }
+_LATEX = {
+    ord(character): latex
+    for characters, latex in (
+        ("−–‐‑‒﹣➖", "-"),
+        ("×✕✖", r"\times "),
+        ("⋅·∙•", r"\cdot "),
+        ("÷", r"\div "),
+        ("∪⋃", r"\cup "),
+        ("∩⋂", r"\cap "),
+        ("∅⌀Ø", r"\emptyset "),
+        ("∞", r"\infty "),
+        ("∈", r"\in "),
+        ("∉", r"\notin "),
+        ("∖", r"\setminus "),
+        ("±", r"\pm "),
+        ("∓", r"\mp "),
+        ("→", r"\to "),
+        ("∠", r"\angle "),
+        ("⊂", r"\subset "),
+        ("⊆", r"\subseteq "),
+        ("⌊", r"\lfloor "),
+        ("⌋", r"\rfloor "),
+        ("⌈", r"\lceil "),
+        ("⌉", r"\rceil "),
+        ("≤⩽≦", "≤"),
+        ("≥⩾≧", "≥"),
+        ("∕", "/"),
+        ("∶", ":"),
+        ("∣", "|"),
+        ("′", "'"),
+        ("º˚", "°"),
+        ("٫", "."),
+        ("٬、", ","),
+        ("。", "."),
+        ("٪", "%"),
+        ("\N{MICRO SIGN}", r"\mu "),
+    )
+    for character in characters
+}
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣʸᵃᵇᵏᵐᵗ"
+_LOWERED = "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₒₓₕₖₗₘₙₚₛₜᵢⱼ"
+_SCRIPT = re.compile(rf"\\(?:text|mathrm) ?\{{[^{{}}]*\}}|([{_RAISED}]+|[{_LOWERED}]+)")
+_BLACKBOARD = "ℝℤℚℕℂ"
+_GREEK_LETTERS = {
+    letter: rf"\{name} "
+    for letter, name in zip(
+        "αβγδεζηθικλμνξπρςστυφχψωϑϕϵΓΔΘΛΞΠΣΥΦΨΩ",
+        re.findall(
+            "[A-Za-z]+",
+            """
+            alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma sigma tau upsilon phi chi
+            psi omega theta phi epsilon Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
+            """,
+        ),
+        strict=True,
+    )
+}
+_CURRENCY_SIGN = re.compile(r"[¢£¤¥֏؋৳฿៛₠-⃀﷼￠￡￥￦]")
+_CURRENCY_CODE = re.compile(
+    r"^(?:(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF|US|Rs\.?) ?(?=[-+]?[\d.])"
+    r"|\\(?:text)?(?:euro|EUR|pounds|sterling|yen|dollar)(?![A-Za-z])(?:\{\})? ?)"
+    r"|(?<=\d) ?(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF)$"
+)
+_MARKUP = re.compile(
+    r"\\(?:text)?color ?(?:\[[^\[\]]*\])?\{[^{}]*\} ?"
+    r"|\\(?:bf|it|rm|sf|tt|bfseries|boldmath|normalsize|[lL]arge|LARGE|[hH]uge|small|tiny|textstyle|[bB]igg?[lrm]?)"
+    r"(?![A-Za-z]) ?|\\(?:ensuremath|mathbf|boldsymbol|bm|pmb|bold|underline)(?= ?\{[-+\d])"
+)
+_SPACING = re.compile(
+    r"\\(?:q?quad|thinspace|enspace|medspace|thickspace|nobreakspace)(?![A-Za-z])|\\[hm]space ?\{[^{}]*\}|\\>"
+)
+_QUOTED = re.compile(r"^(?P<mark>[*_\"`]|__|“|‘)(?P<inside>[^*_\"`“”‘’]+)(?:(?P=mark)|[”’])$")
+_PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _ASCII = frozenset(string.printable)
 _UNSEEN = {"Cc", "Cf", "Co", "Cs", "Cn"}
-_ZEROS = {"m": 6, "b": 9, "tr": 12}
-
-
-def _power_of_ten(scale: re.Match[str]) -> str:
-    return rf" \cdot 10^{{{_ZEROS[scale[1]]}}}"
+_SCALES = {
+    "dozen": "12",
+    **{
+        name: f"10^{{{zeros}}}"
+        for name, zeros in zip(("hundred", "thousand", "million", "billion", "trillion"), (2, 3, 6, 9, 12), strict=True)
+    },
+}
+_SCALE = re.compile(rf"(?<=[\d}}]) ?(?:\\(?:text|mathrm) ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?")
 
 
 def _comma_or_point(comma: re.Match[str]) -> str:
@@ -215,6 +363,12 @@ _REWRITES = (
     ("==", "="),
     (r"\displaystyle", ""),
     (r"\varnothing", r"\emptyset"),
+    (r"\varphi", r"\phi"),
+    (r"\varepsilon", r"\epsilon"),
+    (r"\infin ", r"\infty "),
+    (r"\degree", r"^\circ "),
+    (r"\lbrace", r"\{"),
+    (r"\rbrace", r"\}"),
     (r"\tfrac", r"\frac"),
     (r"\dfrac", r"\frac"),
     (r"\cfrac", r"\frac"),
