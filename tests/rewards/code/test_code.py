@@ -72,6 +72,69 @@ def test_the_last_python_block_is_the_program(text, program):
     assert extract_program(text) == program
 
 
+NESTED = "if x:\n    y\n\nz\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "inside"),
+    [
+        *(
+            ("", ""),
+            ("   ", "   "),
+            ("\t", "\t"),
+            ("\t", "    "),
+            ("    ", "\t"),
+            ("> ", "> "),
+            (">", "> "),
+            ("> > ", "> > "),
+        ),
+        *(("1. ", "   "), ("- ", "  "), ("10) ", "    "), (">   ", ">   "), ("> 1. ", ">    "), ("* - ", "    ")),
+    ],
+)
+@pytest.mark.parametrize("fence", ["```", "~~~", "````"])
+def test_a_block_in_a_list_or_a_quotation_loses_what_its_fence_has_before_it(place, inside, fence):
+    body = "".join(f"{inside}{line}".rstrip() + "\n" for line in NESTED.splitlines())
+    for end in (f"{inside}{fence}\nDone.", f"{inside}{fence}", ""):
+        program = extract_program(f"1. The program:\n{place}{fence}python\n{body}{end}")
+        assert program.rstrip() == NESTED.rstrip(), (place, end)
+        assert extract_program(f"1. The program:\n{place}{fence}\n{body}{end}").rstrip() == NESTED.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("````markdown\n```python\nx\n```\n````", "x\n"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
+        ("~~~python\nx = '''\n```\n'''\n~~~", "x = '''\n```\n'''\n"),
+        ("```python\nprint('```')\n```", "print('```')\n"),
+        ("```python\nprint(1)```", "print(1)"),
+        ("- ```python\n  x\n  ```\n- ```python\n  y\n  ```", "y\n"),
+        ("```\nx\n```\nIt prints\n```\n2", "x\n"),
+        ("```{.python}\nx\n```", "x\n"),
+        ("```python\r\nx\r\n```\r\n", "x\r\n"),
+        ("```python\n    return 1\n```", "    return 1\n"),  # the body of HumanEval's function
+        ("```python\nx = '\u2028   y'\n```", "x = '\u2028   y'\n"),
+    ],
+)
+def test_fences_in_fences_and_strings(text, program):
+    assert extract_program(text) == program
+
+
+@pytest.mark.parametrize(
+    ("program", "right"),
+    [
+        *(("print(3, end='')", 1), ("print('3\\r')", 1), ("print(' 3 ')\nprint()", 1), ("print('\\n3')", 1)),
+        *(("import sys; print(3); sys.exit()", 1), ("print(3); exit(0)", 1), ("print(3); raise SystemExit", 1)),
+        *(("import atexit; atexit.register(print, 3)", 1), ("import sys; sys.stdout.write('3')", 1)),
+        *(("print(3); print('done')", 0), ("print(3); print(3)", 0), ("print('3.')", 1), ("print('3,')", 0)),
+        *(("import os; os.write(1, b'3')", 1), ("print(3); import os; os._exit(0)", 0)),
+    ],
+)
+def test_output_at_the_end_of_a_program(program, right):
+    expected = ["3", "3\n", "3\r\n", " 3 \n\n"]
+    assert score(row(inputs=["1 2\n"] * 4, outputs=expected), program).value == right
+
+
 def test_extraction_is_linear():
     start = time.monotonic()
     for piece in ("```", "```\n", "```python", "```python\n", "`", "```x`"):

@@ -9,11 +9,11 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tandemrl.config import Config, SandboxConfig
 from tandemrl.data.program_tests import Check, Stdin, Test, parse_tests
@@ -25,8 +25,10 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-8
 """How far a printed number may be from the expected one, relatively and absolutely."""
 MAX_NUMBER_CHARS = 400
 
-_PYTHON_FENCE = re.compile(r"```(?:python3?|py)\b[^\n`]*\n", re.IGNORECASE)
-_ANY_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"(?P<before>(?:(?!```).)*?)(?P<fence>`{3,}|(?<![^\s>.)*+-])~{3,})[ \t]*(?P<info>[^`\n]*)")
+_PYTHON = re.compile(r"\{?\.?(?:python3?|py)\b", re.IGNORECASE)
+_PLACE = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*")
+"""What stands before a fence in a quotation or a list."""
 _OPENING = re.compile(r'''(?:\s|#[^\n]*|"""(?:[^"\\]|\\.|"(?!""))*""")*''', re.DOTALL)
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n;#(]*)[ \t;]*", re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?")
@@ -81,13 +83,58 @@ def code_scorer(config: Config) -> Callable[[Row, str], Score]:
 
 
 def extract_program(text: str) -> str:
-    """The program in a response: what follows the last Python fence up to the next fence. Without a Python fence it is
-    the last fenced block, and without any fence the whole text."""
-    fences = list(_PYTHON_FENCE.finditer(text))
-    if fences:
-        return text[fences[-1].end() :].partition("```")[0]
-    blocks = _ANY_BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else text
+    """The program in a response: the last block with a Python fence. Without a Python fence it is the last fenced
+    block, closed if there is one, and without any fence the whole text.
+
+    A block in a list or a quotation has as much less indentation as its fence has, and no ">".
+    """
+    blocks = list(_blocks(text))
+    for wanted in (lambda block: _PYTHON.match(block.info), lambda block: block.closed, lambda block: True):
+        if chosen := [block.program for block in blocks if wanted(block)]:
+            return chosen[-1]
+    return text
+
+
+class _Block(NamedTuple):
+    info: str
+    program: str
+    closed: bool
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    """The fenced blocks of a text. A Python fence begins one also within a block of another language."""
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in re.findall(r"[^\n]*\n|[^\n]+", text):
+        content = line.rstrip()
+        found = _FENCE.fullmatch(content)
+        if opening is None:
+            opening, lines = found, []
+            continue
+        inner = _inside(line, opening["before"])
+        if found and _PYTHON.match(found["info"]) and not _PYTHON.match(opening["info"]):
+            yield _Block(opening["info"], "".join(lines), closed=False)
+            opening, lines = found, []
+        elif inner.lstrip().startswith(opening["fence"]) or content.endswith(opening["fence"]):
+            lines.append(inner.partition(opening["fence"])[0])
+            yield _Block(opening["info"], "".join(lines), closed=True)
+            opening = None
+        else:
+            lines.append(inner)
+    if opening is not None and "".join(lines).strip():
+        yield _Block(opening["info"], "".join(lines), closed=False)
+
+
+def _inside(line: str, before: str) -> str:
+    """A line of a block without the quotation marks and the indentation that its fence has."""
+    if not (before and _PLACE.fullmatch(before)):
+        return line
+    line = re.sub(rf"(?:[ \t]*> ?){{0,{before.count('>')}}}", "", line, count=1)
+    indent = re.sub(r".*> ?", "", before)
+    if line.startswith(indent):
+        return line[len(indent) :]
+    code = line.lstrip(" \t")
+    return line[: len(line) - len(code)].expandtabs(4)[len(indent.expandtabs(4)) :] + code
 
 
 def complete(program: str, test: Test) -> str:
