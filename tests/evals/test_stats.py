@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandemrl.evals.measures import votes
 from tandemrl.evals.stats import macro_interval, maj_at_k, paired_bootstrap, pass_at_k, pearson, seed_interval
 
 
@@ -235,3 +236,30 @@ def test_pearson_is_the_correlation_of_pairs_that_vary():
     assert pearson([1.0, 2.0], [1.0, 2.0]) is None
     with pytest.raises(ValueError, match="3 and 2 values"):
         pearson([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "classes"),
+    [
+        (["5", "5.0", r"\frac{10}{2}", "5 apples", r"5 \text{ more apples}", "$5$"], True, 1),
+        (["5", "5.0", r"\frac{10}{2}", "5 apples", r"5 \text{ more apples}", "$5$"], False, 1),
+        (["5 apples", "5"], False, 1),
+        (["1,000", "1000", "$1{,}000$", "1001"], False, 2),
+        (["0.5", "50%", "50"], False, 1),  # over the second
+        (["50%", "50", "0.5"], False, 1),
+        (["5", "-5", "5/6", "5 or 6", "5 million"], False, 5),
+        (["x+1", "1+x", "x-1"], False, 2),
+        (["Paris", "paris", "Rome"], False, 2),
+        (["", " ", "\n"], False, 0),
+        (["a" * 300, "A" * 300], False, 2),  # not compared
+    ],
+)
+def test_equal_answers_vote_together(answers, correct, classes):
+    voted = votes([*answers, None], [correct] * (len(answers) + 1))
+    assert len(set(voted) - {None}) == classes
+    assert voted[-1] is None
+
+
+def test_correct_answers_do_not_vote_with_wrong_ones():
+    assert votes(["7", "7.0", "8", "8.0", "7"], [True, True, False, False, True]) == ["7", "7", "8", "8", "7"]
+    assert votes(["7", "7.0", "7"], [True, True, False]) == ["7", "7.0", "7"]  # graded both ways: by itself

@@ -9,9 +9,12 @@ import numpy as np
 
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.rewards.calls import OF_K
+from tandemrl.rewards.math.equality import quick_equal
 from tandemrl.rollout.engine import LOST
 from tandemrl.types import Author, Metrics
 
+MAX_COMPARED = 200
+"""Longer answers, such as programs, vote together only if they are correct or the same text."""
 MANY_ROUNDS = 150
 """Handoff chains with more rounds than this are counted. The original protocol stops there; this one does not."""
 
@@ -173,6 +176,32 @@ Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
 # ---------------------------------------------------------------------------------------------------------- one problem
 
 
+def votes(answers: Sequence[str | None], correct: Sequence[bool]) -> list[str | None]:
+    r"""The answers by which ``maj@K`` votes: one for all that the grader calls equal, None for one without content.
+
+    Correct answers are equal. Wrong ones are if `quick_equal` says so, directly or over others.
+
+    Examples:
+        >>> votes(["5", "5.0", "7", r"\frac{14}{2}", " ", None], [True, True, False, False, False, False])
+        ['5', '5', '7', '7', None, None]
+    """
+    grades: dict[str, set[bool]] = {}
+    for answer, grade in zip(answers, correct, strict=True):
+        if answer is not None and answer.strip():
+            grades.setdefault(answer, set()).add(grade)
+    voted: dict[str, str] = {}
+    for answer, seen in grades.items():
+        comparable = [] if len(seen) == 2 else [other for other in voted if grades[other] == seen]
+        same = [voted[other] for other in comparable if seen == {True} or _equal(other, answer)]
+        voted[answer] = same[0] if same else answer
+        voted |= {other: same[0] for other, name in voted.items() if name in same}
+    return [None if answer is None else voted.get(answer) for answer in answers]
+
+
+def _equal(a: str, b: str) -> bool:
+    return max(len(a), len(b)) <= MAX_COMPARED and bool(quick_equal(a, b) or quick_equal(b, a))
+
+
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
     """The rates and the counts of the graded samples of one problem. Parts of the score are rates, too.
 
@@ -182,7 +211,7 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
     """
     n = len(problem)
     correct = [bool(sample.correct) for sample in problem]
-    answers = [sample.answer for sample in problem]
+    answers = votes([sample.answer for sample in problem], correct)
     rates = {f"pass@{m}": pass_at_k(sum(correct), n, m) for m in k}
     rates |= {f"maj@{m}": maj_at_k(answers, correct, m) for m in k if m > 1}
     rates |= {
