@@ -71,7 +71,7 @@ def test_extract_boxed(text, answer, loose):
         (r"50\%", "50"),
         ("50 percent", "50"),
         (r".5", "0.5"),
-        (r"{.5}", "{0.5}"),
+        (r"{.5}", "0.5"),
         (r"5 \text{ cm}^2", "5"),
         (r"5\,\mathrm{cm}", "5"),
         ("5 square units", "5"),

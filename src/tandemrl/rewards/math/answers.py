@@ -21,7 +21,8 @@ MAX_ANSWER_TAGS = 10
 
 _PROSE_FIRST = re.compile(r"[A-Za-z]{2,} [^\d]*[A-Za-z]{2,}|[Aa]nswer\b")
 _NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+])?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?: ?/ ?\d+|[eE][-+]?\d+|%)?(?: (?:dozen|[a-z]+(?:illion|and|dred)))?"
+    r"(?:(?<![\w)])[-+])?(?:\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?: ?/ ?\d+|[eE][-+]?\d+|%)?"
+    r"(?: (?:dozen|hundred|thousand|[mbtr]+illion))?"
 )
 _ANSWER_TAG = re.compile(r"</?answer>")
 

@@ -52,8 +52,8 @@ def counted(answer: str) -> tuple[str, str] | None:
     r"""The number and the words of a cleaned answer that counts things; None for another, and if a word changes it.
 
     Examples:
-        >>> counted(r"5 \text{ more apples}"), counted("5 eggs a day"), counted(r"5 \text{ or more}"), counted("5 dozen")
-        (('5', 'more apples'), ('5', 'eggs a day'), None, None)
+        >>> counted(r"5 \text{ more apples}"), counted("5 eggs a day"), counted(r"5 \text{ or more}")
+        (('5', 'more apples'), ('5', 'eggs a day'), None)
     """
     if text := TEXT.fullmatch(answer):
         answer = text["text"].strip()
@@ -85,7 +85,11 @@ def _names_things(phrase: str, plain: bool, one: bool) -> bool:
         counts = after.endswith("s")
         if {word, head, rest} & _CHANGES and not (counts and head in ("wrong", "incorrect")):
             return False
-        if rest in _NUMBERS or (head in _NUMBERS and not rest and (not before or before in _BEFORE_A_NUMBER)):
+        if (
+            rest in _NUMBERS
+            or (word == "half" and before in ("a", "and", "one"))
+            or (head in _NUMBERS and not rest and (not before or before in _BEFORE_A_NUMBER))
+        ):
             return False
         if head in _PARTS and (rest or (not things and (one or word.endswith("s") or after == "of"))):
             return False
@@ -103,40 +107,46 @@ _COUNTED = re.compile(
     r"(?P<number>[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+|[0-9]+/[0-9]+|[0-9]*\\frac\{[0-9]+\}\{[0-9]+\}))"
     r" ?(?:\\(?:text|mathrm) ?\{(?P<text>[\w .,'’/()-]{1,120})\}|(?P<plain>(?<= )[A-Za-z][\w ,'’/-]{1,120}))"
 )
-_CHANGES = frozenset(
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(re.findall("[a-z]+", text))
+
+
+_CHANGES = _words(
     """
     or wrong wrongly incorrect incorrectly false untrue excluded ruled impossible guess maybe perhaps possibly probably
     unknown undefined undetermined squared cubed factorial doubled tripled halved twice thrice triple dozen hundred
-    thousand million billion trillion hundreds thousands millions billions trillions lakh crore least most minimum maximum
-    about approximately approx roughly around nearly almost negative minus plus mod modulo multiplied divided opposite
-    reciprocal inverse deficit debt loss excluding except versus vs unless neither nor either instead rather but right
-    correct answer
-    """.split()
+    thousand million billion trillion hundreds thousands millions billions trillions lakh crore least most minimum
+    maximum about approximately approx roughly around nearly almost negative minus plus mod modulo multiplied divided
+    opposite reciprocal inverse deficit debt loss excluding except versus vs unless neither nor either instead rather
+    but right correct answer
+    """
 )
 """Words that change the number before them, or doubt it, wherever they stand."""
-_CHANGES_FIRST = frozenset("and to over under above below isn be equals than k if without off half".split())
+_CHANGES_FIRST = _words("and over under above below isn be equals than k if without off half")
 """Words that change it if they stand next to it."""
-_PARTS = frozenset(
+_PARTS = _words(
     """
     halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth
     tenths hundredth hundredths thousandth thousandths
-    """.split()
+    """
 )
-_NUMBERS = frozenset(
+_NUMBERS = _words(
     """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety dozen hundred thousand million
-    """.split()
+    """
 )
-_BEFORE_A_NUMBER = frozenset("and or to of is are was be equals equal plus minus times over by point than".split())
-_DENIALS = frozenset("not no never none cannot".split())
-_VERBS = frozenset("is was as this its does has".split())
-_SHORT_WORDS = frozenset(
+_BEFORE_A_NUMBER = _words("and or to of is are was be equals equal plus minus times over by point than")
+_DENIALS = _words("not no never none cannot")
+_VERBS = _words("is was as this its does has")
+_SHORT_WORDS = _words(
     """
     did is of do was are can red in new has toy men she ml he it dog ice to oil cds hot old his her cm key kg too mg mb
-    net kwh sq mph gb oz pay egg car km mm ft lb lbs hr hrs sec min mi yd the per all day bag box cup pen job pie pig cow
-    cat hat kid boy pts
-    """.split()
+    net kwh sq mph gb oz pay egg car km mm ft lb lbs hr hrs sec min mi yd the per all day bag box cup pen job pie pig
+    cow cat hat kid boy pts
+    """
 )
 """Words of two or three letters that are no product of variables."""
 _FORMULA_WORDS = frozenset({*FUNCTIONS, *GREEK, "sqrt", "root", "pi", "infty", "frac", "inf"})

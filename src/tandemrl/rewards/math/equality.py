@@ -13,7 +13,15 @@ from typing import NamedTuple
 from tandemrl.rewards.math import expression
 from tandemrl.rewards.math.claims import counted, drop_label, identical, is_label, readable, refused, sides, unlabelled
 from tandemrl.rewards.math.formula import read
-from tandemrl.rewards.math.notation import bare, clean, split, units_differ, without_spaces, without_thousands
+from tandemrl.rewards.math.notation import (
+    bare,
+    clean,
+    currencies,
+    split,
+    units_differ,
+    without_spaces,
+    without_thousands,
+)
 
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
@@ -39,6 +47,8 @@ def quick_equal(gold: str, answer: str) -> bool | None:
     if gold.isdigit() and answer.isdigit() and gold.isascii() and answer.isascii() and len(answer) < _MAX_NUMBER_CHARS:
         return gold.lstrip("0") == answer.lstrip("0")
     if max(len(gold), len(answer)) > MAX_CHARS:
+        return False
+    if (mine := currencies(gold)) and (theirs := currencies(answer)) and mine != theirs:
         return False
     gold, answer = without_things(clean(gold), clean(answer))
     if refused(gold, answer):

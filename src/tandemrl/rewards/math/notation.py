@@ -71,6 +71,8 @@ def clean(answer: str) -> str:
     answer = _EMPHASIS.sub(r"\g<markdown>\g<latex>", answer.strip())
     if _REALS.fullmatch(answer):
         answer = r"(-\infty, \infty)"
+    if _EMPTY.fullmatch(answer):
+        answer = r"\emptyset"
     answer = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", answer)
     answer = _STYLED_LETTER.sub(r" \1", answer) if "\\" in answer else answer
     answer = re.sub(r" ?\\(?:text|mathrm)\{ ?percent\}| ?\bpercent\b", "%", answer)
@@ -78,11 +80,13 @@ def clean(answer: str) -> str:
     answer = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", answer)
     answer = re.sub(r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", answer).strip()
     answer = _SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]}", answer)
-    answer = re.sub(r"^\\\((.*)\\\)$", r"\1", answer)
+    answer = re.sub(r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2", answer)
     return without_full_stop(answer)
 
 
 def _without_html(answer: str) -> str:
+    if "~~" in answer:
+        answer = re.sub("~~(.+?)~~", r"\\sout{\1}", answer)
     if "&" in answer:
         answer = re.sub(
             r"&(?:#\d{1,6}|#x[0-9a-fA-F]{1,6}|[A-Za-z]{2,}\d*);", lambda entity: html.unescape(entity[0]), answer
@@ -100,7 +104,8 @@ def _without_markup(answer: str) -> str:
     if "\\" in answer:
         answer = _MARKUP.sub("", answer)
         answer = _SPACING.sub(" ", answer)
-        answer = re.sub(r"\\text ?\{ ?- ?\}", "-", answer)
+        answer = re.sub(r"\\text ?\{ ?(-?) ?\}", r"\1", answer)
+        answer = re.sub(r"\{?([^{}\\]+)\\over ([^{}\\]+)\}?", r"\\frac{\1}{\2}", answer)
         answer = re.sub(r"\\(?:mathbb|mathds|Bbb) ?\{?([A-Z])(?![A-Za-z])\}?", r"\\mathbb{\1}", answer)
         answer = re.sub(r"\\text ?\{ ?infinity ?\}", r"\\infty ", answer)
         answer = re.sub(r"^\\text ?\{ ?([-+]?[\d.,]+) ?\}(?=.)", r"\1", answer.strip())
@@ -108,9 +113,9 @@ def _without_markup(answer: str) -> str:
     answer = re.sub(r"(?<![\w)}])\*\*(?! )([^*]+)\*\*(?!\w)", r"\1", answer)
     answer = _CURRENCY_CODE.sub("", answer.strip())
     answer = re.sub(r"(?<=\d)(?:\\?_|'|’)(?=\d{3}(?!\d))", ",", answer)
-    answer = re.sub(r"(?:(?<!\\)\\|[,;:]|\\\\)$", "", answer).strip()
+    answer = re.sub(r"(?:\\\\|\\[,;:!]?|[,;:])$", "", answer).strip()
     answer = re.sub(r"^= ?", "", answer)
-    answer = re.sub(r"^\{([-+]?[\d.,]+)\}(?!\d)", r"\1", answer)
+    answer = re.sub(r"^\{([^{}]*)\}$|^\{([-+]?[\d.,]+)\}(?!\d)", r"\1\2", answer)
     return _QUOTED.sub(r"\g<inside>", answer)
 
 
@@ -186,6 +191,11 @@ def units_differ(gold: str, answer: str) -> bool:
     """Whether both sides end in known units, and in different ones: cm and m or cm^2, but not cm and centimeters."""
     left, right = _units(gold), _units(answer)
     return bool(left and right) and left != right
+
+
+def currencies(text: str) -> set[str]:
+    """The currencies that a text names."""
+    return {name for name, written in _CURRENCIES.items() if re.search(written, text)}
 
 
 def split(answer: str, separators: str = ",;") -> tuple[str, ...]:
@@ -280,13 +290,19 @@ _GREEK_LETTERS = {
         "αβγδεζηθικλμνξπρςστυφχψωϑϕϵΓΔΘΛΞΠΣΥΦΨΩ",
         re.findall(
             "[A-Za-z]+",
-            """
-            alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma sigma tau upsilon phi chi
-            psi omega theta phi epsilon Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
-            """,
+            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma sigma tau upsilon "
+            "phi chi psi omega theta phi epsilon Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega",
         ),
         strict=True,
     )
+}
+_CURRENCIES = {
+    "dollar": r"\\\$|\bdollars?\b|USD",
+    "cent": r"¢|\bcents?\b",
+    "euro": r"€|\beuros?\b|EUR",
+    "pound sterling": "£|GBP",
+    "yen": r"¥|\byen\b|JPY",
+    "rupee": r"₹|\brupees?\b|INR|\bRs\b",
 }
 _CURRENCY_SIGN = re.compile(r"[¢£¤¥֏؋৳฿៛₠-⃀﷼￠￡￥￦]")
 _CURRENCY_CODE = re.compile(
@@ -338,7 +354,10 @@ _OPERATOR = re.compile(r"\\operatorname\*? ?\{([^{}]*)\}")
 _ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|mm|cm)\]")
 """The end of a matrix row with the space below it."""
 _EMPHASIS = re.compile(r"^\*\*(?P<markdown>.*)\*\*$|^\\(?:underline|mathbf|boldsymbol|bm) ?\{(?P<latex>[^{}]*)\}$")
-_REALS = re.compile(r"(?:[A-Za-z] ?\\in ?)?(?:\\mathbb ?\{?R\}?|\\R|\\Reals)")
+_REALS = re.compile(
+    r"(?:[A-Za-z] ?\\in ?)?(?:\\mathbb ?\{?R\}?|\\R|\\Reals)|(?:\\text ?\{)? ?[Aa]ll real(?: numbers|s) ?\}?"
+)
+_EMPTY = re.compile(r"(?:\\text ?\{)? ?(?:[Tt]he )?[Ee]mpty set ?\}?|\\\{ ?\\?\}")
 _STYLED_LETTER = re.compile(r"(?<![_^{]) ?\\(?:mathrm|text) ?\{((?![CFMSGHLmsghl])[A-Za-z])\}")
 """A letter in a font of its own, unless it is a unit."""
 _TEMPERATURE = re.compile(

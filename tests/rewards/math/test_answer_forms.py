@@ -1,0 +1,722 @@
+r"""Forms of a right answer and neighbours that are wrong, by the graders of rows that name no published one.
+
+A line of a table is ``ground truth :: answer``; what stands in the box was written by hand, and so was its verdict.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tandemrl.config import load
+from tandemrl.data.rows import Row
+from tandemrl.rewards.scoring import Scorer
+
+GSM8K = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[4] / "shared" / "data")) / "gsm8k" / "test.jsonl"
+
+RIGHT = r"""
+5 :: 5 \text{ more apples}
+5 :: 5 more apples
+5 :: \text{5 more apples}
+5 :: 5 \text{ fewer songs}
+5 :: 5 \text{ apples}.
+5 :: 5\ \text{apples per day}
+5 :: 5 apples in total
+5 :: 5 \textbf{ apples}
+5 :: 5~\mathrm{apples}
+5 :: 5 \mbox{ apples}
+5 :: x = 5 \text{ apples}
+5 :: \text{Total} = 5 \text{ more apples}
+5 :: 5 \text{ red balls left over}
+5 :: 5 \text{ 30-minute episodes}
+5 :: 5 \text{ quarters}
+5 :: 5 \text{ dozens of eggs}
+5 :: 5 \text{ fifth graders}
+5 :: 5 \text{ girls are not in the club}
+5 :: 5 \text{ times}
+5 :: 5 times
+5 :: 5 \text{ minutes and seconds}
+5 :: 5 \text{ years old}
+5 :: 5 kids
+5 :: 5 men
+5 :: 5 \text{ km/h}
+5 :: 5 \text{ (apples)}
+2.5 :: 2.5 \text{ more hours}
+1000 :: 1,000 \text{ more people}
+\frac{1}{2} :: \frac{1}{2} \text{ of the cake}
+1/2 :: 1/2 \text{ cup of sugar}
+5 \text{ apples} :: 5 \text{ more apples}
+5 \text{ apples} :: 5
+5 apples :: 5 \text{ apples}
+7 :: €7
+7 :: 7€
+7 :: 7 €
+7 :: £7
+7 :: ¥7
+7 :: ₹7
+7 :: ₩7
+7 :: ₿7
+7 :: ￥7
+7 :: ¢7
+7 :: 7¢
+7 :: USD 7
+7 :: US\$7
+7 :: US$7
+7 :: 7 USD
+7 :: 7 EUR
+7 :: EUR 7
+7 :: Rs. 7
+7 :: \$7
+7 :: $7$
+7 :: 7\$
+7 :: \$7.00
+7 :: 7 dollars
+7 :: 7 \text{ euros}
+7 :: \text{€}7
+7 :: \euro 7
+7 :: \pounds7
+7 :: \texteuro{}7
+1250 :: €1,250
+-7 :: -\$7
+-7 :: \$-7
+-7 :: −€7
+-7 :: €-7
+1000 :: 1,000
+1000 :: 1{,}000
+1000 :: 1\,000
+1000 :: 1\ 000
+1000 :: 1~000
+1000 :: 1,\!000
+1000 :: 1\!000
+1000 :: 1_000
+1000 :: 1\_000
+1000 :: 1'000
+1000 :: 1 000
+1000 :: 1 000
+1000 :: 1 000
+1000000 :: 1'000'000
+1234567 :: 1,234,567.0
+1,000 :: 1000
+1,000 :: 1{,}000
+12 :: 𝟏𝟐
+12 :: １２
+12 :: ١٢
+12 :: ۱۲
+12 :: १२
+12 :: 𝟭𝟮
+12 :: 𝟙𝟚
+3.5 :: ３．５
+3.5 :: ٣٫٥
+-5 :: −5
+-5 :: –5
+-5 :: ‐5
+-5 :: ‑5
+-5 :: －5
+-5 :: ﹣5
+-5 :: \text{-}5
+-5 :: $-5$
+-5 :: - 5
+-5 :: -5.0
+5 :: +5
+5 :: = 5
+5 :: x=5
+5 :: x = 5.
+5 :: \approx 5
+5 :: ≈ 5
+5 :: 5.
+5 :: 5,
+5 :: 5;
+5 :: 5。
+5 :: 5\,
+5 :: 5\!
+5 :: 5\ 
+5 :: 5\\
+5 :: \;5
+5 :: \quad 5
+5 :: 5\quad
+5 :: ~5~
+5 :: {5}
+5 :: ( 5 )
+5 :: \left(5\right)
+5 :: \bigl(5\bigr)
+5 :: \(5\)
+5 :: \[5\]
+5 :: $$5$$
+5 :: \displaystyle 5
+5 :: \textstyle 5
+5 :: \large 5
+5 :: \bf 5
+5 :: {\bf 5}
+5 :: \mathbf{5}
+5 :: \boldsymbol{5}
+5 :: \bm{5}
+5 :: \bold{5}
+5 :: \textbf{5}
+5 :: \textit{5}
+5 :: \emph{5}
+5 :: \text{5}
+5 :: \mathrm{5}
+5 :: \underline{5}
+5 :: \boxed{5}
+5 :: \ensuremath{5}
+5 :: \color{red}{5}
+5 :: \color{red} 5
+5 :: {\color{blue}5}
+5 :: \textcolor{red}{5}
+5 :: \color[rgb]{1,0,0}{5}
+5 :: \mathbf{5}\text{ cm}
+5 :: \text{5}\text{ cm}
+5 :: **5**
+5 :: *5*
+5 :: __5__
+5 :: `5`
+5 :: **5** apples
+5 :: "5"
+5 :: “5”
+5 :: <b>5</b>
+5 :: <strong>5</strong> apples
+5 :: 5&nbsp;apples
+5 :: &#53;
+-5 :: &minus;5
+x^2 :: x<sup>2</sup>
+50 :: 50\%
+50 :: 50%
+50 :: 50 percent
+50 :: 50％
+50\% :: 50٪
+90 :: 90°
+90 :: 90º
+90 :: 90^\circ
+90 :: 90\degree
+90^\circ :: 90 degrees
+1/2 :: ½
+\frac{1}{3} :: ⅓
+\frac{3}{4} :: ¾
+\frac{5}{8} :: ⅝
+\frac{5}{6} :: 5/6
+\frac{5}{6} :: 5⁄6
+\frac{5}{6} :: 5∕6
+\frac{5}{6} :: 5÷6
+\frac{5}{6} :: \cfrac{5}{6}
+\frac{5}{6} :: {5 \over 6}
+\frac{5}{6} :: \frac{10}{12}
+\frac{3}{2} :: 1½
+\frac{3}{2} :: 1 1/2
+\frac{3}{2} :: 1\frac12
+\frac{3}{2} :: 1\ \frac{1}{2}
+\frac{3}{2} :: 1.5
+0.5 :: .5
+0.5 :: 1/2
+0.5 :: \frac{1}{2}
+0.5 :: 0.50
+5.00 :: 5
+5000 :: 5e3
+5000 :: 5E3
+5000 :: 5 \times 10^3
+5000 :: 5×10³
+5000 :: 5·10^{3}
+5000 :: 5 thousand
+5000 :: 5 \text{ thousand}
+500 :: 5 hundred
+5000000 :: 5 million
+5000000 :: 5 \text{ million}
+5000000 :: \$5 \text{ million}
+5000000000 :: 5 billion
+60 :: 5 dozen
+10^{-3} :: 10⁻³
+2^{10} :: 2¹⁰
+x^{n} :: xⁿ
+x^2 :: x²
+x^2+1 :: x²+1
+x^{12} :: x¹²
+x_1 :: x₁
+a_{10} :: a₁₀
+x_1+x_2 :: x₁+x₂
+1.5\times10^{-3} :: 1.5×10⁻³
+1011_2 :: 1011₂
+\log_2 8 :: log₂ 8
+25 \text{ cm}^2 :: 25 cm²
+25 :: 25 \text{ cm²}
+\sqrt{2} :: √2
+\sqrt{2} :: √(2)
+\sqrt{2} :: √{2}
+\sqrt{x+1} :: √(x+1)
+2\sqrt{3} :: 2√3
+\sqrt[3]{2} :: ∛2
+\sqrt[4]{2} :: ∜2
+\sqrt[3]{x} :: ∛x
+2\sqrt[3]{2} :: 2∛2
+\pi :: π
+2\pi :: 2π
+\frac{\pi}{2} :: π/2
+\theta :: θ
+\alpha+\beta :: α+β
+\phi :: φ
+\phi :: ϕ
+\varphi :: φ
+\lambda :: λ
+\mu :: µ
+\Omega :: Ω
+\epsilon :: ε
+2\theta :: 2θ
+\theta :: 𝜃
+x :: 𝑥
+x+y :: 𝑥+𝑦
+\emptyset :: ∅
+\emptyset :: \varnothing
+\emptyset :: \{\}
+\emptyset :: \text{empty set}
+\mathbb{R} :: ℝ
+\mathbb{R} :: \mathbb R
+\mathbb{R} :: \Bbb{R}
+\mathbb{R} :: \text{all real numbers}
+\mathbb{Z} :: ℤ
+x\in\mathbb{R} :: x∈ℝ
+(1,2)\cup(3,4) :: (1,2)∪(3,4)
+(1,2)\cup(3,4) :: (3,4)∪(1,2)
+(-\infty,3) :: (−∞,3)
+(-\infty,3)\cup(3,\infty) :: (−∞, 3) ∪ (3, +∞)
+[1,2] :: [1; 2]
+[0,\infty) :: [0,∞)
+[0,\infty) :: [0, infinity)
+\infty :: ∞
+\infty :: infinity
+\infty :: \text{infinity}
+\infty :: +\infty
+-\infty :: -∞
+-\infty :: −∞
+\{1,2\} :: {1, 2}
+\{1,2\} :: \{2, 1\}
+\{1,2\} :: \lbrace 1,2 \rbrace
+\{1,2\} :: \left\{1, 2\right\}
+\{1,2\} :: 1, 2
+(1,2) :: (1, 2)
+(1,2) :: （1，2）
+(1,2) :: \left( 1 , 2 \right)
+(1,2) :: (1,\ 2)
+x \le 3 :: x ≤ 3
+x \le 3 :: x ⩽ 3
+x \ge 3 :: x ≥ 3
+x \neq 3 :: x ≠ 3
+\pm 3 :: ±3
+1,2 :: 1 \text{ and } 2
+1,2 :: x=1 \text{ or } x=2
+5:30 :: 5{:}30
+2:3 :: 2∶3
+2\cdot 3 :: 6
+2x\cdot y :: 2x·y
+x-1 :: x − 1
+x-1 :: x – 1
+\text{no solution} :: \text{No solution}
+\text{no solution} :: no solution
+\text{Yes} :: yes
+\text{Monday} :: \textbf{Monday}
+A :: \text{A}
+A :: (A)
+A :: \textbf{A}
+A :: \mathrm{A}
+A :: **A**
+4\text{2} :: 4\text{2}
+5 :: ​5
+5 :: 5﻿
+"""
+
+WRONG = r"""
+5 :: −5
+5 :: –5
+5 :: －5
+5 :: \text{-}5
+5 :: 5/6
+5 :: 5⁄6
+5 :: 5 or 6
+5 :: 5 \text{ or } 6
+5 :: 5 \text{ and } 6
+5 :: 5, 6
+5 :: 5; 6
+5 :: 5 6
+5 :: 5,6
+56 :: 5,6
+5 :: 5-6
+5 :: 5–6
+5 :: 5 to 6
+5 :: 5 \text{ to } 6
+5 :: 5 to six
+5 :: 5 \text{ to six}
+5 :: 5 \text{ or six}
+5 :: 5 \text{ apples or 6}
+5 :: 5 \text{ apples or six}
+5 :: 5 \text{ apples and six pears}
+5 :: 5 \text{ apples and 6 pears}
+5 :: 5 \text{ apples, 6 pears}
+5 :: 5 \text{ apples and a half}
+5 :: 5 \text{ and a half}
+5 :: 5 and a half
+5 :: 5\frac12
+5 :: 5½
+5 :: 5 1/2
+5 :: 5e3
+5 :: 5E-3
+5 :: 5 million
+5 :: 5 \text{ million}
+5 :: 5 \text{ million dollars}
+5 :: 5 million dollars
+5 :: 5 \text{ thousand}
+5 :: 5 thousand people
+5 :: 5 \text{ hundred apples}
+5 :: 5 dozen
+5 :: 5 \text{ dozen eggs}
+5 :: 5 \text{ more dozen}
+5 :: 5k
+5 :: 5K
+5 :: 5M
+5 :: 5 \text{k}
+5 :: 5 \text{ lakh}
+5 :: 5²
+5 :: 5^2
+5 :: 5₂
+5 :: 5!
+5 :: 5°5
+5 :: 5:30
+5 :: 5 : 6
+5 :: 5 \times 10^3
+5 :: 5×10³
+5 :: 5 × 6
+5 :: 5 \cdot 6
+5 :: 5x
+5 :: 5 x
+5 :: 5 xy
+5 :: 5xy
+5 :: 5π
+5 :: 5 pi
+5 :: 5√2
+5 :: 5 sqrt 2
+5 :: 5 \text{ squared}
+5 :: 5 \text{ cubed}
+5 :: 5 squared
+5 :: 5 \text{ factorial}
+5 :: 5 \text{ halves}
+5 :: 5 \text{ thirds}
+1 :: 1 \text{ third}
+1 :: 1 third
+1 :: 1 \text{ third of the cake}
+5 :: 5 \text{ tenths}
+5 :: 5 \text{ half-hours}
+5 :: 5 \text{ twenty-five}
+5 :: 5 \text{ plus six}
+5 :: 5 \text{ minus one}
+5 :: 5 \text{ times six}
+5 :: 5 \text{ point six}
+5 :: 5 \text{ over six}
+5 :: 5 \text{ of six}
+5 :: 5 of 6
+5 :: 5 \text{ or more}
+5 :: 5 or more
+5 :: 5 \text{ or fewer apples}
+5 :: 5 \text{ at least}
+5 :: 5 \text{ apples at most}
+5 :: \text{at least } 5
+5 :: about 5
+5 :: \text{not } 5
+5 :: not 5
+5 :: \neg 5
+5 :: 5 \text{ is wrong}
+5 :: 5 is wrong
+5 :: 5 \text{ is not the answer}
+5 :: 5 \text{ isn't right}
+5 :: 5 \text{ (wrong)}
+5 :: 5 \text{ (not 6)}
+5 :: 5 \text{ (or 6)}
+5 :: 5 \text{ maybe}
+5 :: 5 \text{ excluded}
+5 :: \text{anything but } 5
+5 :: 5 \text{ apples } 6
+5 :: 5 \text{ 6}
+5 :: 5\text{6}
+5 :: \text{5}\text{6}
+5 :: \mathbf{5}6
+5 :: 5\mathbf{6}
+5 :: \color{red}{5}6
+5 :: 5\color{white}{6}
+5 :: \phantom{5}
+5 :: 5\phantom{6}
+5 :: \cancel{5}
+5 :: \sout{5}
+5 :: ~~5~~
+5 :: <s>5</s>
+5 :: <del>5</del> 6
+5 :: 5<sup>2</sup>
+5 :: \boxed{5} \boxed{6}
+5 :: \boxed{5} or \boxed{6}
+5 :: 5\boxed{6}
+5 :: **5** or **6**
+5 :: **5** **6**
+5 :: x = 5 = 6
+5 :: 6 = 5
+5 :: x = 5, y = 6
+5 :: x > 5
+5 :: x ≥ 5
+5 :: x \ne 5
+5 :: x ≠ 5
+5 :: 2x = 5
+5 :: 5 < 6
+5 :: 5?
+5 :: ?5
+5 :: 5...
+5 :: 5…
+5 :: 5+
+5 :: 5'
+5 :: 5''
+5 :: 5\%5
+5 :: 5%6
+5 :: 0.05
+5 :: 0.5
+5 :: .5
+5 :: 50
+5 :: 5.1
+5 :: 5,000
+5 :: 5_000
+5 :: 5'000
+5 :: 5.5.5
+5 :: ٥٦
+5 :: ６
+5 :: 𝟓𝟔
+5 :: ⅕
+5 :: ٪5 6
+5 :: 5 feet 6 inches
+5 :: 5'6
+5 :: 5 hours 30 minutes
+5 :: 5 \text{ hours and 30 minutes}
+5 :: 5 hours and thirty minutes
+5 :: €5 or €6
+5 :: €56
+5 :: 5€6
+5 :: \$5/6
+5 :: \$5 \text{ to } \$6
+5 :: 5 ‮6
+5 :: 5⁣6
+5 :: 7​5
+5 :: 5​7
+5 :: 5
+ 6
+5 :: \binom{5}{6}
+5 :: [5, 6]
+5 :: \{5, 6\}
+5 :: (5, 6)
+5 :: (5, ∞)
+5 :: \pm 5
+5 :: ±5
+5 :: i5
+5 :: 5i
+5 :: 5 mod 6
+5 :: 5 \pmod 6
+5 :: 5 \text{ (mod 6)}
+5 :: \sqrt{5}
+5 :: |5
+5 :: 5|6
+5 :: 5 \cup 6
+5 :: 5∪6
+1000 :: 1,0000
+1000 :: 1.000
+1000 :: 10,00
+1000 :: 1, 000
+1000 :: 1_00
+1000 :: 1'00
+12 :: 𝟏 𝟐
+1000 :: 1000 \text{ thousand}
+-5 :: 5
+-5 :: (5)
+-5 :: €5
+-5 :: --5
+\frac{1}{3} :: ⅔
+\frac{1}{3} :: 1⅓
+\frac{1}{3} :: 0.3
+\frac{5}{6} :: 5
+\frac{5}{6} :: 6/5
+10^{-3} :: 10³
+10^{-3} :: 10-3
+2^{10} :: 210
+2^{10} :: 2₁₀
+x^2 :: x2
+x^2 :: x₂
+x_1 :: x1
+x_1 :: x¹
+x_1 :: x₂
+x^{n} :: xn
+1.5\times10^{-3} :: 1.5×10³
+\sqrt[3]{2} :: √2
+\sqrt{2} :: ∛2
+\sqrt[3]{2} :: 3√2
+\theta :: φ
+\theta :: \alpha
+\alpha+\beta :: α-β
+\alpha+\beta :: αβ
+\pi :: p
+\pi :: 3.14
+\emptyset :: 0
+\emptyset :: \{0\}
+\emptyset :: \{\emptyset\}
+\mathbb{R} :: ℤ
+\mathbb{R} :: R
+\mathbb{R} :: ℂ
+\mathbb{Z} :: ℝ
+x\in\mathbb{R} :: x∉ℝ
+(1,2)\cup(3,4) :: (1,2)∩(3,4)
+(1,2)\cup(3,4) :: (1,2)∪[3,4)
+(1,2)\cup(3,4) :: (1,2)
+(-\infty,3) :: (−∞,3]
+(-\infty,3) :: (∞,3)
+[0,\infty) :: [0,−∞)
+\infty :: -∞
+\infty :: 8
+-\infty :: infinity
+\{1,2\} :: {1, 2, 3}
+(1,2) :: (2,1)
+(1,2) :: [1,2]
+(1,2) :: 1.2
+x \le 3 :: x ≥ 3
+x \le 3 :: x < 3
+x \neq 3 :: x = 3
+\pm 3 :: 3
+\pm 3 :: ∓3 or 4
+2:3 :: 3∶2
+x-1 :: x + 1
+x-1 :: 1 − x
+7 \text{ cm} :: 7 \text{ m}
+7 \text{ cm} :: 7 km
+25 \text{ cm}^2 :: 25 cm³
+\$7 :: 7 \text{ cents}
+50\% :: 5\%
+50\% :: 0.05
+90^\circ :: 90 \text{ radians}
+\text{no solution} :: 0
+\text{Yes} :: no
+A :: B
+A :: A \text{ or } B
+A :: \text{not A}
+A :: AB
+"""
+
+
+def lines(table):
+    return [line.split(" :: ") for line in re.split(r"\n(?=[^\n]* :: )", table.strip("\n"))]
+
+
+def scores(name, items, *options):
+    with Scorer(load(overrides=[f"reward.scorers.mine/*={name}", *options]).reward) as scorer:
+        return scorer.score([(Row(str(i), (), "mine/x", gold, {}), text) for i, (gold, text) in enumerate(items)])
+
+
+@pytest.mark.parametrize("name", ["boxed", "math_verify"])
+@pytest.mark.parametrize(("table", "right"), [(RIGHT, 1.0), (WRONG, 0.0)])
+def test_a_form_of_an_answer(name, table, right):
+    cases = lines(table)
+    found = scores(name, [(gold, rf"So it is $\boxed{{{answer}}}$.") for gold, answer in cases])
+    assert [case for case, score in zip(cases, found, strict=True) if score.parts["acc"] != right] == []
+
+
+# ---- GSM8K ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="no GSM8K files; set TANDEMRL_DATA to the folder above gsm8k/")
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_the_words_behind_how_many_are_no_part_of_the_number(words):
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    units = [re.search(rf"[Hh]ow (?:many|much) ((?:[A-Za-z]+ ?){{1,{words}}})", row["question"]) for row in rows]
+    for form in (
+        r"\boxed{%d \text{ %s}}",
+        r"\boxed{%d~\mathrm{%s}}",
+        r"\boxed{%d\ \textbf{%s}.}",
+        r"\boxed{\text{%d %s}}",
+        r"\boxed{%d %s}",
+    ):
+        right, wrong = [], []
+        for row, unit in zip(rows, units, strict=True):
+            gold = row["answer"].rpartition("####")[2].strip().replace(",", "")
+            unit = unit[1].strip() if unit else "units"
+            if len(unit) > 1 or " %s" not in form:  # "762 M" is no count
+                right.append((gold, form % (int(gold), unit)))
+                wrong.append((gold, form % (int(gold) + 1, unit)))
+        assert [case for case, score in zip(right, scores("boxed", right), strict=True) if score.value != 1] == []
+        assert [case for case, score in zip(wrong, scores("boxed", wrong), strict=True) if score.value != 0] == []
+
+
+MARKED = [
+    *(("-5", "#### −5", 1), ("5", "#### −5", 0), ("-5", "#### $-5", 1), ("-5", "#### -$5", 1), ("-5", "#### -5", 1)),
+    *(("5", "#### +5", 1), ("5", "#### $5", 1), ("5", "#### €5", 1), ("5", "#### **5**", 1), ("5", "####5", 1)),
+    *(("5", r"#### \boxed{5}", 1), ("5", r"#### $\boxed{5}$", 1), ("5", r"#### \boxed{6}", 0), ("5", r"#### $5$", 1)),
+    *(
+        ("5", "#### 5.", 1),
+        ("5", "#### 5.00", 1),
+        ("0.5", "#### .5", 1),
+        ("1000", "#### 1,000", 1),
+        ("5", "#### 5!", 0),
+    ),
+    *(("1000", "#### $1,000.00", 1), ("5", "#### 5 apples", 1), ("5", "#### 5 more apples", 1), ("5", "#### x = 5", 1)),
+    *(("5", "####  5  ", 1), ("5", "####\n5", 1), ("5", "#### 5\r\nDone", 1), ("5", "#### 5\nThat is 6 less.", 1)),
+    *(
+        ("5", "#### The answer is 5", 1),
+        ("5", "#### Answer: 5", 1),
+        ("5", "#### 5 dollars.", 1),
+        ("5", "#### 5 USD", 1),
+    ),
+    *(("5", "#### ５", 1), ("5", "#### `5`", 1), ("50", "#### 50%", 1), ("50", "#### 50 percent", 1)),
+    *(("5", "#### 6\n#### 5", 1), ("5", "#### 5\n#### 6", 0), ("5", "##### 5", 1), ("5", "### 6\n#### 5", 1)),
+    *(
+        ("5", "#### 5 or 6", 0),
+        ("5", "#### 5/6", 0),
+        ("5", "#### 5e3", 0),
+        ("56", "#### 5,6", 0),
+        ("5", "#### 5 million", 0),
+    ),
+    *(
+        ("5", "#### 5, 6", 0),
+        ("5", "#### 5-6", 0),
+        ("5", "#### 5 to 6", 0),
+        ("5", "#### 5 dozen", 0),
+        ("5", "#### 5k", 0),
+    ),
+    *(
+        ("5", "#### not 5", 0),
+        ("5", "#### 5 x 6", 0),
+        ("5", "#### 5^2", 0),
+        ("5", "#### 5:30", 0),
+        ("5", "#### 5.5", 0),
+    ),
+    *(("5", "#### 5 (not 6)", 0), ("5", "#### ", 0), ("5", "#### five or 6", 0), ("5", "#### 1 5", 0), ("5", "", 0)),
+    *(("5000", "#### 5e3", 1), ("5000000", "#### 5 million", 1), ("5000", "#### 5 thousand", 1)),
+    *(
+        ("1,000", "#### 1,000", 1),
+        ("1,000", "#### 1000", 1),
+        ("7.0", "#### 7", 1),
+        ("5 ", "#### 5", 1),
+        ("$5", "#### 5", 1),
+    ),
+    ("42", "#### 42\n" + "So that is how many there are. " * 12, 1),
+    ("42", "#### 43\n" + "So that is how many there are. " * 12, 0),
+]
+LAST = [
+    *(
+        ("5", "It is 5.", 1),
+        ("300", "Answer: 300", 1),
+        ("5", "20 - 15 = 5", 1),
+        ("15", "20-15", 1),
+        ("-5", "It is −5.", 1),
+    ),
+    *(
+        ("5", "It is −5.", 0),
+        ("6", "It is 5/6", 0),
+        ("6", "5 or 6", 0),
+        ("5", "It is 5 million", 0),
+        ("5", "5 then 6", 0),
+    ),
+    *(("1000", "so $1,000.", 1), ("5", "5e3", 0), ("5", "nothing", 0), ("5", "#### 5\n6 were left", 1)),
+]
+
+
+@pytest.mark.parametrize("mode", ["strict", "flexible", "tandem"])
+def test_gsm8k_reads_the_whole_answer_of_rows_that_are_not_of_gsm8k(mode):
+    cases = MARKED + (LAST if mode == "flexible" else [(gold, text, 0) for gold, text, _ in LAST[:-1]])
+    found = scores("gsm8k", [case[:2] for case in cases], f"reward.gsm8k={mode}")
+    assert [case for case, score in zip(cases, found, strict=True) if score.parts["acc"] != case[2]] == []
