@@ -26,7 +26,7 @@ from tandemrl.rewards.scoring import Scorer
 
 BOMB = r"\boxed{\int_0^{9^{9^9}} x^{x^x} dx}"
 """Something that a computer algebra system does not finish, and that is not decided before it."""
-EIGHT = r"\boxed{8 apples}"
+EIGHT = r"\boxed{\int_0^4 t \, dt}"
 """8, but only math-verify says so."""
 UNUSABLE = (
     "float('nan')",
@@ -107,7 +107,7 @@ def test_a_bomb_is_killed_off_the_main_thread_and_scoring_goes_on():
     items = [
         (row("8"), EIGHT),
         (row("8"), BOMB),
-        (row("8", "numina_olympiads"), BOMB),
+        (row("8", "numina_olympiads"), BOMB),  # no formula to PRIME
         (row("9"), EIGHT),
         (row("8"), "8"),
     ]
@@ -117,9 +117,8 @@ def test_a_bomb_is_killed_off_the_main_thread_and_scoring_goes_on():
         assert time.monotonic() - start < 50
         assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0]
         assert scores[1].parts == {"acc": 0.0, "answer_present": 1.0, "timeout": 1.0}
-        assert scores[2].parts["timeout"] == 1.0
-        assert "timeout" not in scores[3].parts
-        assert (scorer.timeouts, scorer.failures) == (2, 0)
+        assert "timeout" not in {**scores[2].parts, **scores[3].parts}
+        assert (scorer.timeouts, scorer.failures) == (1, 0)
         assert in_thread(lambda: scorer.score(items[:1]))[0].value == 1.0  # the killed worker was replaced
 
 
@@ -277,12 +276,12 @@ def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
 
     items = [
         (row("5", "polaris_tinyv"), r"\boxed{5}"),
-        (row("8", "polaris_tinyv"), EIGHT),  # math-verify first
+        (row("8", "polaris_tinyv"), r"\boxed{2+6}"),  # sympy first
         (row("5", "HardVerify-Math"), r"\boxed{six}"),
     ]
     with Scorer(RewardConfig(workers=1), judge=judge) as scorer:
         assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.5]
-    assert batches == [[(r"\boxed{5}", 1.0, "5"), (EIGHT, 1.0, EIGHT[7:-1]), (r"\boxed{six}", 0.0, "six")]]
+    assert batches == [[(r"\boxed{5}", 1.0, "5"), (r"\boxed{2+6}", 1.0, "2+6"), (r"\boxed{six}", 0.0, "six")]]
 
 
 def test_a_judge_that_is_down_stops_the_batch():

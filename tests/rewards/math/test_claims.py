@@ -4,7 +4,6 @@ import re
 
 import pytest
 from test_math import EQUAL
-from test_math_prime import RIGHT
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.boxed import AMC_DROPS
@@ -12,10 +11,10 @@ from tandemrl.data.rows import Row
 from tandemrl.rewards.math.boxed import extract_boxed, stated_answer
 from tandemrl.rewards.routing import score_text
 
-SCORERS = ("boxed", "prime", "math_verify", "hendrycks", "dapo")
-LENIENT = SCORERS[:3]
+SCORERS = ("boxed", "math_verify", "hendrycks", "dapo")
+LENIENT = SCORERS[:2]
 """Those that compare values, not strings."""
-PUBLISHED = tuple({gold for gold, _ in EQUAL + RIGHT}.union(*AMC_DROPS.values()))
+PUBLISHED = tuple({gold for gold, _ in EQUAL}.union(*AMC_DROPS.values()))
 NUMBERS = ("0", "7", "42", "600", "1024", "-3", "0.5", "70000", r"\frac{3}{4}")
 """Answers as the builders of GSM8K, the evaluation sets and the generated problems have them."""
 GOLDS = sorted({*PUBLISHED, *NUMBERS, r"I(0) e^{-\frac{t}{R C}}", "6 = 5", r"4 \text{ or more}", r"9 \text{ hours}"})
@@ -135,8 +134,9 @@ def test_labelled_lists_are_compared_by_label_or_in_order():
 
 
 def test_published_rules_stay_under_compat():
-    for scorer in ("dapo", "prime"):
-        assert answered(scorer, "4", "x + 3 = 4", compat="verl") == 1.0
+    assert answered("dapo", "4", "x + 3 = 4", compat="verl") == 1.0
+    for compat in ("none", "verl"):
+        assert answered("prime", "4", "x + 3 = 4", compat=compat) == 1.0
     assert answered("hendrycks", "4", "3=4", compat="verl") == 1.0
     assert answered("hendrycks", "4", "3=4") == 0.0
 
@@ -303,8 +303,8 @@ def test_natural_forms_of_a_right_answer(gold, answer):
 
 
 @pytest.mark.parametrize(("gold", "answer"), LABELLED_TUPLES)
-def test_labels_in_order_make_a_tuple_but_to_prime(gold, answer):
-    right(gold, answer, ("boxed", "math_verify"))
+def test_labels_in_order_make_a_tuple(gold, answer):
+    right(gold, answer)
 
 
 @pytest.mark.parametrize(
@@ -398,17 +398,6 @@ def test_math_verify_reads_no_scraps(gold, text, score):
 
 
 @pytest.mark.parametrize(
-    ("gold", "text", "score"),
-    [
-        *(("4", "Hence x + 3 = 4", 0), ("4", "Hence x = 4", 1), ("4", "so 2x = 4", 0), ("42", "x = 7, y = 42", 0)),
-        *(("5", "The answer is 5, because 2 + 3 = 5", 1), ("4", "The answer is 4 or 5", 0), ("9", "It is 9 hours.", 1)),
-    ],
-)
-def test_prime_reads_no_scraps(gold, text, score):
-    assert value("prime", gold, text) == score
-
-
-@pytest.mark.parametrize(
     ("gold", "text"),
     [
         *(
@@ -451,20 +440,6 @@ def test_no_number_is_taken_out_of_what_qualifies_it(text):
 
 def test_a_known_unit_in_prose_counts():
     assert value("math_verify", "5 cm", "Tom ran 5 km in all.") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("Thus, $x = 5$.", 1),
-        ("So the final answer is **5 apples**.", 1),
-        ("Thus, $2x = 5$.", 0),
-        ("Not $x = 5$.", 0),
-        ("Perhaps x = 5", 0),
-    ],
-)
-def test_prime_reads_formulas_and_emphasis_in_prose(text, score):
-    assert value("prime", "5", text) == score
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ COHLEM, OLD_COHLEM = RewardConfig(countdown="cohlem"), RewardConfig(countdown="c
 GRADERS = [
     *(("openai/gsm8k", NUMBER, options) for options in (PLAIN, VERL, OLD_TINYZERO, RewardConfig(gsm8k="flexible"))),
     *(("math500", gold, PLAIN) for gold in (NUMBER, FORMULA, LIST, WORD)),
-    *(("numina_olympiads", gold, PLAIN) for gold in (NUMBER, FORMULA, LIST, WORD)),
     *(("lighteval/MATH", FORMULA, VERL), ("aime24", NUMBER, VERL), ("math_dapo", FORMULA, PLAIN)),
     ("math500", NUMBER, RewardConfig(scorers={"math500": "dapo_boxed"})),
     *(("countdown", PUZZLE, options) for options in (PLAIN, COHLEM, OLD_TINYZERO, OLD_COHLEM)),
@@ -41,7 +40,6 @@ GRADERS = [
 ]
 MATHS = [
     *(("math500", gold, PLAIN) for gold in (NUMBER, FORMULA)),
-    *(("numina_olympiads", gold, PLAIN) for gold in (NUMBER, FORMULA)),
     *(("x_mathverify", gold, PLAIN) for gold in (NUMBER, FORMULA)),
     ("math_dapo", NUMBER, PLAIN),
     ("math500", NUMBER, RewardConfig(scorers={"math500": "hendrycks"})),

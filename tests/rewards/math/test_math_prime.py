@@ -1,4 +1,4 @@
-r"""PRIME's grader, stage by stage, against a table written by hand."""
+r"""PRIME's grader against verdicts of verl 0.9.1's ``prime_math`` (sympy 1.14, without its reader of LaTeX)."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.prime import equal, extract_answer, grade, math_equal, normalise
+from tandemrl.rewards.math.prime import equal, extract_answer, normalise
 from tandemrl.rewards.routing import score_text
 from tandemrl.rewards.scoring import Scorer
 
@@ -16,110 +16,317 @@ def row(gold, source="numina_olympiads"):
 
 
 @pytest.mark.parametrize(
-    ("text", "answers"),
+    ("text", "answer"),
     [
-        ("So the answer is 5", ("5",)),
-        ("Answer: 5\nbecause", ("5\nbecause",)),
-        ("THE ANSWERS ARE 5, 6", ("5, 6",)),
-        ("5 is the answer", ("5",)),
-        ("The answer is 4. No, the answer is 5", ("5",)),
-        ("We get x = 5", ("5",)),
-        ("It must be 5", ("5",)),
-        ("The total is 5. Done", ("5",)),  # cut at the last ". "
-        (r"\boxed{5} and more", ("5",)),
-        (r"\boxed{x = 5}", ("x = 5", "5")),
-        (r"\boxed{(1. 5)}", ("(1. 5)",)),  # a box is not cut
-        (r"\fbox{5}", ("5",)),
-        (r"\boxed 5$", ("5",)),
-        (r"\boxed{1} then the answer is \boxed{2}", ("2",)),
-        ("5", ("5",)),
-        ("", ("",)),
-        ("İ answer is 5", ("5",)),  # its lower case has another length
+        ("So the answer is 5", "5"),
+        ("Answer: 5\nbecause", "5\nbecause"),
+        ("THE ANSWERS ARE 5, 6", "5, 6"),
+        ("5 is the answer", "5"),
+        ("The answer is 4. No, the answer is 5", "5"),
+        ("We get x = 5", "5"),
+        ("It must be 5", "5"),
+        ("The total is 5. Done", "5"),
+        (r"\boxed{5} and more", "5"),
+        (r"\boxed{x = 5}", "5"),
+        (r"\boxed{x + 3 = 5}", "5"),
+        (r"\boxed{(1. 5)}", "(1"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{1} then the answer is \boxed{2}", "2"),
+        (r"\boxed{\boxed{7} or 8}", "7"),
+        ("5", "5"),
+        ("", ""),
+        ("İ answer is 5", "5"),  # its lower case has another length
     ],
 )
-def test_extraction(text, answers):
-    assert extract_answer(text) == answers
+def test_extraction(text, answer):
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize(
     ("answer", "normal"),
     [
-        (r"\text{Yes}", "yes"),
-        (r"\$50\%", "50"),
-        ("1 or 2 and 3", "1 , 2 , 3"),
-        ("3 million", "3000000"),
-        ("2 billion", "2000000000"),
-        ("x trillion", "x *10^{12}"),
-        ("5 centimeters", "5"),
-        ("25cm^2", "25"),
-        ("perimeter", "perimeter"),
-        (r"90^\circ", "90"),
-        ("{5}", "5"),
-        (r"1,\! 000", "1000"),
-        ("5.0", "5"),
-        ("1,000", "1000"),
-        (r"\frac{1}{2}", "1/2"),
-        (r"2\pi", "2pi"),
-        ("- 5", "-5"),
-        ("7 3/4", "(7+3/4)"),
-        ("(A)", "(a)"),
+        *((r"\text{Yes}", "yes"), (r"\$50\%", "50"), ("1 or 2 and 3", "1 , 2 , 3"), ("3 million", "3 *10^6")),
+        *(("5 centimeters", "5"), ("25cm^2", "25"), (r"90^\circ", "90"), ("{5}", "5"), (r"1,\! 000", "1000")),
+        *(
+            ("5.0", "5"),
+            ("1,000", "1000"),
+            (r"\frac{1}{2}", "1/2"),
+            (r"2\pi", "2pi"),
+            ("- 5", "-5"),
+            ("7 3/4", "7+3/4"),
+        ),
+        *(
+            ("(A)", "(a)"),
+            (r"\sqrt[3]{2}", "sqrt(2)"),
+            (r"\frac{x+1}{\sqrt{2}}", "x+1/sqrt(2)"),
+            (r"\pi^{10}", "pi^10"),
+        ),
+        *((r"\alpha x", "αx"), (r"\foo{1}", "1"), (r"(-\infty, 2)\cup(3,4]", "(-inf, 2)u(3,4]"), (r"1\,2", "1+2")),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[ 1+2; 3+4 ]"),
     ],
 )
-def test_the_normal_form_of_stage_one(answer, normal):
+def test_the_normal_form_of_prm800k(answer, normal):
     assert normalise(answer) == normal
 
 
-RIGHT = [
-    # stage one: strings, units, markup
-    *(("42", "42"), ("42", "42.0"), ("42", r"\text{42}"), ("yes", "Yes"), ("A", "(A)"), ("1000", "1,000")),
-    *(("1000", r"1{,}000"), ("1000", r"1,\!000"), ("5", "$5"), ("5", r"\$5"), ("50", r"50\%"), ("5", "5 cm")),
-    *(("25", r"25\text{ cm}^2"), ("90", r"90^\circ"), ("90", "90 degrees"), ("12", "12 inches")),
-    *(("3000000", "3 million"), ("2*10^9", "2 billion"), ("1 or 2", "1, 2"), ("1 and 2", "1,2")),
-    # mixed numbers and fractions
-    *(("1/2", r"\frac{1}{2}"), (r"\frac{1}{2}", "0.5"), ("2/4", "1/2"), ("7 3/4", "31/4"), (r"7\frac{3}{4}", "31/4")),
-    *(("31/4", r"7\frac{3}{4}"), ("-31/4", r"-7\frac34")),
-    # tuples and intervals
-    *(("(1,2)", "(1, 2)"), ("(1,2)", "1,2"), ("(1,2)", r"\{1,2\}"), ("[0,1)", "[0,1)"), (r"\{1,2\}", r"\{2,1\}")),
-    *(("(1/2, 3)", "(0.5, 3)"), ("[0,1]", "Interval(0, 1)"), ("[0,1)", "Interval.Ropen(0, 1)")),
-    *(("(0,1]", "Interval.Lopen(0, 1)"), ("(0,1)", "Interval.open(0,1)"), ("(1,2)", "Point(1,2)")),
-    *(
-        (r"(-\infty, 2)", "(-oo,2)"),
-        (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
-        ("x > 3", "3 < x"),
-        ("[1,3)", r"1 \le x < 3"),
-    ),
-    # matrices
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[[1,2],[3,4]]"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "Matrix([[1,2],[3,4]])"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", "[1,2]"),
-    # stage two: tolerance, percent, pi
-    *(("50", "0.5"), ("0.5", "50"), ("0.5", "50%"), ("1.0001", "1"), (r"\sqrt{2}", "1.4142"), (r"\pi", "3.14")),
-    *((r"2\pi", "6.28"), (r"2\pi", "6.2832"), (r"\frac{\pi}{2}", "1.57"), ("6.28", r"2\pi")),
-    # formulas
-    *((r"2\sqrt{3}", r"\sqrt{12}"), (r"\frac{x+1}{2}", "0.5x+0.5"), ("4", r"\sqrt{16}"), ("x=5", "5"), ("5", "x=5")),
-    *((r"\sqrt{2}", "2^{1/2}"), ("12_5", "12_{5}"), ("12_5", "12"), ("10", "1e1")),
-]
-WRONG = [
-    *(("42", "43"), ("perimeter", "peri"), ("yes", "no"), ("3 million", "3"), ("0.5", "5"), ("1/2", "2/4")),
-    *((r"\frac{1}{2}", r"\frac{2}{4}"), ("(1/2, 3)", "(2/4, 3)"), ("1/2", "2/3"), ("73/4", "7 3/4")),
-    *(("-25/4", r"-7\frac34"), ("3", "1 2"), ("(1,2)", "[1,2]"), ("[0,1)", "[0,1]"), ("[0,1)", "(0,1)")),
-    *(("(1,2)", "(2,1)"), ("(1,2,3)", "(1,2)"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "[1,3]"), ("1.001", "1")),
-    *((r"\sqrt{2}", "1.41"), (r"2\pi", "6.5"), ("x^2+1", "x^2+2"), (r"\frac{x+1}{2}", "x+1/2"), ("2(3+4)", "23+4")),
-    *(("12_5", "12_6"), ("12", "12_5"), (r"\infty", r"-\infty"), ("5", ""), ("12", "9^9^9^9")),
-    *(("5", r"5\text{ or }6"), ("5", "5 6"), ("5", "6 = 5"), ("5", r"5 \text{ (not 6)}"), ("5", r"5 \approx 6")),
-]
+ACCEPTED = r"""
+42 :: 42
+42 :: 42.0
+42 :: \text{42}
+yes :: Yes
+A :: (A)
+1000 :: 1,000
+1000 :: 1{,}000
+1000 :: 1,\!000
+5 :: $5
+5 :: \$5
+50 :: 50\%
+5 :: 5 cm
+25 :: 25\text{ cm}^2
+90 :: 90^\circ
+90 :: 90 degrees
+12 :: 12 inches
+2*10^9 :: 2 billion
+1/2 :: \frac{1}{2}
+\frac{1}{2} :: 0.5
+2/4 :: 1/2
+7 3/4 :: 31/4
+7\frac{3}{4} :: 31/4
+31/4 :: 7\frac{3}{4}
+(1,2) :: (1, 2)
+(1,2) :: 1,2
+[0,1) :: [0,1)
+(1/2, 3) :: (0.5, 3)
+[0,1] :: Interval(0, 1)
+[0,1) :: Interval.Ropen(0, 1)
+(0,1] :: Interval.Lopen(0, 1)
+(0,1) :: Interval.open(0,1)
+50 :: 0.5
+0.5 :: 50
+0.5 :: 50%
+1.0001 :: 1
+\pi :: 3.14
+2\pi :: 6.28
+2\pi :: 6.2832
+6.28 :: 2\pi
+2\sqrt{3} :: \sqrt{12}
+x=5 :: 5
+5 :: x=5
+12_5 :: 12_{5}
+12_5 :: 12
+10 :: 1e1
+perimeter :: peri
+1/2 :: 2/4
+(1/2, 3) :: (2/4, 3)
+73/4 :: 7 3/4
+-25/4 :: -7\frac34
+[0,1) :: [0,1]
+\frac{x+1}{2} :: x+1/2
+2(3+4) :: 23+4
+12_5 :: 12_6
+12 :: 12_5
+5 :: 5\text{ or }6
+5 :: 6 = 5
+5 :: 5 \text{ (not 6)}
+1000 :: 1 000
+5 :: 5 \text{ (wrong)}
+(x+1)^2 :: x^2 + 2x + 1
+5 :: \;5
+7 \text{ cm} :: 7 \text{ m}
+5 :: 5 \text{ factorial}
+7 :: $7$
+5 :: 5 \text{ isn't right}
+5 :: 5 \text{ to six}
+5 :: 5 \text{ at least}
+1,000 :: 1{,}000
+5 :: 5 \text{ minus one}
+5 :: 5.
+3+4i :: 4i + 3
+x=0.5 :: x = \frac12
+\text{Monday} :: \textbf{Monday}
+-5 :: - 5
+5 :: x = 5 \text{ apples}
+5 :: 5 \text{ years old}
+(1,2) :: \left( 1 , 2 \right)
+\frac{3}{2} :: 1\ \frac{1}{2}
+7 :: \euro 7
+5 :: \color{red} 5
+5 :: 5 \text{ of six}
+5 :: \bold{5}
+1000 :: 1\_000
+5 :: \text{5}
+5 :: 5 \text{ million}
+5 :: 2x = 5
+5 :: 5 or 6
+5 :: 5 \text{ hundred apples}
+5 :: +5
+5 :: 5 \text{ apples, 6 pears}
+5 :: {\bf 5}
+5 :: \bigl(5\bigr)
+5000 :: 5e3
+5 :: 5_000
+5 \text{ apples} :: 5 \text{ more apples}
+5 :: 5 \text{ more apples}
+1000 :: 1\!000
+A :: \mathrm{A}
+90^\circ :: 90 degrees
+5 :: 5 \text{ minutes and seconds}
+5 :: 5 \text{ or } 6
+5 :: \large 5
+\frac{3}{2} :: 1\frac12
+\text{Monday} :: monday
+5 :: 5 \text{ halves}
+5 :: \sout{5}
+5 :: \textbf{5}
+5 :: 5 \text{ squared}
+5 :: x = 2 + 3 = 5
+\text{no solution} :: no solution
+5 :: 5 \text{ twenty-five}
+-\frac{1}{2} :: \frac{-1}{2}
+5 :: 5\\
+5 :: \underline{5}
+5 :: = 5
+\sqrt{8} :: 2\sqrt2
+1234567 :: 1,234,567
+4\text{2} :: 4\text{2}
+1234567 :: 1,234,567.0
+1,000 :: 1000
+"""
+REFUSED = r"""
+3000000 :: 3 million
+1 or 2 :: 1, 2
+1 and 2 :: 1,2
+-31/4 :: -7\frac34
+(1,2) :: \{1,2\}
+\{1,2\} :: \{2,1\}
+(1,2) :: Point(1,2)
+(-\infty, 2) :: (-oo,2)
+(-\infty,2)\cup(3,\infty) :: (3,\infty)\cup(-\infty,2)
+x > 3 :: 3 < x
+[1,3) :: 1 \le x < 3
+\begin{pmatrix}1&2\\3&4\end{pmatrix} :: [[1,2],[3,4]]
+\begin{pmatrix}1&2\\3&4\end{pmatrix} :: Matrix([[1,2],[3,4]])
+\begin{pmatrix}1\\2\end{pmatrix} :: [1,2]
+\sqrt{2} :: 1.4142
+\frac{\pi}{2} :: 1.57
+\frac{x+1}{2} :: 0.5x+0.5
+4 :: \sqrt{16}
+\sqrt{2} :: 2^{1/2}
+42 :: 43
+yes :: no
+3 million :: 3
+0.5 :: 5
+\frac{1}{2} :: \frac{2}{4}
+1/2 :: 2/3
+3 :: 1 2
+(1,2) :: [1,2]
+[0,1) :: (0,1)
+(1,2) :: (2,1)
+(1,2,3) :: (1,2)
+\begin{pmatrix}1\\2\end{pmatrix} :: [1,3]
+1.001 :: 1
+\sqrt{2} :: 1.41
+2\pi :: 6.5
+x^2+1 :: x^2+2
+\infty :: -\infty
+5 :: 
+12 :: 9^9^9^9
+5 :: 5 6
+5 :: 5 \approx 6
+n(n-1)/2 :: \frac{n^2-n}{2}
+1000 :: 1,000 \text{ more people}
+-5 :: 5
+5 :: 5 pi
+5 :: 5 kids
+\begin{pmatrix}1&0.5\\3&4\end{pmatrix} :: \left[\begin{array}{cc}1&\frac12\\3&4\end{array}\right]
+1 or 2 :: 2 \text{ and } 1
+5 :: ~~5~~
+|-3| :: 3
+5 :: x = 5, y = 6
+1000000 :: 1'000'000
+5 :: \approx 5
+x \neq 3 :: x = 3
+5 :: 5\mathbf{6}
+\mathbb{R} :: \text{all real numbers}
+[0,\infty) :: [0,+\infty)
+5 :: **5**
+5 :: 5^2
+5 :: 5 \text{k}
+5 :: 5\color{white}{6}
+5 :: 5 squared
+\frac{5}{6} :: 6/5
+5 :: \text{not } 5
+5 :: 5 apples
+\log_2 8 :: 3
+1000 :: 1'000
+5 :: 5 \cup 6
+5 :: 5 \text{ is wrong}
+\emptyset :: \{\emptyset\}
+5 :: <strong>5</strong> apples
+5 :: ~5~
+5 :: 5xy
+((1,2),3) :: ((1, 2.0), 3)
+5 :: 5\%5
+x>3 :: (3,\infty)
+7 :: USD 7
+5 :: 5-6
+5 :: 5e3
+-1\frac12 :: -1.5
+1 \pm \sqrt{2} :: 1-\sqrt2, 1+\sqrt2
+5 :: <b>5</b>
+x_1 :: x1
+30 mph :: 30 miles per hour
+[0,\infty) :: [0, infinity)
+1000 :: 1_00
+7 :: US\$7
+5 :: 5 1/2
+5 :: 5 times
+A :: **A**
+1000 :: 1, 000
+5 :: 5 million dollars
+5 :: i5
+5 :: \boxed{5} \boxed{6}
+\emptyset :: 0
+1000 :: \$1{,}000
+5 :: &#53;
+5 :: 5\phantom{6}
+5 :: 5 hours 30 minutes
+[1,3) :: 3 > x \ge 1
+5 :: 5''
+5 :: 5 million
+5 :: 5x
+5 :: ?5
+\sqrt{x^2} :: |x|
+5 :: \text{5 more apples}
+(1,2) :: 1.2
+-5 :: (5)
+\infty :: +\infty
+5 :: 5'000
+\frac{5}{6} :: 5
+\{1,2\} :: {1, 2}
+5 :: 5 feet 6 inches
+5 apples :: 5 \text{ apples}
+\int_0^1 x\,dx :: \frac{1}{2}
+7 :: 7 EUR
+1000 :: 1\,000
+5 :: 5 hours and thirty minutes
+e^{i\pi} :: -1
+5 :: 5 mod 6
+\pi :: \pi \approx 3.14
+\sqrt2 :: \sqrt{2} \approx 1.414
+5 :: \text{anything but } 5
+\text{no solution} :: 0
+\text{Area} = 5 :: 5
+"""
 
 
-@pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_right_answers(gold, answer):
-    score = score_text(row(gold), rf"so the answer is \boxed{{{answer}}}.")
-    assert (score.value, score.parts) == (1.0, {"acc": 1.0, "answer_present": 1.0, "format": 1.0})
-
-
-@pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_wrong_answers(gold, answer):
-    score = score_text(row(gold), rf"so the answer is \boxed{{{answer}}}.")
-    assert score.value == score.parts["acc"] == 0.0
+@pytest.mark.parametrize(("table", "value"), [(ACCEPTED, 1.0), (REFUSED, 0.0)])
+def test_verdicts_are_those_of_the_published_function(table, value):
+    cases = [line.partition(" :: ")[::2] for line in table.strip("\n").splitlines()]
+    with Scorer(RewardConfig(workers=1)) as scorer:
+        found = scorer.score([(row(gold), rf"so the answer is \boxed{{{answer}}}.") for gold, answer in cases])
+    assert [case for case, score in zip(cases, found, strict=True) if score.value != value] == []
+    assert {score.parts["format"] for score in found} == {1.0}
 
 
 def test_an_answer_without_a_box_counts_too():
@@ -128,29 +335,23 @@ def test_an_answer_without_a_box_counts_too():
     assert score_text(row("5"), "") == (0.0, {"acc": 0.0, "answer_present": 0.0, "format": 0.0}, None)
 
 
-def test_the_stages_differ_as_they_should():
-    assert (grade("50", "0.5"), math_equal("50", "0.5")) == (False, True)
-    assert (grade("(1,2)", "1,2"), math_equal("(1,2)", "1,2")) == (False, True)
-    assert (grade("4", r"\sqrt{16}"), math_equal("4", r"\sqrt{16}")) == (False, True)
-    assert grade("5", "5 cm") is True
-    assert equal("8", r"\int_0^4 t \, dt") is None  # for math-verify
-
-
-def test_what_is_left_is_settled_by_math_verify_off_the_main_thread():
-    with Scorer(RewardConfig(workers=1)) as scorer:
-        items = [(row("8"), rf"\boxed{{\int_0^{{{end}}} t \, dt}}") for end in (4, 5)] + [(row("5"), "the answer is 5")]
-        assert [score.value for score in scorer.score(items)] == [1.0, 0.0, 1.0]
-
-
-def test_towers_of_powers_cost_nothing():
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("__import__('os').getpid()", "().__class__", "exec(chr(49))", "open(1)", "lambda: 1", "9**9**9", "(9!)!!"),
+        *("10**100000", "9^9^9^9", "10^{10^{10}}", "sqrt" + "(" * 5000, "x" * 5000, "[" * 200, "9" * 5000),
+    ],
+)
+def test_nothing_is_run_and_nothing_takes_long(answer):
     begin = time.perf_counter()
-    for answer in ("9^9^9^9", "9^{9^{9^9}}", "10^{10^{10}}", "(9!)!", "((9!)!)!", "2^{2^{2^{2^{2^2}}}}"):
-        assert equal("12", answer) is False
-    assert time.perf_counter() - begin < 1
+    assert equal("12", extract_answer(rf"\boxed{{{answer}}}")) is False
+    assert equal(r"12\pi", answer) is False
+    assert time.perf_counter() - begin < 5
 
 
 @pytest.mark.parametrize("text", ["answer is " * 20000, "=" * 100000, "\\boxed{" * 20000, "1 " * 50000, "İ" * 50000])
 def test_long_hostile_text_is_cheap(text):
     begin = time.perf_counter()
-    score_text(row("5"), text)
-    assert time.perf_counter() - begin < 2
+    with Scorer(RewardConfig(workers=1)) as scorer:
+        scorer.score([(row("5"), text)])
+    assert time.perf_counter() - begin < 10

@@ -264,10 +264,14 @@ def normalise_math(answer: str, published: bool = False) -> str:
         published: drop any two characters before a "=", rather than a bare label of at most two characters, and know
             no macro for words but ``\\text``.
     """
-    answer = answer if published else one_text_macro(answer)
+    original, answer = answer, answer if published else one_text_macro(answer)
     for old, new in _MATH_REWRITES:
         answer = answer.replace(old, new)
-    if published or re.search(r"\\text\{ ?(?:tr|b|m)illion", answer) is None:
+    if published and r"\text{ " in answer:
+        if answer.count(r"\text{ ") > 1:  # where the published code fails, and compares what was written
+            return original
+        answer = answer.partition(r"\text{ ")[0]
+    elif re.search(r"\\text\{ ?(?:tr|b|m)illion", answer) is None:
         answer = re.sub(r"\\text\{ [^{}\d]*\}(?:\^\{?\d\}?)?$", "", answer)
     answer = answer.replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
     answer = f"0{answer}" if answer.startswith(".") else answer

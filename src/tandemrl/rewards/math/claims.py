@@ -10,6 +10,7 @@ import re
 
 from tandemrl.rewards.math.formula import FUNCTIONS, GREEK
 from tandemrl.rewards.math.notation import (
+    SCALE,
     TEXT,
     UNIT,
     bare,
@@ -154,8 +155,9 @@ _FORMULA_WORDS = frozenset({*FUNCTIONS, *GREEK, "sqrt", "root", "pi", "infty", "
 
 def admitted(gold: str, answer: str) -> bool:
     """Whether two answers as written may be compared by a reader that drops spaces, texts, units and labels."""
+    scales = [SCALE.findall(side) for side in (gold, answer)]
     gold, answer = clean(gold), clean(answer)
-    if units_differ(gold, answer):
+    if units_differ(gold, answer) or scales[0] != scales[1]:
         return False
     other_label = all(unlabelled(side) != side for side in drop_label(gold, answer))
     return not other_label and not refused(gold, answer)

@@ -79,7 +79,7 @@ def clean(answer: str) -> str:
     answer = re.sub(r"\\frac\s*(\d|\\pi(?![A-Za-z]))", r"\\frac{\1}", answer)
     answer = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", answer)
     answer = re.sub(r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", answer).strip()
-    answer = _SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]}", answer)
+    answer = SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]}", answer)
     answer = re.sub(r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2", answer)
     return without_full_stop(answer)
 
@@ -329,7 +329,7 @@ _SCALES = {
         for name, zeros in zip(("hundred", "thousand", "million", "billion", "trillion"), (2, 3, 6, 9, 12), strict=True)
     },
 }
-_SCALE = re.compile(rf"(?<=[\d}}]) ?(?:\\(?:text|mathrm) ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?")
+SCALE = re.compile(rf"(?<=[\d}}]) ?(?:\\(?:text|mathrm) ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?")
 
 
 def _comma_or_point(comma: re.Match[str]) -> str:

@@ -1,199 +1,334 @@
-r"""PRIME's two-stage grader for maths answers in free text (arXiv:2502.01456). It does not import torch.
+r"""PRIME's grader (arXiv:2502.01456), as published in PRIME and verl, faults included. It does not import torch.
 
-The answer is whatever follows "answer is", stands in the last box, or comes after a label and "=" (`extract_answer`).
-Stage one (`grade`, after prm800k) compares normal forms, then tuples entry by entry, and wants fractions reduced. Stage
-two (`math_equal`, after ToRA) is lenient: a relative 1e-4 where one side is a decimal, a factor of 100 either way for
-percentages, 3.14 for π, lists in any brackets.
+An answer is right if it passes one of two graders. The first is prm800k's (arXiv:2305.20050): equal normal forms, or
+entries whose difference sympy simplifies to 0. The second: numbers within 1e-4, also if one is 100 times the other,
+lists entry by entry, or formulas by sympy. What is wrong with it stays: ``x + 3 = 4`` is 4, 1000001 is 1000000, 50 is
+0.5, ``\sqrt[3]{2}`` is ``\sqrt{2}``, and most LaTeX that is not written like the ground truth is refused.
 
-Where the original has a bug, this has none: units are removed as words (there, "perimeter" becomes "peri"), and cm is
-not m, ``12_5`` is not ``12_6``, ``\frac{x+1}{2}`` keeps its numerator together, ``[0,1)`` is not ``[0,1]``, a boxed
-answer is not cut at ". ", and nothing is ever passed to ``eval``. An unreduced fraction stays wrong; there, the second
-stage forgives it. ``x + 3 = 4`` is not 4: only a bare label is dropped, and what `claims` refuses is wrong. With
-``reward.compat`` = ``verl``, as published, whatever stands before the last "=" is dropped, and the tolerance of 1e-4
-holds for all numbers: 1000001 is 1000000.
+Two things differ. LaTeX becomes text by a short list of macros (`_text`) rather than by pylatexenc, and what could run
+code or for ever (`_parsed`) is no formula. sympy runs in a process that can be killed.
 """
 
-import math as numeric
+import ast
+import math
+import operator
 import re
-from collections.abc import Iterable
-from fractions import Fraction
-from functools import lru_cache
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.boxed import EQUIVALENT, extract_boxed, gold_answer, normalise_math, settled
-from tandemrl.rewards.math.claims import (
-    admitted,
-    drop_label,
-    identical,
-    readable,
-    refused,
-    sides,
-    unlabelled,
-    without_reason,
-)
-from tandemrl.rewards.math.equality import (
-    BRACKETS,
-    CAPITALS,
-    MAX_NESTING,
-    Shape,
-    all_true,
-    any_true,
-    exact_and_rounded,
-    formulas_equal,
-    one_for_several,
-    quick_equal,
-    values,
-    written_number,
-)
-from tandemrl.rewards.math.expression import near
-from tandemrl.rewards.math.notation import (
-    bare,
-    clean,
-    one_text_macro,
-    units_differ,
-    visible,
-    without_braced_thousands,
-    without_full_stop,
-    without_spaces,
-    without_thousands,
-)
+from tandemrl.rewards.math.boxed import normalise_math, settled
 from tandemrl.rewards.protocol import Deferred, Lost, Score
 
-MAX_ANSWER_CHARS = 1000
-"""A longer answer is wrong unless it equals the ground truth as a string."""
-TOLERANCE = Fraction(1, 10**4)
-PI = "(3.14)"
+TOLERANCE = 1e-4
+MAX_CHARS = 1000
+"""The second grader reads no more of an answer."""
+MAX_ANSWER = 5000
+"""A longer answer is wrong unless it is the ground truth."""
+MAX_PARSED = 2000
+"""Longer formulas are not given to sympy."""
+EQUIVALENT = f"{__name__}:equal"
 
 
 def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
-    """1 if either stage finds the answer equal to the ground truth, else 0. The part ``format`` is 1 with a box."""
-    published = options.compat == "verl"
-    gold, answers = gold_answer(row), extract_answer(text, published=published)
+    """1 if the answer is right to PRIME's grader, else 0. The part ``format`` is 1 with a box."""
+    gold, answer = row.ground_truth, extract_answer(text)
 
     def score(outcome: bool | Lost) -> Score:
-        result = settled(outcome, answers[-1] or None)
+        result = settled(outcome, answer or None)
         result.parts["format"] = float(r"\box" in text)
         return result
 
-    verdict = equal(gold, *answers, published=published)
-    return Deferred("symbolic", (EQUIVALENT, gold, answers[-1]), score) if verdict is None else score(verdict)
+    try:
+        return score(equal(gold, answer, symbolic=False))
+    except _NeedsSympy:
+        return Deferred("symbolic", (EQUIVALENT, gold, answer), score)
 
 
-def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
-    r"""The readings of a response's answer: the whole content of a box, and its part after "is" and the like.
-
-    Args:
-        published: drop everything before the last "=", not only a bare label.
-
-    Examples:
-        >>> extract_answer("Adding up, the answer is x = 5"), extract_answer(r"so \boxed{x = 5}.")
-        (('5',), ('x = 5', '5'))
-    """
+def extract_answer(text: str) -> str:
+    """What follows "answer is" and the like: the last box or the text up to the last ". ", behind its last "=" or
+    "is"."""
     for marker in ("answer:", "answer is", "answers are"):
-        text = _after_last(text, (marker,))
+        text = _after(text, marker)
     for marker in ("is answer", "is the answer", "are answers", "are the answers"):
         at = _lower(text).rfind(marker)
         text = text if at < 0 else text[:at].strip()
-    boxed = extract_boxed(text, loose=True)
-    if boxed is None:
-        cut = text.rfind(". ")
-        return (_led_to(text if cut < 0 else text[:cut].strip(), published),)
-    last = _led_to(boxed, published)
-    return (boxed,) if last == boxed else (boxed, last)
+    text = _last_box(text) or text
+    if ". " in text:
+        text = text[: text.rindex(". ")].strip()
+    for marker in ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n"):
+        text = _after(text, marker)
+    return text
 
 
-def equal(gold: str, *answers: str, published: bool = False) -> bool | None:
-    """Whether one of the answers is right by either stage; None if only sympy could decide whether the last one is.
+def equal(gold: str, answer: str, symbolic: bool = True) -> bool:
+    """Whether one of the two graders finds an answer right.
 
     Args:
-        published: the tolerance of stage two holds for all numbers, not only where one side is a decimal.
+        symbolic: sympy may be used. It can run for ever.
+
+    Raises:
+        _NeedsSympy: it would be needed, and is not to be used.
     """
-    if any(identical(gold, answer) for answer in answers):
+    if len(answer) > MAX_ANSWER:
+        return gold == answer
+    if prm800k_equal(gold, answer, symbolic):
         return True
-    if any(len(side) > MAX_ANSWER_CHARS for side in (gold, *answers)) or not all(answers):
+    try:
+        pies = (math.pi, 3.14) if r"\pi" in gold + answer else (math.pi,)
+        return any([math_equal(gold, answer, symbolic, pi) for pi in pies])
+    except (ValueError, TypeError, IndexError, OverflowError, SyntaxError, RecursionError):
         return False
-    if any(not admitted(gold, answer) for answer in answers):
-        return False
-    if any(_decided(gold, answer, published) for answer in answers[:-1]):
-        return True
-    return _decided(gold, answers[-1], published)
 
 
-def grade(gold: str, answer: str) -> bool | None:
-    """Stage one: equal normal forms, or equal entries of tuples in equal brackets. None if only sympy could decide."""
+# ---- prm800k's grader ----------------------------------------------------------------------------------------------
+
+
+def prm800k_equal(gold: str, answer: str, symbolic: bool) -> bool:
+    """Equal as MATH's strings, as normal forms, or entry by entry in equal brackets."""
     if _mathd(gold) == _mathd(answer):
         return True
     left, right = normalise(gold), normalise(answer)
-    if left == right or not right:
-        return bool(right)
+    if left == right:
+        return True
+    if not right:
+        return False
     golds, answers = _entries(left), _entries(right)
     if len(golds) != len(answers) or (len(golds) > 1 and (left[0], left[-1]) != (right[0], right[-1])):
         return False
-    return all_true(_entries_equal(a, b) for a, b in zip(golds, answers, strict=True))
+    return all(_entry_equal(a, b, symbolic) for a, b in zip(golds, answers, strict=True))
 
 
-def math_equal(gold: str, answer: str, *, published: bool = False) -> bool | None:
-    """Stage two: equal as numbers (within 1e-4, or up to a factor of 100), strings, lists, matrices or formulas.
-
-    None if only sympy could decide.
-
-    Args:
-        published: the tolerance of 1e-4 holds for all numbers, not only where one side is a decimal.
-    """
-    gold, answer = (_unwrap(clean(side)) for side in (gold, answer))
-    tolerance = TOLERANCE if published or _A_DECIMAL.search(f"{gold} {answer}") else Fraction(0)
-    exact = _lenient(gold, answer, MAX_NESTING, tolerance)
-    if exact is True or tolerance == 0 or _PI.search(gold + answer) is None:
-        return exact
-    return True if _lenient(_PI.sub(PI, gold), _PI.sub(PI, answer), MAX_NESTING, tolerance) else exact
-
-
-@lru_cache(1024)
 def normalise(answer: str) -> str:
-    """prm800k's normal form: no units, $ or %, "or" and "and" as commas, millions written out, LaTeX as plain text."""
-    if text := re.match(r"^\\text\{(.+?)\}$", answer):
+    """prm800k's normal form: without units, $ and %, "or" and "and" as commas, LaTeX as text, in lower case."""
+    if text := re.search(r"^\\text\{(.+?)\}$", answer):
         answer = text[1]
     for old, new in (("\\%", ""), ("\\$", ""), ("$", ""), ("%", ""), (" or ", " , "), (" and ", " , ")):
         answer = answer.replace(old, new)
-    for name, zeros in (("trillion", 12), ("billion", 9), ("million", 6)):
-        answer = answer.replace(name, f"*10^{{{zeros}}}")
-    answer = re.sub(r"\^ *\{? *\\circ *\}?", "", _UNIT.sub("", answer)).strip()
-    if answer.startswith("{") and answer.endswith("}"):
+    for name, zeros in (("million", 6), ("billion", 9), ("trillion", 12)):
+        answer = answer.replace(name, f"*10^{zeros}")
+    answer = re.sub(r"\^ *\\circ", "", _UNIT.sub("", answer))
+    if answer and answer[0] == "{" and answer[-1] == "}":
         answer = answer[1:-1]
-    answer = re.sub(r",\\! *", ",", answer)
+    answer = re.sub(",\\\\! *", "", answer)
+    value = _float(answer)
+    if value is not None and _is_whole(value):
+        answer = str(round(value))
     if "\\" in answer:
-        answer = _plain(answer)
-    answer = re.sub(r"- *", "-", answer)
-    answer = re.sub(r"([0-9]+) +([0-9]+/[0-9]+)", r"(\1+\2)", answer).lower().strip()
-    value = _decimal(answer)
-    return str(value.numerator) if value is not None and value.denominator == 1 else answer
+        answer = _text(answer)
+    answer = re.sub(r"([0-9]) +([0-9])", r"\1+\2", re.sub("- *", "-", answer)).lower()
+    value = _float(_without_thousands(answer))
+    return str(int(value)) if value is not None and _is_whole(value) else answer
 
 
-# --------------------------------------------------------------------------------------------------------------------
-
-_LEADS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
-_BEFORE_LABEL = re.compile(r"^(?:[A-Za-z]{2,},? )*(?=[^ ]+ ?=)")
 _UNIT = re.compile(
-    r"(?<![A-Za-z])(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|liter)"
-    r"(?:es|s)?(?![A-Za-z]) *(?:\^[0-9]+)?"
+    "(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|liter)"
+    r"(?:es)?s? *(?:\^[0-9]+)?"
 )
-_A_DECIMAL = re.compile(r"[0-9]\.[0-9]|\.[0-9]|[0-9][eE]-[0-9]")
-_PI = re.compile(r"\\pi(?![A-Za-z])|π")
-_FRACTION = re.compile(r"(-?[0-9]+)/([0-9]+)")
-_PLAIN = {
-    **{r"\left": "", r"\right": "", r"\tfrac": r"\frac", r"\dfrac": r"\frac", r"\pi": "pi", r"\infty": "inf"},
-    **{r"\cup": "U", r"\cdot": "*", r"\times": "*", r"\sqrt": "sqrt", r"\,": " ", r"\ ": " "},
+_THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=$|\D)")
+
+
+def _mathd(answer: str) -> str:
+    answer = answer.strip()
+    text = re.search(r"^\\text\{(.+?)\}$", answer)
+    return normalise_math(text[1].strip() if text else answer, published=True)
+
+
+def _entries(answer: str) -> list[str]:
+    answer = _without_thousands(answer)
+    if len(answer) > 2 and answer[0] in "()[]" and answer[-1] in "()[]" and not set("()[]") & set(answer[1:-1]):
+        return [entry.strip() for entry in answer[1:-1].split(",")]
+    return [answer]
+
+
+def _entry_equal(gold: str, answer: str, symbolic: bool) -> bool:
+    """A fraction must be the same fraction, and a whole number is equal only to another one; else sympy decides."""
+    if all(re.search(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$", side) for side in (gold, answer)):
+        return gold == answer
+    a, b = (_float(_without_thousands(side)) for side in (gold, answer))
+    if (a is not None and _is_whole(a)) != (b is not None and _is_whole(b)):
+        return False
+    if a is not None and b is not None and math.isfinite(a) and math.isfinite(b):
+        return a == b
+    formula = f"({gold})-({answer})"
+    letters = set(filter(str.isalpha, formula.replace("sqrt", "").replace("frac", "")))
+    if len(letters) > 2 or re.search(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+", formula):
+        return False
+    return _is_zero(lambda: _parsed(formula.replace("^", "**"), implicit=True), symbolic)
+
+
+# ---- the second grader ---------------------------------------------------------------------------------------------
+
+
+def math_equal(gold: Any, answer: Any, symbolic: bool, pi: float = math.pi) -> bool:
+    """Equal as text, as numbers, entry by entry, or to sympy.
+
+    Raises:
+        ValueError: the published code fails on the two; the answer is wrong.
+    """
+    answer, gold = _without_signs(answer, pi), _without_signs(gold, pi)
+    if isinstance(answer, str):
+        answer = answer[:MAX_CHARS]
+        if isinstance(gold, str) and answer.strip().lower() == gold.strip().lower():
+            return True
+        if isinstance(gold, str) and answer.replace(" ", "") == gold.replace(" ", ""):
+            return True
+    a, b = _number(answer), _number(gold)
+    if a is not None and b is not None:
+        return any(math.isclose(each, a, rel_tol=TOLERANCE) for each in (b / 100, b, b * 100))
+    if not answer and answer not in (0, False):
+        return False
+    gold, answer = str(gold).strip(), _as_interval(str(answer).strip())
+    if _bare(gold, answer):
+        return True
+    bracketed = (
+        answer[:1] in ("(", "[") and answer[-1:] in (")", "]") and answer[0] + answer[-1] == gold[:1] + gold[-1:]
+    )
+    if bracketed and _each_equal(gold[1:-1].split(","), answer[1:-1].split(","), symbolic):
+        return True
+    if "," in answer and "," in gold:
+        parts = [[part.strip() for part in side.split(",")] for side in (gold, answer)]
+        if len(parts[0]) == len(parts[1]):
+            return _each_equal(parts[0], parts[1], symbolic)
+    point = answer[answer.find("(") + 1 : -1].split(",") if answer.startswith("Point") else None
+    if point and gold[0] == "(" and gold[-1] == ")" and _each_equal(gold[1:-1].split(","), point, symbolic):
+        return True
+    if r"\begin{pmatrix}" in gold and answer.startswith("[") and answer.endswith("]"):
+        body = gold.removeprefix(r"\begin{pmatrix}").removesuffix(r"\end{pmatrix}")
+        rows = [row.split("&") if "&" in row else row for row in body.split("\\")]
+        matrix = _evaluated(answer)
+        if len(matrix) == len(rows) and all(math_equal(x, y, symbolic) for x, y in zip(rows, matrix, strict=True)):
+            return True
+    return _symbols_equal(gold, answer, symbolic)
+
+
+def _each_equal(golds: list[str], answers: list[str], symbolic: bool) -> bool:
+    same = len(golds) == len(answers)
+    return same and all(math_equal(x, y, symbolic) for x, y in zip(golds, answers, strict=True))
+
+
+def _without_signs(side: Any, pi: float) -> Any:
+    r"""A number without $ or %; without its base; with a value for ``\pi``, computed if that is all there is."""
+    if not isinstance(side, str):
+        return side
+    if re.match(r"\$\d+(\.\d+)?", side):
+        return side[1:]
+    if re.match(r"^\d+(\.\d+)?\\?%$", side):
+        return side.replace("\\%", "").replace("%", "")
+    if "_" in side:
+        return int(float(side.partition("_")[0]))
+    if r"\pi" in side:
+        side = re.sub(r"(?<=\d)\\pi", f"*{pi}", side)
+        side = side.replace(r"\pi", f"1*{pi}")
+        try:
+            return _evaluated(side)
+        except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError):
+            return side
+    return side
+
+
+def _bare(gold: str, answer: str) -> bool:
+    """Whether two texts are the same without brackets, where those may differ."""
+    inside = gold, answer
+    if (answer[:1] + answer[-1:] == "[]" and gold[:1] != "(") or (answer[:1] + answer[-1:] == "()" and gold[:1] != "["):
+        inside = gold.strip("[]()"), answer.strip("[]()")
+    left, right = (re.sub(r"[{}()]", "", side) for side in inside)
+    return left == right
+
+
+def _as_interval(answer: str) -> str:
+    interval = re.match(r"^Interval(\.Ropen|\.Lopen|\.open)?\((.*)\)$", answer)
+    if interval is None:
+        return answer
+    opening = "(" if interval[1] in (".open", ".Lopen") else "["
+    return f"{opening}{interval[2]}{')' if interval[1] in ('.open', '.Ropen') else ']'}"
+
+
+def _symbols_equal(gold: str, answer: str, symbolic: bool) -> bool:
+    if not symbolic:
+        raise _NeedsSympy
+    a, b = _formula(answer), _formula(gold)
+    if a is None or b is None:
+        return False
+    if _is_zero(lambda: a - b, symbolic):
+        return True
+    try:
+        from sympy import N
+
+        return math.isclose(N(a), N(b), rel_tol=TOLERANCE)
+    except Exception:  # sympy's are of many kinds, and all of them mean "not equal" here
+        return False
+
+
+# ---- sympy ---------------------------------------------------------------------------------------------------------
+
+
+class _NeedsSympy(Exception):
+    """Only sympy can decide."""
+
+
+def _is_zero(difference: Callable[[], Any], symbolic: bool) -> bool:
+    if not symbolic:
+        raise _NeedsSympy
+    try:
+        from sympy import simplify
+
+        return bool(simplify(difference()) == 0)
+    except Exception:  # as above
+        return False
+
+
+def _formula(text: str) -> Any:
+    """A text as a formula of sympy's, plain or else in LaTeX; None if it is neither. sympy reads LaTeX only with
+    antlr4 4.11, which it may have or not, as it is with the published code."""
+    try:
+        return _parsed(text)
+    except Exception:  # as above
+        pass
+    try:
+        from sympy.parsing.latex import parse_latex
+
+        return parse_latex(text)
+    except Exception:  # as above
+        return None
+
+
+def _parsed(text: str, *, implicit: bool = False) -> Any:
+    """What sympy's parser makes of a text.
+
+    Raises:
+        ValueError: sympy would run it as code: it has a string, an attribute or a call of more than a function of
+            mathematics; or it is a tower of powers.
+    """
+    calls = set(re.findall(r"([A-Za-z_]\w+)\s*\(", text))
+    if len(text) > MAX_PARSED or _CODE.search(text) or not calls <= _FUNCTIONS:
+        raise ValueError(text)
+    from sympy.parsing import sympy_parser as parser
+
+    rules = parser.standard_transformations
+    if implicit:
+        rules += (parser.implicit_multiplication_application,)
+    return parser.parse_expr(text, transformations=rules)
+
+
+_CODE = re.compile(
+    r"""["'`:;@\\]|__|\.\s*[A-Za-z_]|\blambda\b|\*\*\s*-?[\w.]+\s*\*\*|\*\*\s*\([^()]*\*\*|\*\*\s*\(?\d{5,}"""
+    r"|!\s*!|\d{4,}!"
+)
+_FUNCTIONS = {
+    *("sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "log", "ln", "exp", "pi", "inf"),
+    *("Matrix", "Rational", "Abs", "abs", "factorial", "binomial", "cbrt", "root", "oo", "Point"),
 }
-_MACRO = re.compile(r"\\(?:left|right|tfrac|dfrac|pi|infty|cup|cdot|times|sqrt)(?![A-Za-z])|\\[, ]")
 
 
-def _after_last(text: str, markers: Iterable[str]) -> str:
-    """What follows the last occurrence of each marker in turn, without regard to case."""
-    for marker in markers:
-        at = _lower(text).rfind(marker)
-        text = text if at < 0 else text[at + len(marker) :].strip()
-    return text
+# ---- texts and numbers ---------------------------------------------------------------------------------------------
+
+
+def _after(text: str, marker: str) -> str:
+    at = _lower(text).rfind(marker)
+    return text if at < 0 else text[at + len(marker) :].strip()
 
 
 def _lower(text: str) -> str:
@@ -201,154 +336,127 @@ def _lower(text: str) -> str:
     return text.lower() if text.isascii() else re.sub("[A-Z]+", lambda letters: letters[0].lower(), text)
 
 
-def _led_to(text: str, published: bool) -> str:
-    """The text that follows the last lead such as "is", without a label."""
-    if published:
-        return _after_last(text, _LEADS)
-    text = _after_last(text, [lead for lead in _LEADS if lead != "="])
-    text = without_full_stop(without_reason(text))
-    if text.count("$") == 2:
-        text = text.replace("$", "")
-    words = _BEFORE_LABEL.match(text)
-    if words and not refused("", words[0]):
-        text = text.removeprefix(words[0])
-    return unlabelled(text).strip()
+def _last_box(text: str) -> str | None:
+    """What stands between the first brace behind the last ``\\boxed``, or else ``\\fbox``, and the brace that closes
+    it."""
+    start = text.rfind(r"\boxed")
+    start = text.rfind(r"\fbox") if start < 0 else start
+    depth, first = 0, -1
+    for brace in re.finditer("[{}]", text[start:]) if start >= 0 else ():
+        if brace[0] == "{":
+            first = brace.end() if first < 0 else first
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                return text[start:][first : brace.start()].strip() if first >= 0 else None
+    return None
 
 
-def _decided(gold: str, answer: str, published: bool) -> bool | None:
-    """Whether two answers are equal by either stage; None if only sympy could decide, and it reads both answers."""
-    gold, answer = (without_braced_thousands(one_text_macro(visible(side))).strip() for side in (gold, answer))
-    gold, answer = drop_label(gold, answer)
-    if units_differ(clean(gold), clean(answer)):
-        return False
-    names = [without_spaces(bare(clean(side))).strip("()") for side in (gold, answer)]
-    if all(map(CAPITALS.fullmatch, names)):  # before stage one takes lower case
-        return names[0] == names[1]
-    if r"\approx" in answer and r"\approx" not in gold:
-        return any_true(_decided(gold, side, published) for side in exact_and_rounded(clean(answer)))
-    if 1 in (len(sides(gold)), len(sides(answer))):
-        verdict = any_true(_stages(a, b, published) for a in values(gold) for b in values(answer))
-    else:
-        verdict = _stages(gold, answer, published)
-    left, right = clean(gold), clean(answer)
-    undecided = verdict is None and readable(left, right) and not one_for_several(Shape.of(left), Shape.of(right))
-    return None if undecided else verdict is True
+def _without_thousands(text: str) -> str:
+    while (fewer := _THOUSANDS.sub(r"\1\2", text)) != text:
+        text = fewer
+    return text
 
 
-def _stages(gold: str, answer: str, published: bool) -> bool | None:
-    gold, answer = without_full_stop(gold), without_full_stop(answer)
-    if not answer:
-        return False
-    if _unreduced(gold, answer):
-        return False
-    return grade(gold, answer) or math_equal(gold, answer, published=published)
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
-def _unreduced(gold: str, answer: str) -> bool:
-    """Whether an entry of the answer is a fraction that could be reduced, where the gold answer's is reduced."""
-    for a, b in zip(_entries(normalise(gold)), _entries(normalise(answer)), strict=False):
-        left, right = _FRACTION.fullmatch(a), _FRACTION.fullmatch(b)
-        if left and right and left.groups() != right.groups() and _common_factor(right) > 1 == _common_factor(left):
-            return True
-    return False
+def _is_whole(value: float) -> bool:
+    return math.isfinite(value) and abs(value - round(value)) <= 1e-7
 
 
-def _common_factor(fraction: re.Match[str]) -> int:
-    return numeric.gcd(int(fraction[1]), int(fraction[2]))
+def _number(side: Any) -> float | None:
+    text = str(side)
+    return _float(text.replace("{,}", "") if "{,}" in text else text.replace(",", ""))
 
 
-def _entries(answer: str) -> list[str]:
-    """The entries of a bracketed tuple or interval without brackets inside, thousands unseparated."""
-    plain = without_thousands(answer)
-    if re.fullmatch(r"\([^()\[\],]+\)|[(\[][^()\[\]]+,[^()\[\]]+[)\]]", plain):
-        return [part.strip() for part in plain[1:-1].split(",")]
-    return [plain]
+def _evaluated(text: str) -> Any:
+    """The value of plain arithmetic, or of tuples and lists of it, as Python has it.
 
-
-def _entries_equal(gold: str, answer: str) -> bool | None:
-    """Whether two entries of tuples are equal in stage one. A whole number is equal only to another whole number."""
-    values = [_decimal(gold), _decimal(answer)]
-    whole = {value is not None and value.denominator == 1 for value in values}
-    return False if len(whole) == 2 else formulas_equal(gold, answer, tolerance=Fraction(0))
-
-
-def _lenient(gold: str, answer: str, depth: int, tolerance: Fraction) -> bool | None:
-    if not answer:
-        return False
-    if without_spaces(without_thousands(gold)).lower() == without_spaces(without_thousands(answer)).lower():
-        return True
-    a, b = _decimal(gold), _decimal(answer)
-    if a is not None and b is not None:
-        return any(near(a * factor, b, tolerance) for factor in (Fraction(1, 100), Fraction(1), Fraction(100)))
-    left, right = (_list(side) for side in (gold, answer))
-    if left.kind.startswith("matrix") or right.kind.startswith("matrix"):
-        left, right = _as_matrix(left), _as_matrix(right)
-    if one_for_several(left, right):
-        return False
-    if depth == 0 or "value" in (left.kind, right.kind):
-        return formulas_equal(gold, answer, tolerance=tolerance)
-    if any(shape.kind.startswith("order") for shape in (left, right)):
-        return quick_equal(gold, answer)
-    half_open = {left.kind, right.kind} & {"[)", "(]"}
-    if left.clashes(right) or (left.kind != right.kind and half_open):
-        return False
-    if len(left.parts) != len(right.parts):
-        return False if {left.kind, right.kind} <= BRACKETS | {"list", "set"} else None
-    pairs = zip(left.parts, right.parts, strict=True)
-    in_order = all_true(_lenient(_unwrap(x), _unwrap(y), depth - 1, tolerance) for x, y in pairs)
-    in_any_order = {left.kind, right.kind} <= {"list", "set", "union"}
-    return quick_equal(gold, answer) if in_any_order and not in_order else in_order
-
-
-def _list(answer: str) -> Shape:
-    """The shape of an answer, also if it is sympy's ``Interval.open(0, 1)``, ``Point(1, 2)`` or ``Matrix([…])``."""
-    interval = re.fullmatch(r"Interval(\.open|\.Lopen|\.Ropen)?\((.*)\)", answer)
-    if interval is None:
-        return Shape.of(re.sub(r"^(?:Point|Matrix)(?=\()", "", answer))
-    opening = "(" if interval[1] in (".open", ".Lopen") else "["
-    closing = ")" if interval[1] in (".open", ".Ropen") else "]"
-    return Shape.of(f"{opening}{interval[2]}{closing}")
-
-
-def _as_matrix(shape: Shape) -> Shape:
-    """A matrix from lists such as ``[[1, 2], [3, 4]]``, in square or round brackets. ``[1, 2]`` is a column.
-
-    Other shapes are returned as they are.
+    Raises:
+        ValueError: it is anything else.
     """
-    if shape.kind == "value":
-        inner = Shape.of(shape.parts[0][1:-1])
-        return _as_matrix(inner) if shape.parts[0][:1] in ("(", "[") and inner.kind in BRACKETS | {"list"} else shape
-    if shape.kind not in ("[]", "()", "list"):
-        return shape
-    rows = [Shape.of(part) for part in shape.parts]
-    return Shape.matrix(
-        [row.parts if row.kind == "[]" else (part,) for row, part in zip(rows, shape.parts, strict=True)]
+    return _value(ast.parse(text.strip(), mode="eval").body)
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
+            return _OPERATIONS[type(sign)](_value(left), _value(right))
+        case ast.Tuple(elts=parts):
+            return tuple(map(_value, parts))
+        case ast.List(elts=parts):
+            return list(map(_value, parts))
+    raise ValueError
+
+
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: lambda base, exponent: float(base) ** float(exponent),
+}
+
+_ARGUMENT = r"\s*(?:\{([^{}]*)\}|([^\s{}\\]|\\[A-Za-z]+))"
+_FRACTION = re.compile(rf"\\[td]?frac(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
+_ROOT = re.compile(rf"\\sqrt(?![A-Za-z])\s*(?:\[[^\[\]]*\])?{_ARGUMENT}")
+_GROUP = re.compile(r"(?<!frac)(?<!sqrt)(?<!frac )(?<!\})\{([^{}]*)\}(?!\s*\{)")
+_LAST_GROUP = re.compile(r"(?<!frac)(?<!sqrt)\{([^{}]*)\}(?=[^{}]*$)")
+_MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}", re.DOTALL)
+_SYMBOLS = dict(
+    re.findall(
+        r"(\w+):(\S+)",
+        """
+        alpha:α beta:β gamma:γ delta:δ epsilon:ϵ varepsilon:ε zeta:ζ eta:η theta:θ iota:ι kappa:κ lambda:λ mu:μ nu:ν
+        xi:ξ rho:ρ sigma:σ tau:τ phi:ϕ varphi:φ chi:χ psi:ψ omega:ω Gamma:Γ Delta:Δ Theta:Θ Lambda:Λ Xi:Ξ Pi:Π Sigma:Σ
+        Phi:Φ Psi:Ψ Omega:Ω cap:∩ div:÷ pm:± mp:∓ leq:≤ le:≤ geq:≥ ge:≥ neq:≠ in:∈ notin:∉ subset:⊂ subseteq:⊆
+        setminus:∖ emptyset:∅ varnothing:∅ to:→ rightarrow:→ circ:∘ angle:∠ dots:… ldots:… cdots:⋯ approx:≈ equiv:≡
+        sum:∑ prod:∏ int:∫ partial:∂ lfloor:⌊ rfloor:⌋ lceil:⌈ rceil:⌉ mid:| prime:' pi:pi infty:inf cup:U cdot:*
+        times:* lvert:| rvert:| vert:| sin:sin cos:cos tan:tan log:log ln:ln exp:exp lim:lim max:max min:min
+        arcsin:arcsin arccos:arccos arctan:arctan
+        """,
     )
+)
+_SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
+_OPEN, _CLOSE, _EDGE = "\ue000\ue001\ue002"
+"""Braces that are written, and the edge of a group, where the name of a macro ends."""
+_RULES = ((_ROOT, "sqrt({})"), (_FRACTION, " {}/{}"), (_GROUP, f"{_EDGE}{{}}{_EDGE}"), (_LAST_GROUP, "{}"))
 
 
-def _unwrap(answer: str) -> str:
-    """An answer without a dollar sign before a number, and without a percent sign after it."""
-    answer = re.sub(r"^\\?\$(?=[0-9])", "", answer.strip())
-    return re.sub(r"(?<=[0-9]) ?\\?%$", "", answer)
+def _text(latex: str) -> str:
+    r"""LaTeX as plain text, as far as answers have it: ``\frac{x+1}{2}`` is x+1/2, an unknown macro is nothing."""
+    latex = latex.replace(r"\{", _OPEN).replace(r"\}", _CLOSE)
+    latex = re.sub(r"\\(?:text)?color(?:\[[^\[\]]*\])?\{[^{}]*\}|\\(?:[hv]space\*?|mbox)\{[^{}]*\}", "", latex)
+    latex = re.sub(r"\\mathbb ?\{?([RZQNC])\}?", lambda letter: "ℝℤℚℕℂ"["RZQNC".index(letter[1])], latex)
+    latex = _MATRIX.sub(_rows, latex)
+    before = None
+    while before != latex:
+        before = latex
+        for rule, plain in _RULES:
+            latex = rule.sub(partial(_filled, plain), latex)
+    latex = re.sub(r"\\([A-Za-z]+)\s*", lambda macro: _SYMBOLS.get(macro[1], ""), latex)
+    latex = re.sub(r"\\[,;: ]", " ", latex.replace(r"\!", "")).replace("\\\\", "\n")
+    latex = re.sub(r"\\(.|$)", r"\1", latex).replace("~", "\xa0").replace(_EDGE, "")
+    latex = re.sub("[√π∞∪·×]", lambda sign: _SIGNS[sign[0]], latex)
+    return latex.replace(_OPEN, "{").replace(_CLOSE, "}").strip()
 
 
-def _plain(answer: str) -> str:
-    r"""LaTeX as plain text where that is unambiguous: ``\frac{1}{2}`` becomes 1/2. Other macros stay."""
-    answer = _MACRO.sub(lambda macro: _PLAIN[macro.group()], answer)
-    fraction = r"(?:\\frac *\{ *(-?[0-9]+) *\} *\{ *([0-9]+) *\}|\\frac *([0-9])([0-9]))(?! *[0-9])"
-    answer = re.sub(fraction, _slash, answer)
-    return re.sub(r"\\text *\{([^{}]*)\}", r"\1", answer).strip()
+def _filled(plain: str, found: re.Match[str]) -> str:
+    return plain.format(*(part for part in found.groups() if part is not None))
 
 
-def _slash(fraction: re.Match[str]) -> str:
-    return f" {fraction[1] or fraction[3]}/{fraction[2] or fraction[4]}"
-
-
-def _mathd(answer: str) -> str:
-    text = re.fullmatch(r"\\text\{(?P<text>.+?)\}", answer.strip())
-    return normalise_math(without_thousands(text["text"].strip() if text else answer.strip()))
-
-
-def _decimal(answer: str) -> Fraction | None:
-    """The value of a number that is not written as a fraction."""
-    return None if "/" in answer or "frac" in answer else written_number(answer)
+def _rows(matrix: re.Match[str]) -> str:
+    rows = [" ".join(cell.strip() for cell in row.split("&")) for row in matrix[2].split(r"\\")]
+    return f"[ {'; '.join(rows)} ]"
