@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from runs import launch_of
@@ -32,6 +35,7 @@ from tandemrl.config.plain import flatten
 from tandemrl.config.reference import Leaf
 from tandemrl.config.rules import check, check_processes
 from tandemrl.config.schema import FunctionsConfig
+from tandemrl.config.written import read, typed, written
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")
@@ -144,7 +148,7 @@ def test_what_before_word_cannot_do_is_refused_with_what_works_instead(override:
 def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("train: [")
-    with pytest.raises(ConfigError, match=r"bad\.yaml, line 2: not readable as YAML"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml, line 1: not readable as YAML"):
         load(bad)
     bad.write_text("train:\n  steps: 5\n lr: 3\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml, line 3: not readable as YAML: .*; compare its indentation"):
@@ -195,7 +199,6 @@ def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
         ("train.lr", "fast", "a number"),
         ("train.async_save", "maybe", "true or false"),
         ("loss.kl_target", "x", "a number or null"),
-        ("model.junior", "[a]", "a string or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
         ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
         ("reward.scorers", "3", r"a mapping such as \{a: b\}"),
@@ -230,11 +233,134 @@ def test_a_value_of_another_kind_is_named_with_the_kind_that_is_expected(
         ("reward.scorers[mine/v1.5]=boxed", "reward.scorers.mine/v1.5", "boxed"),
         ("reward.weights.a.b=0.5", "reward.weights.a.b", 0.5),
         ("data.template_arguments={a: 1}", "data.template_arguments.a", 1),
+        ("data.template_arguments.note=x: y #z", "data.template_arguments.note", "x: y #z"),
+        (
+            "data.prompt_suffix=Pay ${amount}, or ${oc.env:HOME}",
+            "data.prompt_suffix",
+            "Pay ${amount}, or ${oc.env:HOME}",
+        ),
+        ("data.train=a${b}.jsonl", "data.train", ["a${b}.jsonl"]),
+        ("output_dir=runs/${b}", "output_dir", "runs/${b}"),
+        ("data.prompt_suffix=[Answer], {x", "data.prompt_suffix", "[Answer], {x"),
+        ('data.prompt_suffix="Yes" or no', "data.prompt_suffix", '"Yes" or no'),
+        ("data.prompt_suffix=a=b+c", "data.prompt_suffix", "a=b+c"),
+        ("reward.scorers={0123: boxed, yes: boxed}", "reward.scorers.yes", "boxed"),
+        ("rollout.draft_tokens='4'", "rollout.draft_tokens", 4),
+        ("train.steps=0x10", "train.steps", 16),
+        ("train.lr=.5", "train.lr", 0.5),
+        ("train.wandb_tags=[no, 1e3, '~', 12:30]", "train.wandb_tags", ["no", "1e3", "~", "12:30"]),
     ],
 )
 def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: str, value: Any) -> None:
     """YAML would end a text at " #", fold its lines, and read 007 as 7."""
     assert flatten(to_dict(load(overrides=[override])))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "value"),
+    [
+        ("output_dir: 0123", "output_dir", "0123"),
+        ("output_dir: 1_000", "output_dir", "1_000"),
+        ("output_dir: 12:30", "output_dir", "12:30"),
+        ("train: {wandb_name: 007}", "train.wandb_name", "007"),
+        ("model: {senior: 1e5, junior: null}", "model.senior", "1e5"),
+        ("data: {prompt_suffix: yes}", "data.prompt_suffix", "yes"),
+        ("data: {prompt_suffix: 2026-01-02}", "data.prompt_suffix", "2026-01-02"),
+        ("data: {prompt_suffix: ' # ${x} ???'}", "data.prompt_suffix", " # ${x} ???"),
+        ("data: {prompt_suffix: '???'}", "data.prompt_suffix", "???"),
+        ("data: {train: [no, 1e3]}", "data.train", ["no", "1e3"]),
+        ("data: {template_arguments: {date: 2026-01-02, n: 1e5, t: 12:3o}}", "data.template_arguments.t", "12:3o"),
+        ("reward: {scorers: {0123: boxed}, weights: {yes: 1e-1}}", "reward.weights.yes", 0.1),
+        ("train: &t {steps: '50', lr: 1.}\njudge: {}", "train.steps", 50),
+        ("train: {lr: 1_000}", "train.lr", 1000.0),
+        ("train: {async_save: on}", "train.async_save", True),
+        ("judge: {model: ~}", "judge.model", None),
+        ("judge:\n  model:", "judge.model", None),
+    ],
+)
+def test_what_is_text_in_yaml_stays_text(content: str, key: str, value: Any, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(content + "\n")
+    config = load(file)
+    assert flatten(to_dict(config))[key] == value
+    file.write_text(to_yaml(config))
+    assert load(file) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("train: {steps: 0123}", r"train\.steps=0123: expected a whole number$"),
+        ("train: {steps: 1:30}", r"train\.steps=1:30: expected a whole number$"),
+        ("train: {lr: 012}", r"train\.lr=012: expected a number$"),
+        ("train: {steps: yes}", r"train\.steps=yes: expected a whole number$"),
+        ("output_dir: ~", r"output_dir=~: expected a string; put a text in quotes$"),
+        (
+            "data:\n  prompt_suffix: End with #### and",
+            r"prompt_suffix=End with: expected a string; put a text in quotes$",
+        ),
+        ("data: {prompt_suffix: {Answer}}", r"prompt_suffix=.*: expected a string; put a text in quotes$"),
+        ("data: {prompt_suffix: !Answer x}", r"line 1: not readable as YAML: !Answer is a tag"),
+        ("model: {junior: [a]}", r"model\.junior=\['a'\]: expected a string or null; put a text in quotes$"),
+        (
+            "data: {template_arguments: {a: yes}}",
+            r"template_arguments: yes can be read in two ways; put a text in quotes",
+        ),
+        ("train: {lr: 1}\ntrain: {lr: 2}", r"line 2: not readable as YAML: the key train stands twice"),
+    ],
+)
+def test_what_yaml_reads_in_another_way_than_it_looks_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "lr=1" / "own.yaml"
+    file.parent.mkdir()
+    file.write_text(content + "\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        load(file)
+    assert str(error.value).startswith(f"{file}")
+
+
+TEXTS = st.text(st.characters()) | st.sampled_from(
+    ["", "~", "null", "0123", "1e5", "yes", "???", "${a}", "\\${a}", "\ud800"]
+)
+PLAIN: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text=TEXTS, tags=st.lists(TEXTS, max_size=3), scorers=st.dictionaries(TEXTS, TEXTS, max_size=2), free=PLAIN)
+def test_a_stored_value_is_read_as_it_was(text: str, tags: list[str], scorers: dict[str, str], free: Any) -> None:
+    kinds = {
+        "text": str,
+        "name": str | None,
+        "tags": tuple[str, ...],
+        "scorers": dict[str, str],
+        "free": dict[str, Any],
+    }
+    values = {"text": text, "name": text, "tags": tuple(tags), "scorers": scorers, "free": {text: free}}
+    tree = read(written(values), "config.yaml")
+    assert {key: typed(tree[key], kind) for key, kind in kinds.items()} == values
+    assert yaml.safe_load(written(values))["text"] == text  # to other readers, too
+
+
+def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = (
+        "output_dir model.senior model.junior model.critic judge.template judge.model retrieval.index retrieval.model"
+    )
+    for key in keys.split():
+        config = load(overrides=[f"{key}=~/a b"] + ["loss.recipe=ppo"] * (key == "model.critic"))
+        assert flatten(to_dict(config))[key] == f"{tmp_path}/a b"
+    for name in ("train", "eval", "monitor"):
+        config = load(overrides=[f"data.{name}=[~/a.jsonl, ./~, 'synthetic:plain:train']"])
+        assert getattr(config.data, name) == (f"{tmp_path}/a.jsonl", "./~", "synthetic:plain:train")
+    assert load(overrides=["data.prompt_suffix=~/a"]).data.prompt_suffix == "~/a"
+    assert Config(output_dir="~/a").output_dir == f"{tmp_path}/a"  # in Python, too
+    (tmp_path / "own.yaml").write_text("output_dir: ~/a\n")
+    assert load("~/own.yaml").output_dir == f"{tmp_path}/a"
+    with pytest.raises(ConfigError, match=r"^output_dir=~nobody_here/a: no such user; write \./~nobody_here/a for"):
+        load(overrides=["output_dir=~nobody_here/a"])
 
 
 def test_steps_beside_the_epochs_of_a_config_are_refused(tmp_path: Path) -> None:
@@ -258,11 +384,11 @@ def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> 
     file.write_text("rollout: {in_flight: false}\n")
     assert load(file) == load()
     file.write_text("rollout: {in_flight: true}\n")
-    for given in ({"path": file}, {"overrides": ["rollout.in_flight=true"]}):
+    for source in ({"path": file}, {"overrides": ["rollout.in_flight=true"]}):
         with pytest.raises(
             ConfigError, match=r"rollout\.in_flight was removed in 0\.2; leave it out: train\.async_steps=1"
         ):
-            load(**given)
+            load(**source)
 
 
 def test_a_value_that_was_removed_is_an_error_until_it_is_replaced(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_the_command_line_imports_heavy_things_inside_commands(name: str) -> Non
         assert other.split(".")[0] in {*sys.stdlib_module_names, "typer"} or light, other
 
 
-HEAVY = ("torch", "transformers", "vllm", "wandb", "numpy", "pyarrow", "omegaconf")
+HEAVY = ("torch", "transformers", "vllm", "wandb", "numpy", "pyarrow")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_user_s_script_is_type_checked(tmp_path: Path, monkeypatch: pytest.Mon
             "numpy",
             "scipy",
             "matplotlib",
-            "omegaconf",
+            "yaml",
             "sympy",
             "mpmath",
             "vllm",

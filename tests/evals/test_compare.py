@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 from scipy.stats import norm, t, ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
+from tandemrl.config import load, to_yaml
 from tandemrl.evals import EvalResult, Sample, graded, legible, read_samples, summarise, write_result
 from tandemrl.evals.compare import (
     CompareError,
@@ -63,8 +63,8 @@ def store_run(folder, *counts, step=20, monitored=(), **settings):
     """A run's folder with the texts of one evaluation during training."""
     folder.mkdir(exist_ok=True)
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
-    config = OmegaConf.from_dotlist(["eval.train_samples=2", f"output_dir={folder}", *overrides])
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    config = load(overrides=["eval.train_samples=2", f"output_dir={folder}", *overrides])
+    (folder / "config.yaml").write_text(to_yaml(config))
     if counts:
         write_eval_texts(folder, step, {"eval": rates(*counts)} | ({"monitor": rates(*monitored)} if monitored else {}))
     return folder

@@ -4,6 +4,7 @@ A section is a frozen dataclass with defaults. The string under a field explains
 and ``Allowed`` their range.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -34,6 +35,21 @@ class Kind(Protocol):
 
     @property
     def says(self) -> str: ...
+
+
+def at_home(key: str, path: Any) -> Any:
+    """A path, or several, with the home folder in place of a ``~`` or ``~user`` that begins it.
+
+    Raises:
+        ConfigError: there is no such user; the message begins with the key.
+    """
+    if isinstance(path, tuple | list):
+        return tuple(at_home(key, each) for each in path)
+    if path is None:
+        return None
+    if (expanded := os.path.expanduser(path)).startswith("~"):
+        raise ConfigError(f"{key}={path}: no such user; write ./{path} for a file or folder of that name")
+    return expanded
 
 
 def is_own(name: str) -> bool:

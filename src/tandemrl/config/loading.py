@@ -4,25 +4,23 @@ A run is defined by three things: a config file that says what differs from the 
 line, and the code revision. All three are stored with every checkpoint and result.
 """
 
-import copy
 import difflib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import cache, reduce
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from tandemrl.config.fields import ConfigError
-from tandemrl.config.plain import flatten, plain
+from tandemrl.config.plain import flatten, to_dict
 from tandemrl.config.reference import expected
 from tandemrl.config.rules import check
 from tandemrl.config.schema import Config
+from tandemrl.config.written import Written, free, read, typed
 from tandemrl.files import hint
-
-_ABSENT = object()
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -31,8 +29,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     Args:
         path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, which
             stands for its ``config.yaml``. None means the defaults only.
-        overrides: dotted assignments such as ``train.lr=1e-5``. What follows the ``=`` is read as YAML; for a key that
-            takes a text, it is that text, unless it is ``null`` or begins with a quotation mark or bracket.
+        overrides: dotted assignments such as ``train.lr=1e-5``. For a key that takes a text, what
+            follows the ``=`` is that text, unless it is ``null`` or in quotes. Lists and mappings are YAML in brackets.
 
     Raises:
         ConfigError: a key is unknown, a value is not allowed, or a file cannot be read; the message names it.
@@ -41,15 +39,11 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         >>> load(overrides=["train.lr=1e-5"]).train.lr
         1e-05
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     sources: list[tuple[str, Any]] = []
     if path is not None:
         file = str(find_config(path))
-        _require_utf8(file)
-        source = _parsed(file, OmegaConf.load, file)
-        if OmegaConf.is_dict(source) and not source:
+        source = read(_text(file), file)
+        if not source:
             raise ConfigError(f"{file} is empty; write what differs from the defaults (see `tandemrl config`)")
         sources.append((file, source))
     if isinstance(overrides, str | Mapping):
@@ -58,35 +52,23 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
         sources.append((item, _assigned(item)))
-    merged = copy.deepcopy(_defaults())
+    config = Config()
     unset: set[str] = set()
     removed: dict[str, str] = {}
     for where, source in sources:
-        if not OmegaConf.is_dict(source):
+        if not isinstance(source, dict):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
         _rename(source, where)
         removed |= _removed(source, where)
-        _refuse_unknown(OmegaConf.to_container(source), Config, where)
-        for key in ("data.train", "data.eval", "data.monitor"):  # one source may be written without the list brackets
-            if isinstance(value := OmegaConf.select(source, key), str):
-                OmegaConf.update(source, key, [value])
-        missing = OmegaConf.missing_keys(source)  # `???`: a value that the config leaves to the user; merge skips it
-        unset = {key for key in unset if OmegaConf.select(source, key, default=_ABSENT) is _ABSENT} | missing
-        try:
-            merged = OmegaConf.unsafe_merge(merged, source)  # in place: `merge` copies all keys each time
-        except (OmegaConfBaseException, TypeError) as error:
-            at = getattr(error, "full_key", None)
-            raise ConfigError(_bad_value(where, at, source, str(error).splitlines()[0])) from None
+        values = _typed(source, Config, where)
+        missing = {key for key, value in flatten(values).items() if isinstance(value, Written)}
+        unset = (unset - flatten(source).keys()) | missing
+        config = _changed(config, values)
     for key in sorted(unset & removed.keys()):
         raise ConfigError(removed[key])
     if unset:
         assignments = ", ".join(f"{key}=…" for key in sorted(unset))
         raise ConfigError(f"{sources[0][0]} leaves a value to you (???); set {assignments}")
-    try:
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
-    assert isinstance(config, Config)
     check(config)
     length = {"train.steps", "train.epochs"}
     if config.train.epochs is not None and stated_keys(overrides) & length == {"train.steps"}:
@@ -97,14 +79,6 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     return config
 
 
-@cache
-def _defaults() -> Any:
-    """All keys with their types and defaults, to be copied: making them takes longer than the rest of ``load``."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(Config)
-
-
 def stated_keys(overrides: Sequence[str]) -> set[str]:
     """The dotted keys that ``key=value`` overrides set.
 
@@ -112,9 +86,7 @@ def stated_keys(overrides: Sequence[str]) -> set[str]:
         >>> sorted(stated_keys(["train.lr=1e-5", "reward={scorers: {mydata: boxed}}"]))
         ['reward.scorers.mydata', 'train.lr']
     """
-    from omegaconf import OmegaConf
-
-    return set(chain(*(flatten(plain(OmegaConf.to_container(_assigned(item)))) for item in overrides)))
+    return set(chain(*(flatten(_assigned(item)) for item in overrides)))
 
 
 def _assigned(item: str) -> Any:
@@ -123,48 +95,39 @@ def _assigned(item: str) -> Any:
     Raises:
         ConfigError: the value cannot be read.
     """
-    from omegaconf import OmegaConf
-
     key, _, text = item.partition("=")
     path, annotation = _place(key)
-    if _takes_text(annotation, text):
-        value: Any = text
+    origin, kinds = get_origin(annotation), set(get_args(annotation)) - {NoneType}
+    listed = origin is tuple and str in kinds
+    is_text = annotation is str or listed or (origin is not dict and kinds == {str})
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"')
+    if quoted or (text[:1] in ("[", "{") and not is_text) or (listed and text[:1] == "["):
+        value = read(text, item)
     else:
-        parsed: Any = OmegaConf.to_container(_parsed(item, OmegaConf.from_dotlist, [f"value={text}"]))
-        value = parsed["value"]
-    if "[" in key:  # OmegaConf's own way to write a key with dots
-        source = OmegaConf.create()
-        OmegaConf.update(source, key, value, force_add=True)
-        return source
-    return OmegaConf.create(reduce(lambda inner, name: {name: inner}, reversed(path), value))
+        value = Written(text if is_text else text.strip(), plain=annotation is not str or text not in ("", "~"))
+    return reduce(lambda inner, name: {Written(name, plain=False): inner}, reversed(path), value)
 
 
 def _place(key: str) -> tuple[list[str], Any]:
     """The names that lead to a dotted key, and the type there, or None if it is unknown.
 
-    What follows the key of a mapping of texts or numbers is one name, since a ``data_source`` may have dots.
+    What follows the key of a mapping of texts or numbers is one name, since a ``data_source`` may have dots. A name in
+    brackets, as ``reward.scorers[a.b]``, is one as well.
     """
-    names = key.split(".")
+    outer, bracket, name = key.partition("[")
+    names = [*outer.split("."), name[:-1]] if bracket and name.endswith("]") else key.split(".")
     annotation: Any = Config
     for i, name in enumerate(names):
         if is_dataclass(annotation):
             annotation = get_type_hints(annotation).get(name)
         elif get_origin(annotation) is dict:
             inner = get_args(annotation)[1]
-            return ([*names[:i], ".".join(names[i:])], inner) if inner in (str, float) else (names, None)
+            if inner in (str, float):
+                return [*names[:i], ".".join(names[i:])], inner
+            annotation = inner
         else:
-            return names, None
+            return names, annotation if annotation is Any else None
     return names, annotation
-
-
-def _takes_text(annotation: Any, text: str) -> bool:
-    """Whether a value is a text as it stands, and not YAML: its key takes a text, or a list that may have one alone."""
-    kinds = get_args(annotation)
-    listed = get_origin(annotation) is tuple and kinds[0] is str
-    if annotation is not str and set(kinds) != {str, NoneType} and not listed:
-        return False
-    other = text in ("null", "~", "???") or "${" in text or text[:1] in ("'", '"', "[", "{")
-    return not other and (bool(text) or not kinds)
 
 
 def warn_of_reward_function(config: Config) -> None:
@@ -184,7 +147,7 @@ def find_config(path: str | Path) -> Path:
     Raises:
         ConfigError: it is none of these; the message lists the packaged names.
     """
-    candidate = Path(path)
+    candidate = Path(path).expanduser()
     if candidate.is_file():
         return candidate
     packaged = packaged_configs()
@@ -216,44 +179,38 @@ def _closest(name: str, packaged: Collection[str]) -> str:
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-def _require_utf8(file: str) -> None:
+def _text(file: str) -> str:
     try:
-        Path(file).read_bytes().decode()
+        return Path(file).read_bytes().decode()
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{file}, line {line}: not UTF-8; save the file as UTF-8") from None
-
-
-def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> Any:
-    try:
-        return parse(text)
-    except Exception as error:
-        at, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        if at is not None and isinstance(text, str):
-            fix = "compare its indentation, brackets and quotes with the lines above"
-            raise ConfigError(f"{where}, line {at.line + 1}: not readable as YAML: {problem}; {fix}") from None
-        raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
 RENAMED = {"parallel.offload": "parallel.offload_parameters", "rollout.world_tokens": "rollout.observation_tokens"}
 """Keys of earlier versions, which the ``config.yaml`` of a run may have, and their present names."""
 
 
-def _rename(source: Any, where: str) -> None:
+def _rename(source: dict[Any, Any], where: str) -> None:
     """Rename keys that have an earlier name to the present one, in place, with a warning."""
-    from omegaconf import OmegaConf
-
     for old, new in RENAMED.items():
-        section, _, name = old.rpartition(".")
-        parent = OmegaConf.select(source, section)
-        if not OmegaConf.is_dict(parent) or name not in parent:
+        parent, name = _parent(source, old)
+        if name not in parent:
             continue
-        if OmegaConf.select(source, new, default=_ABSENT) is not _ABSENT:
+        if (new_name := new.rpartition(".")[2]) in parent:
             raise ConfigError(f"{where}: {old} is the earlier name of {new}; set {new} alone")
-        value = parent.pop(name)
-        if value:
+        parent[new_name] = parent.pop(name)
+        if parent[new_name] != "false":  # which a stored config has for a default
             warnings.warn(f"{where}: {old} is called {new} now", stacklevel=3)
-        OmegaConf.update(source, new, value, force_add=True)
+
+
+def _parent(source: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The mapping that a dotted key is in, or an empty one, and its name there."""
+    *sections, name = key.split(".")
+    parent: Any = source
+    for section in sections:
+        parent = parent.get(section) if isinstance(parent, dict) else None
+    return (parent if isinstance(parent, dict) else {}), name
 
 
 REMOVED = {
@@ -276,19 +233,17 @@ def _removed(source: Any, where: str) -> dict[str, str]:
     Raises:
         ConfigError: a removed key has another value than its default.
     """
-    from omegaconf import OmegaConf
-
     for key, (default, instead) in REMOVED_KEYS.items():
-        section, _, name = key.rpartition(".")
-        parent: Any = OmegaConf.select(source, section) if OmegaConf.is_dict(source) else None
-        if OmegaConf.is_dict(parent) and name in parent and parent.pop(name) != default:
+        parent, name = _parent(source, key)
+        if name in parent and free(parent.pop(name)) != default:
             raise ConfigError(f"{where}: {key} was removed in 0.2; leave it out: {instead}")
     found = {}
     for (key, value), why in REMOVED.items():
-        if OmegaConf.is_dict(source) and OmegaConf.select(source, key, default=None) == value:
-            shown = where if "=" in where else f"{where}: {key}={value}"
+        parent, name = _parent(source, key)
+        if parent.get(name) == value:
+            shown = where if where == f"{key}={value}" else f"{where}: {key}={value}"
             found[key] = f"{shown}: {why}"
-            OmegaConf.update(source, key, "???")
+            parent[name] = Written("???", plain=True)
     return found
 
 
@@ -330,62 +285,71 @@ def _of_others(typed: str) -> str:
 
 def _elsewhere(typed: str) -> str:
     """The key of another section that an unknown one probably stands for, or none."""
-    from omegaconf import OmegaConf
-
-    ours = flatten(OmegaConf.to_container(_defaults()))  # type: ignore[arg-type]  # a mapping
+    ours = flatten(to_dict(Config()))
     same = [dotted for dotted in ours if dotted.rpartition(".")[2] == typed.rpartition(".")[2]]
     return same[0] if len(same) == 1 else ""
 
 
-def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:
-    """Refuse unknown keys. The error names the key, the allowed keys and the most similar one."""
-    known = {f.name: f for f in fields(schema)}
-    for key, value in (tree or {}).items():
+def _typed(tree: dict[str, Any], schema: type, where: str, prefix: str = "") -> dict[str, Any]:
+    """A mapping of sections with values of the types of their keys. ``???``, which leaves a value to the user, stays.
+
+    Raises:
+        ConfigError: a key is unknown, or a value of another type. The message names it, and what is allowed.
+    """
+    known, values = get_type_hints(schema), {}
+    for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if key not in known:
-            typed = next(iter(flatten({dotted: value})), dotted)
-            close = [f"{prefix}{name}" for name in difflib.get_close_matches(str(key), known, n=1)]
+            typed_key = next(iter(flatten({dotted: value})), dotted)
+            close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
             if isinstance(value, Mapping):  # of a section, the keys in it say more than its name
-                close.insert(0, _elsewhere(typed))
-            meant = next(filter(None, (_of_others(typed), *close, _elsewhere(typed))), "")
+                close.insert(0, _elsewhere(typed_key))
+            meant = next(filter(None, (_of_others(typed_key), *close, _elsewhere(typed_key))), "")
             hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
-        inner = known[key].type
-        if isinstance(inner, type) and is_dataclass(inner):
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{where}: {dotted} is a section; set one of: {', '.join(f.name for f in fields(inner))}"
-                )
-            _refuse_unknown(value, inner, where, f"{dotted}.")
+        if is_dataclass(inner := known[key]):
+            if not isinstance(value, dict):
+                names = ", ".join(field.name for field in fields(inner))
+                raise ConfigError(f"{where}: {dotted} is a section; set one of: {names}")
+            values[str(key)] = _typed(value, inner, where, f"{dotted}.")  # type: ignore[arg-type]  # a class
+        elif value == "???" and (value.plain or "string" not in expected(inner)):
+            values[str(key)] = value
+        else:
+            values[str(key)] = _value(value, inner, where, dotted)
+    return values
 
 
-def _bad_value(where: str, key: str | None, source: Any, reason: str) -> str:
-    """A message about a bad value: the kind of value that its field takes, or else OmegaConf's ``reason``."""
-    from omegaconf import OmegaConf
+def _value(value: Any, kind: Any, where: str, key: str) -> Any:
+    """A value as its key takes it.
 
-    is_override = where.partition("=")[1] != ""
-    key = where.partition("=")[0] if is_override else key or _culprit(source)
-    annotation: Any = Config
-    for name in key.split("."):
-        annotation = get_type_hints(annotation).get(name) if is_dataclass(annotation) else None
-    if not (kind := expected(annotation)):
-        return f"{where}: {reason}"
-    value = str(OmegaConf.select(source, key))
-    close = difflib.get_close_matches(value, map(str, get_args(annotation)), n=1)
-    shown = where if is_override else f"{where}: {key}={value}"
-    return f"{shown}: expected {kind}{f'; did you mean {close[0]}?' if close else ''}"
+    Raises:
+        ConfigError: it is none of that kind, or may be read in two ways.
+    """
+    is_override = key.startswith(where.partition("=")[0])
+    try:
+        return typed(value, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{where if is_override else f'{where}: {key}'}: {error}") from None
+    except ValueError:
+        close = difflib.get_close_matches(str(value), map(str, get_args(kind)), n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        quotes = "; put a text in quotes" if "string" in expected(kind) else ""
+        shown = where if is_override else f"{where}: {key}={value}"
+        raise ConfigError(f"{shown}: expected {expected(kind)}{meant}{quotes}") from None
 
 
-def _culprit(source: Any) -> str:
-    """The key of a file whose value is refused. OmegaConf does not name it if the value is in a list."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def _changed(section: Any, values: Mapping[str, Any]) -> Any:
+    """A section of a config with some values changed. A mapping gets the entries of the new one."""
+    changes = {}
+    for name, value in values.items():
+        if isinstance(value, Written):  # `???`
+            continue
+        old = getattr(section, name)
+        changes[name] = _changed(old, value) if is_dataclass(old) and isinstance(value, dict) else _merged(old, value)
+    return replace(section, **changes)
 
-    for key, value in flatten(OmegaConf.to_container(source)).items():  # type: ignore[arg-type]  # a mapping by now
-        alone = OmegaConf.create()
-        OmegaConf.update(alone, key, value)
-        try:
-            OmegaConf.merge(_defaults(), alone)
-        except (OmegaConfBaseException, TypeError):
-            return key
-    return ""
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return new

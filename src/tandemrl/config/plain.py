@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tandemrl.config.schema import Config
+from tandemrl.config.written import written
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -13,9 +14,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    """The config as YAML, which ``load`` reads as the same config."""
+    return written(to_dict(config))
 
 
 def difference(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:

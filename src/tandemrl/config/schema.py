@@ -4,7 +4,7 @@ The string under a field explains it. The type says what values it takes, ``Allo
 prints all of this. No module of this folder imports torch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from tandemrl.config.fields import (
@@ -15,6 +15,7 @@ from tandemrl.config.fields import (
     PositiveFloat,
     PositiveInt,
     PositiveShare,
+    at_home,
 )
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
@@ -325,6 +326,15 @@ class FunctionsConfig:
     """`train(engine=...)`; rollout.engine then says where it was defined."""
 
 
+PATHS = {
+    "model": ("senior", "junior", "critic"),
+    "data": ("train", "eval", "monitor"),
+    "judge": ("model", "template"),
+    "retrieval": ("index", "model"),
+}
+"""The keys of each section that can be paths."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The configuration of a run. A YAML file and the command line say what differs from these defaults."""
@@ -344,6 +354,15 @@ class Config:
     functions: FunctionsConfig = field(default_factory=FunctionsConfig)
     output_dir: str = "runs/train"
     """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/ and hf/."""
+
+    def __post_init__(self) -> None:
+        """Write the home folder in place of a ``~`` that begins a path."""
+        object.__setattr__(self, "output_dir", at_home("output_dir", self.output_dir))
+        for section, names in PATHS.items():
+            old = getattr(self, section)
+            values = {name: at_home(f"{section}.{name}", getattr(old, name)) for name in names}
+            if any(value != getattr(old, name) for name, value in values.items()):
+                object.__setattr__(self, section, replace(old, **values))
 
     @property
     def has_episodes(self) -> bool:

@@ -143,7 +143,7 @@ def _load(source: str) -> Iterator[Row]:
         return _synthetic(source, rest.split(":"))
     if kind == "hf":
         return _hub(source, rest.split(":"))
-    return _file(Path(source))
+    return _file(Path(source).expanduser())
 
 
 def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:

@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from tandemrl.config.written import free, read
 from tandemrl.evals import PHASES, EvalError, Phase, read_result
 from tandemrl.evals.stats import Interval
 from tandemrl.files import hint
@@ -285,9 +282,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = OmegaConf.to_container(OmegaConf.load(file))
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ReportError(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
+        content = free(read(file.read_text(encoding="utf-8"), str(file)))
+    except (OSError, ValueError) as error:
+        raise ReportError(str(error)) from None
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
