@@ -1,11 +1,14 @@
 """Which errors are the user's to fix, how they are printed, and what Ctrl-C does."""
 
+import errno
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from tandemrl.files import no_folder
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of SIGINT, as of a command that a shell ran."""
@@ -61,5 +64,7 @@ def is_users(error: Exception) -> bool:
 def one_line(error: Exception) -> str:
     """The message without line breaks; an ``OSError`` starts with its file."""
     if isinstance(error, OSError) and error.filename is not None:
+        if error.errno in (errno.ENOTDIR, errno.EROFS) and (reason := no_folder(error.filename)):
+            return f"{error.filename}: {reason}"
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

@@ -31,7 +31,7 @@ def tiny(
     from tandemrl.data import hops
 
     out = out or Path(f"runs/tiny-{pair}" if pair in hops.PAIRS else "runs/tiny")
-    with _shown(f"warm start of the {pair} pair") as progress:
+    with _shown(f"warm start of the {pair} pair", out) as progress:
         manifest = build_tiny_pair(out, pair=pair, seed=seed, progress=progress)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     typer.echo(f"{out}: {manifest['parameters']:,} parameters, {manifest['vocab_size']} tokens, {base}")
@@ -54,7 +54,7 @@ def smollm2(
     from tandemrl.apps.experiments.pretrained import build_pretrained_pair
 
     out = out or Path("runs/smollm2-pair")
-    with _shown(f"warm start of the {pair} pair") as progress:
+    with _shown(f"warm start of the {pair} pair", out) as progress:
         manifest = build_pretrained_pair(out, pair=pair, seed=seed, progress=progress, say=typer.echo)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     typer.echo(f"{out}: {manifest['parameters']:,} parameters, from the {manifest['source']}, {base}")
@@ -90,7 +90,7 @@ def warm_start(
     if threads is not None:
         torch.set_num_threads(threads)
     recipe = replace(RECIPE, steps=steps, batch_size=batch_size, lr=lr)
-    with _shown(f"warm start of {model}") as progress:
+    with _shown(f"warm start of {model}", out) as progress:
         made = train_on_solutions(
             model,
             data,
@@ -105,14 +105,22 @@ def warm_start(
 
 
 @contextmanager
-def _shown(what: str) -> "Iterator[Progress]":
-    """A context with a progress bar on a terminal, and elsewhere a line every ten seconds."""
+def _shown(what: str, out: Path) -> "Iterator[Progress]":
+    """A context with a progress bar on a terminal, and elsewhere a line at the start and every ten seconds.
+
+    Raises:
+        ConfigError: no folder can be written at ``out``.
+    """
     from rich.console import Console
     from rich.progress import Progress as Bars
 
     from tandemrl.apps.experiments.warm_start import MEASURING, Pace, progress_line
     from tandemrl.cli.heartbeat import heartbeat
+    from tandemrl.config import ConfigError
+    from tandemrl.files import no_folder
 
+    if reason := no_folder(out):
+        raise ConfigError(f"--out {out}: {reason}")
     console, now, pace = Console(), [what], Pace()
     if console.is_terminal:
         with Bars(console=console, transient=True) as bars:
@@ -128,5 +136,6 @@ def _shown(what: str) -> "Iterator[Progress]":
     def note(step: int, steps: int, loss: float) -> None:
         now[0] = f"{what}: {progress_line(step, steps, loss, pace.times())}"
 
+    typer.echo(what)
     with heartbeat(typer.echo, lambda: now[0]):
         yield note

@@ -1,10 +1,12 @@
 """Configs: errors that name the key, round trips, and the packaged files against the published values."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterator
 from functools import partial
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tandemrl.config import (
     to_dict,
     to_yaml,
 )
+from tandemrl.config.loading import REMOVED_KEYS, RENAMED
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten
 from tandemrl.config.reference import Leaf
@@ -805,3 +808,39 @@ def test_a_renamed_key_is_read_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"rollout\.world_tokens is called rollout\.observation_tokens now"):
         config = load("hops_tandem", ["rollout.world_tokens=99"])
     assert config.rollout.observation_tokens == 99
+
+
+def test_epochs_fill_in_for_steps_that_are_left_to_the_user() -> None:
+    assert load("rrm_train", ["model.senior=m", "train.epochs=12"]).train.epochs == 12
+    with pytest.raises(ConfigError, match=r"set train\.steps=…$"):
+        load("rrm_train", ["model.senior=m"])
+
+
+def test_a_config_for_gpus_on_a_cpu_is_refused_once() -> None:
+    on_cpu = ["model.device=cpu", "model.lora.rank=0"]
+    with pytest.raises(ConfigError, match=r"^model\.lora\.dropout=0\.05: .*; rollout\.vllm\.sleep=True: must be false"):
+        load("musique_grpo", on_cpu)
+    load("musique_grpo", [*on_cpu, "model.lora.dropout=0", "rollout.engine=torch"])  # which vllm's keys do not concern
+
+
+def test_messages_and_docs_name_keys_that_exist() -> None:
+    """Every ``section.key`` in a text of the sources, with a ``=`` after it, is a key."""
+    known = {leaf.key for leaf in leaves(Config())}
+    mappings = tuple(f"{leaf.key}." for leaf in leaves(Config()) if isinstance(leaf.value, dict))
+    known |= {key.rpartition(".")[0] for key in known} | set(RENAMED) | set(REMOVED_KEYS)
+    sections = "|".join(field.name for field in dataclasses.fields(Config) if field.name != "output_dir")
+    assigned = re.compile(rf"(?<![\w./-])((?:{sections})(?:\.[a-z_]\w*)+)(?==)")
+    root = Path(__file__).parents[1]
+    for file in chain((root / "src").rglob("*.py"), (root / "cli").glob("*.py"), (root / "docs").rglob("*.md")):
+        if file.stem == "coming_from":  # other libraries' keys
+            continue
+        content = file.read_text()
+        texts = [content] if file.suffix == ".md" else _texts(content)
+        for key in chain.from_iterable(map(assigned.findall, texts)):
+            assert key in known or key.startswith(mappings), f"{file}: {key}"
+
+
+def _texts(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

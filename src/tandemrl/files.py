@@ -230,6 +230,15 @@ def hint(path: str | Path) -> str:
     return ""
 
 
+def no_folder(path: str | Path) -> str:
+    """Why no folder can be written at a path, and the fix; an empty text if one can."""
+    path = Path(path).absolute()
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        return f"{'' if there == path else f'{there} is '}a file; choose a folder, which need not exist"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to; choose another place"
+
+
 def pip_install(extra: str) -> str:
     """The command that installs an extra of this library: in the clone if it runs from one, else from PyPI."""
     in_a_clone = (Path(__file__).parents[2] / "pyproject.toml").is_file()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -738,3 +739,42 @@ def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sandbox, "layers", refuse)
     assert "none: programs can only be run on Linux" in run("check").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["train", "--config", "quickstart", "--output_dir=r"], "output_dir=VALUE"),
+        (["train", "--config", "quickstart", "--output-dir", "r"], "output_dir=VALUE"),
+        (["train", "--config", "quickstart", "--train.steps", "5"], "train.steps=VALUE"),
+        (["train", "--config", "quickstart", "--lr", "1"], "train.lr=VALUE"),
+    ],
+)
+def test_an_option_that_is_a_config_key_gets_the_key(arguments: list[str], hint: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"config keys are given without dashes: {hint}" in " ".join(result.stderr.split())
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    result = run("train", "--config", "quickstart", "output_dir=a/b/c")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    for command in (["train", "--config", "quickstart", "output_dir=file/x"], ["model", "tiny", "--out", "file/x"]):
+        result = run(*command)
+        assert (result.exit_code, f"{tmp_path}/file is a file; choose a folder" in result.stderr) == (2, True)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_tilde_after_an_option_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run("data", "build", "synthetic", "--out=~/a b", "--train", "2", "--heldout", "2").exit_code == 0
+    assert run("data", "show", "~/a b/train.parquet", "--limit", "1").exit_code == 0
+    assert os.listdir(tmp_path) == ["a b"]
+
+
+def test_the_library_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "tandemrl", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.startswith("tandemrl ")) == (0, True)

@@ -64,6 +64,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         missing = {key for key, value in flatten(values).items() if isinstance(value, Written)}
         unset = (unset - flatten(source).keys()) | missing
         config = _changed(config, values)
+    if config.train.epochs is not None:  # which makes the number of steps
+        unset.discard("train.steps")
     for key in sorted(unset & removed.keys()):
         raise ConfigError(removed[key])
     if unset:

@@ -291,10 +291,20 @@ def _model(c: Config) -> Iterator[Fault]:
         yield Fault("model.lora.export", "false with model.lora.rank=0: there are no adapters")
     if m.lora.dropout > 0 and m.lora.rank == 0:
         yield Fault("model.lora.dropout", "0 with model.lora.rank=0: there are no adapters")
-    if not m.device.startswith("cuda") and c.rollout.vllm.sleep:
+    if c.rollout.kind.section != "vllm" or m.device.startswith("cuda"):
+        return
+    if c.rollout.vllm.sleep:
         yield Fault("rollout.vllm.sleep", "false unless model.device is a CUDA device")
-    if not m.device.startswith("cuda") and c.rollout.vllm.junior_device is not None:
+    if c.rollout.vllm.junior_device is not None:
         yield Fault("rollout.vllm.junior_device", "null unless model.device is a CUDA device")
+
+
+def _models(c: Config) -> Iterator[Fault]:
+    """What `_model` finds, all in one, for who takes a config to another machine."""
+    faults = [*_model(c)]
+    if faults:
+        more = (f"{fault.key}={plain(attrgetter(fault.key)(c))}: must be {fault.must_be}" for fault in faults[1:])
+        yield Fault(faults[0].key, "; ".join((faults[0].must_be, *more)))
 
 
 def _services(c: Config) -> Iterator[Fault]:
@@ -316,7 +326,7 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _batches,
     _critic,
     _evaluation,
-    _model,
+    _models,
     _services,
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.files import no_folder
 from tandemrl.training.checkpoint import latest, numbered, step_of
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -28,8 +29,8 @@ def room(config: Config, *, policy: int, critic: int) -> str:
         ConfigError: there is no room for the next checkpoints and export.
     """
     output = Path(config.output_dir)
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output_dir={output}: a file; choose a folder, which need not exist")
+    if reason := no_folder(output):
+        raise ConfigError(f"output_dir={output}: {reason}")
     place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
     newest = latest(output)
@@ -47,21 +48,21 @@ def room(config: Config, *, policy: int, critic: int) -> str:
     exports = saves if kept_exports is None else min(saves, kept_exports + 1)
     total = checkpoints + best + most_at_once(saves, export, old_exports, kept_exports)
     kept = "all are kept" if keep is None else "the newest are kept"
-    plan = f"{exports} exports in hf/ of {export / 1e9:.2f} GB each ({kept}: train.keep_exports={keep or 'null'})"
+    plan = f"{exports} exports in hf/ of {_amount(export)} each ({kept}: train.keep_exports={keep or 'null'})"
     there = f"{free / 1e9:.1f} GB free in {place}"
     if first > free:
         raise ConfigError(
-            f"output_dir={output}: checkpoints and the first export need {first / 1e9:.2f} GB, {there}; choose "
+            f"output_dir={output}: checkpoints and the first export need {_amount(first)}, {there}; choose "
             "another disk or a smaller train.keep_checkpoints"
         )
     if total > free:
         warnings.warn(
-            f"output_dir={output}: {there}, but with {plan} the run needs {total / 1e9:.2f} GB: choose a larger "
+            f"output_dir={output}: {there}, but with {plan} the run needs {_amount(total)}: choose a larger "
             "train.save_every or a smaller train.keep_exports, or move old ones away as it goes on",
             stacklevel=2,
         )
     with_best = ", hf/best" if config.train.eval_every else ""
-    return f"{total / 1e9:.2f} GB for checkpoints ({checkpoints / 1e9:.2f} GB){with_best} and {plan}; {there}"
+    return f"{_amount(total)} for checkpoints ({_amount(checkpoints)}){with_best} and {plan}; {there}"
 
 
 def most_at_once(saves: int, size: int, old: Sequence[int], keep: int | None) -> int:
@@ -90,3 +91,7 @@ def most_at_once(saves: int, size: int, old: Sequence[int], keep: int | None) ->
 
 def _sizes(folders: Iterable[Path]) -> list[int]:
     return [sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in folders]
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 5e7 else f"{size / 1e6:.2f} MB"

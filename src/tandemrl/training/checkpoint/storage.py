@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.config import load as load_yaml
 from tandemrl.distributed.world import World
-from tandemrl.files import NEW, begin, drop, publish, recover, versions
+from tandemrl.files import NEW, begin, drop, no_folder, publish, recover, versions
 from tandemrl.training.checkpoint import manifest
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.checkpoint.tensors import load_tensors, on_host, save_tensors, settings_of, tensors_of
@@ -273,11 +273,10 @@ def lock(output_dir: str | Path) -> Iterator[None]:
         CheckpointError: another process holds it, or it is a file.
     """
     folder = Path(output_dir)
-    path, new = folder / ".lock", not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise CheckpointError(f"output_dir={folder}: a file; choose a folder, which need not exist") from None
+    path, new = folder / ".lock", [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    if reason := no_folder(folder):
+        raise CheckpointError(f"output_dir={folder}: {reason}")
+    folder.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,7 +291,8 @@ def lock(output_dir: str | Path) -> Iterator[None]:
             with suppress(OSError):
                 if new and os.listdir(folder) == [path.name]:
                     path.unlink()
-                    folder.rmdir()
+                    for each in new:
+                        each.rmdir()
 
 
 def latest(output_dir: str | Path) -> Path | None:
