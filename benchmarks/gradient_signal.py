@@ -78,7 +78,7 @@ def gradients(keys: list[str], config: str | None, blocks: int, every: int) -> t
         experience = make_experience(setup, groups)
         mini_batches = add_group_advantages(setup, pack_mini_batches(setup, experience), experience, 0.0)
         (mini,) = mini_batches
-        done = updates.update_policy(setup, models, mini, Clock(setup.device), first=True, learns=True, fresh=True)
+        done = updates.update_policy(setup, models, mini, Clock(setup.device), compares=True, learns=True, fresh=True)
         rollouts = experience.rollouts
         told.append(
             {

@@ -134,6 +134,9 @@ def test_the_weights_that_wrote_are_taken_back_for_a_moment(tiny_pair: Path, tmp
     assert compare(written)["mismatch/writer_mean_abs"] < 1e-5
     assert all(map(torch.equal, learnt, models.policy.parameters()))
     assert writer_mismatch(setup, models.policy, written)["mismatch/writer_mean_abs"] > 1e-3
+    juniors = [[dataclasses.replace(c, author=np.minimum(c.author, 0)) for c in g] for g in written.completions[:3]]
+    late = written._replace(completions=[*juniors, written.completions[3]])  # beyond the budget of the first rollouts
+    assert writer_mismatch(setup, models.policy, late)["mismatch/writer_mean_abs"] > 1e-3
 
 
 def test_the_sample_is_dealt_out_and_within_the_budget() -> None:

@@ -23,6 +23,8 @@ from tandemrl.types import Author, Group, Rollout
 
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.5, 0.0, 1.0]]
 """Of four prompts. In the last one the first reward is the mean, so that its advantage is 0, too."""
+BOTH = ["selection.strategy=chunk", "loss.junior_weight=0.5"]
+"""Junior tokens are learnt from, too."""
 
 
 def groups_of(run: Run, rewards: Sequence[Sequence[float]]) -> list[Group]:
@@ -133,6 +135,48 @@ def test_where_all_groups_are_equal_the_gate_sees_one_and_the_gradient_is_0(
     ]
     with pytest.raises(TrainError, match="nats"):
         updated(run, stale, monkeypatch)
+
+
+def by_juniors(groups: Sequence[Group], numbers: Sequence[int], shift: float) -> list[Group]:
+    """Groups of which some have no token of the senior, and all others log-probs that are off by ``shift``."""
+    return [
+        g._replace(
+            rollouts=tuple(
+                replace(r, author=np.where(r.author == 1, 0, r.author))
+                if g.rollouts[0].group in numbers
+                else replace(r, behaviour_logprobs=r.behaviour_logprobs - shift)
+                for r in g.rollouts
+            )
+        )
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "juniors", "rewards"),
+    [
+        (["train.mini_batch_prompts=1"], [0], REWARDS),
+        ([*BOTH, "train.mini_batch_prompts=2"], [0, 1, 2], REWARDS),
+        (BOTH, [1, 3], REWARDS),  # what is learnt from is the junior's alone
+        (["train.mini_batch_prompts=1"], [0, 1, 3], [[1.0] * 3] * 4),
+    ],
+)
+def test_the_gate_judges_the_first_mini_batch_with_tokens_of_the_senior(
+    knobs: list[str],
+    juniors: list[int],
+    rewards: list[list[float]],
+    tiny_pair: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_of(tiny_pair, tmp_path, *knobs)
+    groups = groups_of(run, rewards)
+    found = updated(run, by_juniors(groups, juniors, 0.0), monkeypatch)
+    assert found["metrics"]["mismatch/mean_abs"] < 1e-4
+    with pytest.raises(TrainError, match=r"differ by 1 nats"):
+        updated(run, by_juniors(groups, juniors, 1.0), monkeypatch)
+    nothing_to_see = updated(run, by_juniors(groups, range(4), 1.0), monkeypatch)
+    assert "mismatch/mean_abs" not in nothing_to_see["metrics"]
 
 
 @pytest.mark.parametrize("knobs", [[], ["loss.entropy_coef=0.01"], ["loss.kl_in_reward=true", "loss.kl_coef=0.1"]])

@@ -117,7 +117,7 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
 
 
 def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, has_senior: Tensor) -> Tensor:
-    """One group of each mini-batch of which nothing would be computed although some of it is used.
+    """One group of each mini-batch of which nothing, or no token of the senior, would be computed although it is used.
 
     So the log-probs of trainer and engine are compared in every step, and the optimiser gets a gradient of 0 as if
     everything had been computed, not none. A group with tokens of the senior is preferred: they alone are compared.
@@ -126,8 +126,8 @@ def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, 
     sample = torch.zeros_like(used)
     for i in mini_batch_ids.unique():
         here = used & (mini_batch_ids == i)
-        if here.any() and not (here & computed).any():
-            compared = here & has_senior
+        compared = here & has_senior
+        if any(each.any() and not (each & computed).any() for each in (here, compared)):
             sample |= here & (group_ids == group_ids[compared if compared.any() else here][0])
     return sample
 

@@ -49,7 +49,8 @@ def update(
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
         key = (setup.config.train.seed, step, len(results), here)
         with clock("forward_backward"), dropping(models.policy, key, setup.device) if learns else nullcontext():
-            result = update_policy(setup, models, mini, clock, first=not results, learns=learns, fresh=fresh)
+            unseen = not any("mismatch/mean_abs" in result for result in results)
+            result = update_policy(setup, models, mini, clock, compares=unseen, learns=learns, fresh=fresh)
         if models.critic is not None:
             with clock("critic"):
                 result |= update_critic(setup, models, mini, clock)
@@ -61,13 +62,13 @@ def update(
 
 
 def update_policy(
-    setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock, *, first: bool, learns: bool, fresh: bool
+    setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock, *, compares: bool, learns: bool, fresh: bool
 ) -> Metrics:
     """Take one optimiser step of the policy over the micro-batches of a mini-batch.
 
     Args:
-        first: whether this is the first optimiser step of the training step, which also compares the log-probs of
-            trainer and engine.
+        compares: whether to compare the log-probs of trainer and engine, since no mini-batch of the training step
+            before this one had a token of the senior.
         learns: whether the policy is updated. If not, metrics are measured only.
         fresh: whether the policy's present weights wrote the rollouts. If not, the mismatch with the engine is measured
             but not checked.
@@ -88,8 +89,7 @@ def update_policy(
         ends = torch.ones_like(scores.end_logprobs)
         pairs = zip(scores[:2], scores[2:], strict=True)
         batch, (logprobs, entropy, weight, senior) = with_word_ends(batch, *pairs, (weight, ends), (senior, ends > 0))
-        plain = batch.old_logprobs if setup.config.model.lora.dropout > 0 else logprobs.detach()
-        assert plain is not None
+        plain = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs  # before the step's updates
         difference.append((plain - batch.behaviour_logprobs)[senior])
         loss, parts = policy_loss(
             setup.recipe,
@@ -108,10 +108,10 @@ def update_policy(
     sums = {name: setup.world.data_sum(value) for name, value in sums.items()}
     loss_value = setup.world.data_sum(loss_sum).item()
     metrics = {name: value.item() for name, value in average_metrics(sums, mini.computed).items()}
-    if first:
-        metrics |= logprob_mismatch(setup.world, torch.cat(difference))
+    if compares and (gaps := logprob_mismatch(setup.world, torch.cat(difference))):
+        metrics |= gaps
         if fresh:
-            check_mismatch(setup.mismatch_limit, metrics.get("mismatch/mean_abs", 0.0))
+            check_mismatch(setup.mismatch_limit, gaps["mismatch/mean_abs"])
     norm = optimizer_step(setup, models, "policy", loss_value, mini.totals, clock) if learns else 0.0
     return {"loss": loss_value, "grad_norm": norm} | metrics
 
