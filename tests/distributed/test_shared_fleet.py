@@ -23,6 +23,7 @@ from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
 from tandemrl.rollout.fleet.shared import SharedFleet
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.loop import train
 
 MODELS = prepared(qwen3()), prepared(small_qwen3())
@@ -91,6 +92,42 @@ def test_all_processes_get_what_the_fleet_of_rank_0_generates() -> None:
     assert one["checksum"] == sync_weights(learnt(), alone, version=4)
     assert one["after"] == one["again"] == bits(alone.generate(asked(4)))
     assert one["passes"] == alone.passes
+
+
+FAILING = [[0], [1], [0, 1]]
+
+
+def failed_before() -> list[dict[str, Any]]:
+    """In one of the processes: steps 1 to 3, of which step 2 fails in the ``FAILING`` processes before it generates."""
+    fleet, world = shared(max_staleness=3)
+    failing: list[int] = []
+
+    def generate(engine: Any, step: int, examples: list[int], drawn: int = 0) -> Any:
+        if step == 2 and world.rank in failing:
+            raise EngineError("row 7 cannot begin")
+        return [c.tokens.tolist() for c in flat(engine.generate(asked(step)))]
+
+    found: list[dict[str, Any]] = []
+    for failing[:] in FAILING:
+        with AsyncRollouts(lambda: [0], generate, [], fleet, lambda: lambda _: {}, ahead=3) as rollouts:
+            rollouts.start_until(1, 3)
+            found.append({})
+            for step in (1, 2, 3):
+                try:
+                    found[-1][f"step {step}"] = rollouts.take(step)
+                except EngineError as error:
+                    found[-1][f"step {step}"] = str(error)
+    fleet.close()
+    return found
+
+
+def test_a_step_that_fails_before_it_generates_gives_up_its_place() -> None:
+    alone = UnitEngine(make(), 2)
+    right = {f"step {step}": [c.tokens.tolist() for c in flat(alone.generate(asked(step)))] for step in (1, 2, 3)}
+    for rank, found in enumerate(run(failed_before, 2)):
+        mine, theirs = {"step 2": "row 7 cannot begin"}, {"step 2": "rank 0: row 7 cannot begin"}
+        expected = [mine, {}, mine] if rank == 0 else [theirs, mine, mine]
+        assert found == [right | each for each in expected]
 
 
 class Slow(TorchEngine):

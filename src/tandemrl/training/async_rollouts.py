@@ -33,7 +33,7 @@ from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import exchanged, trained_parts
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
-from tandemrl.rollout.fleet.shared import Fleet
+from tandemrl.rollout.fleet.shared import Fleet, SharedFleet
 from tandemrl.rollout.groups import unscored
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
@@ -131,10 +131,18 @@ class AsyncRollouts:
             examples, engine = self._draw(), self._engine
             if isinstance(engine, Fleet):
                 engine = engine.at_step(step)
-            batch = self._threads.submit(self._generate, engine, step, examples)
+            batch = self._threads.submit(self._begin, engine, step, examples)
             while isinstance(engine, Fleet) and not (batch.done() or engine.begun.wait(0.01)):
                 pass  # until then, its weights might be dropped for newer ones
             self._pending.append(_Pending(step, examples, batch, compare))
+
+    def _begin(self, engine: Engine, step: int, examples: list[int]) -> CompletionBatch:
+        try:
+            return self._generate(engine, step, examples)
+        except BaseException as error:
+            if isinstance(engine, SharedFleet):
+                engine.give_up(error)  # else the calls of all processes would wait for this one
+            raise
 
     def wait(self) -> None:
         """Wait until the engine is free."""
@@ -266,15 +274,16 @@ def remember(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compar
 
     Returns:
         a function that takes the completions which these weights wrote, and returns the metrics of
-        ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if the sample has no senior token. All processes
-        must call it together. It raises a TrainError if the mean is above ``setup.mismatch_limit`` or not a number.
+        ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if there is no senior token. All processes must
+        call it together. It raises a TrainError if the mean is above ``setup.mismatch_limit`` or not a number.
     """
     kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
     def compare(completions: CompletionBatch) -> Metrics:
         with exchanged(trained_parts(policy), kept):
             metrics = writer_mismatch(setup, policy, completions)
-        check_mismatch(setup.mismatch_limit, metrics.get("mismatch/writer_mean_abs", 0.0))
+        if metrics:
+            check_mismatch(setup.mismatch_limit, metrics["mismatch/writer_mean_abs"])
         return metrics
 
     return compare
@@ -282,9 +291,11 @@ def remember(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compar
 
 @torch.no_grad()
 def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: CompletionBatch) -> Metrics:
-    """The mismatch of the policy's present weights on the first completions, one micro-batch for each data rank."""
+    """The mismatch of the policy's present weights on the first completions with tokens of the senior, one micro-batch
+    for each data rank."""
     pairs = [(p, c) for p, group in zip(completions.prompts, completions.completions, strict=True) for c in group]
     rollouts = [unscored(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
+    rollouts = [r for r in rollouts if (r.author == Author.SENIOR).any()]
     budget, world = setup.config.train.tokens_per_micro_batch, setup.world
     sample = first_within([len(r.tokens) for r in rollouts], budget, rank=world.data_rank, size=world.data_size)
     # a rank without work still joins the collectives

@@ -81,14 +81,9 @@ class SharedFleet:
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
         """As ``Engine.generate``. The ``responder`` of rank 0 hears what became of the turns in the workers."""
-        place = self._turns.place() if self._place is None else self._place
+        place, self._place = self._turns.place() if self._place is None else self._place, None
         if self._own is None:
-            self._turns.wait_for(place)
-            try:
-                while (answer := self._told(None)) is None:
-                    pass
-            finally:
-                self._turns.over()
+            answer = self._heard(place)
         else:
             answer = self._generated(self._own, place, requests, progress, responder)
         if isinstance(answer, Exception):
@@ -119,6 +114,31 @@ class SharedFleet:
             finally:
                 self._turns.over()
 
+    def give_up(self, error: BaseException) -> None:
+        """Release the place of a view (``at_step``) that has failed before ``generate``, here or in another process."""
+        place, self._place = self._place, None
+        if place is None:
+            return  # it had its turn
+        self.begun.set()
+        if self._own is None:
+            self._heard(place)
+            return
+        self._turns.wait_for(place)
+        try:
+            self._told(EngineError(f"rank 0: {error}"))
+        finally:
+            self._turns.over()
+
+    def _heard(self, place: int) -> _Answer | Exception:
+        """What rank 0 has to say to a call of another process, at the turn of this call."""
+        self._turns.wait_for(place)
+        try:
+            while (answer := self._told(None)) is None:
+                pass
+            return answer
+        finally:
+            self._turns.over()
+
     def _told(self, answer: _Answer | Exception | None) -> _Answer | Exception | None:
         """What rank 0 says; None = it still waits."""
         return cast(_Answer | Exception | None, self._world.broadcast(answer, self._group))
@@ -139,7 +159,7 @@ class SharedFleet:
         return int(self._world.broadcast(None if self._own is None else self._own.fingerprint(who)))
 
     def at_step(self, step: int) -> "SharedFleet":
-        """See ``FleetEngine``."""
+        """See ``FleetEngine``. The view has a place among the calls: let it ``generate`` once, or ``give_up``."""
         view = copy.copy(self)  # all but these values is the fleet's
         view._place = self._turns.place()
         if self._own is None:
