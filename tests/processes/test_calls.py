@@ -1,5 +1,6 @@
 """Calls in processes and threads: what hangs is killed, what is innocent is not blamed, and order does not matter."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -232,6 +233,41 @@ def test_children_end_with_their_parent(harm: tuple[Any, ...], status: int, chil
         time.sleep(0.1)  # the call has begun
         process.stdin.close()
         assert process.wait(timeout=20) == status
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"",
+        pickle.dumps((1, b"x" * 10**6))[: 5 * 10**5],
+        b"\x80\x05\x95",
+        b"no pickle",
+        b"\x80\x05\x8e" + b"\xff" * 7 + b"\x7f",  # bytes of almost 2**63
+        pickle.dumps(7),
+    ],
+    ids=["end", "amid", "amid a header", "no pickle", "huge", "no call"],
+)
+def test_a_child_whose_parent_is_gone_amid_a_message_ends_with_what_it_started(
+    last: bytes, child: tuple[str, str], tmp_path: Path
+) -> None:
+    started = tmp_path / "pid"
+    with subprocess.Popen(
+        child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(pickle.dumps((None, 300.0)) + pickle.dumps((0, pickle.dumps(("start", str(started))))))
+        process.stdin.flush()
+        assert process.stdout.readline() == b'"ready"\n'
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.01)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(last)
+            process.stdin.close()
+        assert process.wait(timeout=20) == -signal.SIGKILL
+    other = Path("/proc", started.read_text(), "stat")
+    while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        time.sleep(0.01)
 
 
 def test_lines_come_whole() -> None:

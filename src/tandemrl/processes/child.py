@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -123,21 +124,29 @@ class Parent:
             signal.signal(each, lambda number, frame: None)  # SIG_IGN would hold in programs that calls start, too
 
     def receive(self) -> Any:
-        """Read the next message. If the parent is gone, the child ends, together with what it started."""
+        """Read the next message. If the parent is gone, also amid a message, the child ends, together with what it
+        started."""
         try:
             return pickle.load(self._told)
         except EOFError:
-            _end()
+            end()
+        except BaseException:  # half a message, or what is no message: nothing after it can be read
+            traceback.print_exc()
+            end()
 
     def send(self, line: str) -> None:
         """Write one JSON line. Any thread may call this."""
         left = memoryview(line.encode() + b"\n")
         with self._lock:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            try:
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+            except OSError:  # nobody listens any more
+                end()
 
 
-def _end() -> NoReturn:
+def end() -> NoReturn:
+    """End this process, with the processes of its group."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)  # whatever still hangs

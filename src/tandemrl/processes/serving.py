@@ -5,11 +5,12 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Parent
+from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Parent, end
 
 
 def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
@@ -46,5 +47,9 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
         asked = parent.receive()
         if asked is None:
             parent.send(HERE)
-        else:
+            continue
+        try:
             threads.submit(work, *asked)
+        except BaseException:  # it is no call; the end of this thread alone would wait for those that hang
+            traceback.print_exc()
+            end()
