@@ -308,7 +308,8 @@ def test_a_dry_run_downloads_nothing(arguments: list[str], monkeypatch: pytest.M
     def no_network(*_: Any, **__: Any) -> None:
         raise AssertionError("a request was sent")
 
-    monkeypatch.setattr(httpx.Client, "send", no_network)
+    for client in (httpx.Client, httpx.AsyncClient):
+        monkeypatch.setattr(client, "send", no_network)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *p: find("json" if name == "datasets" else name, *p))
     result = dry_run(*arguments, "model.senior=nobody/has-this", "data.eval=hf:nobody/has-this:main:train")

@@ -6,13 +6,14 @@ connection, a time-out, HTTP 408, 409, 425, 429 or 5xx, or a body that is too lo
 it is not tried again.
 """
 
+import asyncio
 import json
 import os
 import random
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -70,7 +71,9 @@ class Service:
 
 
 class Client:
-    """Sends requests to a `Service`. An attempt ends after ``timeout_s``, even if the server goes on to send its body.
+    """Sends requests to a `Service`. An attempt ends after ``timeout_s``, whatever the server still sends.
+
+    httpx limits single reads alone, so that attempts run in an event loop, where a whole one can be limited.
 
     Raises:
         Service.error: ``api_key_env`` is not set.
@@ -86,12 +89,16 @@ class Client:
                     f"{service.section}.api_key_env={service.api_key_env}: this environment variable is not set"
                 )
             headers["Authorization"] = f"Bearer {os.environ[service.api_key_env]}"
-        self._client = httpx.Client(
+        self._client = httpx.AsyncClient(
             headers=headers,
-            timeout=service.timeout_s,
+            timeout=None,
             limits=httpx.Limits(max_connections=service.concurrency),
             mounts=dict.fromkeys(LOOPBACK),  # a proxy of the environment is not for this machine
         )
+
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
 
     def give_up(self) -> None:
         """Let requests that are running end after their present attempt, and begin no others."""
@@ -99,7 +106,11 @@ class Client:
 
     def close(self) -> None:
         """Close the connections, of which none may be in use."""
-        self._client.close()
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def get(self, path: str, read: Read[T]) -> T:
         """Send a GET request, and return what ``read`` makes of the response.
@@ -203,30 +214,25 @@ class Client:
         )
 
     def _send(self, path: str, body: Mapping[str, Any] | None) -> "Response":
-        """One attempt: the whole response, within ``timeout_s`` (httpx's own limit is per read) and
-        `MAX_REPLY_BYTES`.
+        """One attempt: the whole response, within ``timeout_s`` and `MAX_REPLY_BYTES`.
 
         Raises:
             RetryableError: there is no response, it is too long or packed in an unknown way, or its status may pass.
             PermanentError: the status is another one from 300 on. 404 is left to the reader.
         """
         limit = self.service.timeout_s
-        deadline, received = time.monotonic() + limit, bytearray()
         try:
-            with self._client.stream("GET" if body is None else "POST", self.url + path, json=body) as response:
-                for chunk in _unpacked(response):
-                    received += chunk
-                    if len(received) > MAX_REPLY_BYTES:
-                        raise RetryableError(
-                            f"HTTP {response.status_code} with a body of more than {MAX_REPLY_BYTES} bytes"
-                        )
-                    if time.monotonic() > deadline:
-                        raise RetryableError(f"no complete reply within {limit:g} s")
+            request = self._client.build_request("GET" if body is None else "POST", self.url + path, json=body)
+            response, content = asyncio.run_coroutine_threadsafe(
+                asyncio.wait_for(self._received(request), limit), self._loop
+            ).result()
+        except TimeoutError:
+            raise RetryableError(f"no complete reply within {limit:g} s") from None
         except httpx.InvalidURL as error:
             raise PermanentError(f"{self.service.section}.url={self.url}: {error}") from None
         except httpx.RequestError as error:
             raise RetryableError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
-        status, content = response.status_code, bytes(received)
+        status = response.status_code
         if status in RETRYABLE or status >= 500:
             raise RetryableError(
                 f"HTTP {status}: {excerpt(content)}", _retry_after(response.headers.get("retry-after"))
@@ -234,6 +240,19 @@ class Client:
         if status >= 300 and status != 404:
             raise PermanentError(f"{self.url}{path} answers HTTP {status}: {excerpt(content)}")
         return Response(status, content)
+
+    async def _received(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
+        response, received = await self._client.send(request, stream=True), bytearray()
+        try:
+            async for chunk in _unpacked(response):
+                received += chunk
+                if len(received) > MAX_REPLY_BYTES:
+                    raise RetryableError(
+                        f"HTTP {response.status_code} with a body of more than {MAX_REPLY_BYTES} bytes"
+                    )
+        finally:
+            await response.aclose()
+        return response, bytes(received)
 
 
 class Response:
@@ -282,7 +301,7 @@ class _GivenUp(Exception):
     """Another request of the batch has failed for good, or all are given up."""
 
 
-def _unpacked(response: httpx.Response) -> Iterator[bytes]:
+async def _unpacked(response: httpx.Response) -> AsyncIterator[bytes]:
     """Yield the body in small pieces, as it comes. httpx itself would unpack a chunk to any size at once.
 
     Raises:
@@ -294,11 +313,12 @@ def _unpacked(response: httpx.Response) -> Iterator[bytes]:
             f"HTTP {response.status_code} with a body packed by {encoding[:50]!r}, which was not asked for"
         )
     if encoding == "identity":
-        yield from response.iter_raw()
+        async for chunk in response.aiter_raw():
+            yield chunk
         return
     unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip
     try:
-        for chunk in response.iter_raw():
+        async for chunk in response.aiter_raw():
             yield unpack.decompress(chunk, 2**16)
             while unpack.unconsumed_tail:
                 yield unpack.decompress(unpack.unconsumed_tail, 2**16)
