@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,18 @@ hermes: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Qwen's 
 ``{"name": …, "parameters": {…}}``, as Llama's do.
 """
 CALL_FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
-_JSON, _SPACES, _BETWEEN = json.JSONDecoder(), re.compile(r"\s*"), re.compile(r"\s*;?\s*")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a call. Python would keep the last of several values of a key."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r:.100} twice")
+    return made
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
+_SPACES, _BETWEEN = re.compile(r"\s*"), re.compile(r"\s*;?\s*")
 _BARE = re.compile(r'(?:<\|python_tag\|>\s*)?(?P<call>{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:)')
 """Where a bare call begins. Llama's models may write their tag of tools in front, and a type that nobody asked for."""
 
@@ -88,7 +100,15 @@ def _call_fault(call: Any, schemas: Mapping[str, Schema]) -> str | None:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return 'a call is {"name": the tool, "arguments": {…}}'
     arguments = function.get("arguments", {})
+    if other := _other_key(function, "arguments"):
+        return f'a call is {{"name": the tool, "arguments": {{…}}}}, without the key {other!r:.100}'
     return _json_fault(arguments) or call_fault(function["name"], arguments, schemas)
+
+
+def _other_key(call: Mapping[str, Any], under: str) -> str | None:
+    """A key of a call beside its name and its arguments, which might be meant as an argument; or None."""
+    known = {"name", under} | ({"id"} if under in call else set())  # some models number their calls
+    return next((key for key in call if key not in known and (key, call[key]) != ("type", "function")), None)
 
 
 class _Fault(str):
@@ -146,6 +166,8 @@ def _bare_call(text: str, start: int) -> tuple[Any, int]:
         return None, end
     if not isinstance(written["name"], str):
         return _Fault('a call is {"name": the tool, "parameters": {…}}'), end
+    if other := _other_key(written, keys[0]):
+        return _Fault(f'a call is {{"name": the tool, "parameters": {{…}}}}, without the key {other!r:.100}'), end
     return {"type": "function", "function": {"name": written["name"], "arguments": written[keys[0]]}}, end
 
 
