@@ -79,7 +79,7 @@ class Row:
             return False
         # A character is at most four byte tokens, and the last token completes the stop string.
         tail = tokens[max(self.start, len(tokens) - 4 * max(map(len, stops)) - 4) :]
-        text = decode(tail.tolist(), skip_special_tokens=False)
+        text = decode(tail.tolist(), skip_special_tokens=False).strip("\ufffd")  # halves of characters at its ends
         return any(stop in text for stop in stops)
 
     def first_stop(self, known: Int64[Tensor, " n"], new: Int64[Tensor, " m"], decode: Callable[..., Any]) -> int:

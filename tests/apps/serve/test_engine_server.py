@@ -5,10 +5,12 @@ import importlib.util
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from clients import DEFAULT, authors, events, strategy_of
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -16,14 +18,15 @@ from typer.testing import CliRunner
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
 from tandemrl.apps.serve import engine_server
-from tandemrl.apps.serve.asked import Reader
+from tandemrl.apps.serve.asked import Reader, TextStyle
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
 from tandemrl.cli.main import app as command
+from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy
+from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -563,3 +566,23 @@ def test_without_a_web_server_the_command_says_what_to_install(monkeypatch: pyte
     monkeypatch.delattr("tandemrl.apps.serve.engine_server", raising=False)
     result = CliRunner().invoke(command, [*BOTH, "--engine", "torch"])
     assert (result.exit_code, "uvicorn is missing; pip install -e '.[serve]'" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_log_probs_name_the_bytes_of_parts_of_characters(words: Any, chat: bool) -> None:
+    written = [IDS[each] for each in ("a", "Ã", "©", "Ġb", "c")]
+    speaker = Speaker(words, "hermes")
+    whole = speaker.logprobs(written, [0.0] * 5, chat=chat)
+    if chat:
+        assert b"".join(bytes(token["bytes"]) for token in whole["content"]) == "aé bc".encode()
+        return
+    assert whole["text_offset"] == [0, 1, 1, 2, 4]
+    stream = TextStream(words, TextStyle())
+    pieces = [speaker.logprobs([token], [0.0], chat=False, stream=stream)["text_offset"] for token in written]
+    assert [*chain(*pieces)] == whole["text_offset"]
+
+
+def test_half_a_character_is_no_stop_string(words: Any) -> None:
+    row = Row(Request([0], (1,), Sampling(stop=("\ufffd",)), solo("senior")), 1, 0)
+    written = torch.tensor([IDS[each] for each in ("a", "Ã", "©", "b")])
+    assert not any(row.hits_stop_string(written[:count], words.decode) for count in range(1, 5))

@@ -2,6 +2,10 @@
 
 import errno
 import socket
+import threading
+import time
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 
 from tandemrl.rollout.engine import EngineError
 
@@ -27,6 +31,18 @@ def check_port(host: str, port: int) -> None:
 
 
 def announce(models: str, host: str, port: int, *, locked: bool) -> None:
-    """Print what is served, where, and whether clients have to send a key."""
+    """Print what is served, where, and whether clients have to send a key, once the server answers. Returns at once."""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    print(f"serving {models} at {url}, {'with' if locked else 'without'} an API key", flush=True)
+
+    def wait() -> None:
+        while True:
+            try:
+                with closing(HTTPConnection(host, port, timeout=5)) as connection:
+                    connection.request("GET", "/health")
+                    connection.getresponse()
+                break
+            except (OSError, HTTPException):
+                time.sleep(0.1)
+        print(f"serving {models} at {url}, {'with' if locked else 'without'} an API key", flush=True)
+
+    threading.Thread(target=wait, name="announce", daemon=True).start()

@@ -38,13 +38,14 @@ class Backend(NamedTuple):
 
     strategies: the strategies that the server knows. ends: the token ids that end a turn. hosts: the names under which
     the server is asked (see `apps.asgi.is_ours`). told: those of ``ends`` that the server itself does not know, so that
-    each request has to name them.
+    each request has to name them. models: the names under which it answers, for the error of another one.
     """
 
     strategies: Strategies
     ends: frozenset[int]
     hosts: Collection[str]
     told: frozenset[int] = frozenset()
+    models: Collection[str] = ()
 
 
 class Authorship:
@@ -125,7 +126,7 @@ class _Exchange:
 
     def __init__(self, server: Authorship, backend: Backend, scope: Message, receive: Receive, send: Send) -> None:
         self._server, self._scope, self._strategies, self._ends = server, scope, backend.strategies, backend.ends
-        self._told = backend.told
+        self._told, self._models = backend.told, backend.models
         self._receive, self._send = receive, send
         self._read = False
         self._parsed: ParsedRequest | None = None
@@ -149,6 +150,9 @@ class _Exchange:
         except (ValueError, RecursionError):  # the server says what is wrong
             return message
         if isinstance(request, dict):
+            if self._models and isinstance(name := request.get("model"), str) and name not in self._models:
+                has = ", ".join(f"`{model}`" for model in self._models)
+                raise self._server.error(404, f"The model `{name}` does not exist. This server has {has}.")
             try:
                 request = await self._prepared(request)
             except Refused as error:

@@ -86,8 +86,7 @@ class StreamAuthors:
         if self._parsed.conversation is not None:
             self.written.add(chunk)
         for choice in choices:
-            if choice.get("token_ids") is not None:
-                choice["authorship"] = self._write(choice["index"], choice["token_ids"])
+            choice["authorship"] = self._write(choice["index"], choice.get("token_ids") or ())
         _hide_prompts(chunk, self._parsed)
         if any(choice.get("finish_reason") is not None for choice in choices):
             chunk["tandem"] = _summary(self._parsed, self._senior, self._total)

@@ -3,12 +3,14 @@
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tandemrl.apps.serve.asked import Asked, TextStyle
 from tandemrl.data.messages import sound
 from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
+from tandemrl.selection.boundaries import token_bytes
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "turns": "stop", "abort": "abort"}
 _REASONS |= dict.fromkeys(LOST, "error")
@@ -21,7 +23,8 @@ def text_of(tokenizer: Any, tokens: Sequence[int], style: TextStyle) -> tuple[st
     if ended is not None and not style.keep_stop:
         tokens.pop()
     text = tokenizer.decode(tokens, skip_special_tokens=style.skip_special)
-    found = [(text.index(stop), stop) for stop in style.stop if stop in text]
+    whole = text.rstrip("\ufffd")  # what it ends in may be half of a character
+    found = [(whole.index(stop), stop) for stop in style.stop if stop in whole]
     if ended is not None or not found:
         return text, ended
     start, stop = min(found)
@@ -42,6 +45,8 @@ class TextStream:
         self.logprobs: list[float] = []
         self._from = self._read = 0  # places in the tokens: a window's begin, and how far its text is told
         self._held, self._told = "", ""
+        self.offset = 0
+        """How many characters the tokens begin whose log-probs were told."""
         self._hold = 0 if style.keep_stop else max((len(stop) - 1 for stop in style.stop), default=0)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
@@ -81,6 +86,10 @@ class Speaker:
 
     def __init__(self, tokenizer: Any, calls: CallFormat) -> None:
         self.tokenizer, self.calls = tokenizer, calls
+
+    @cached_property
+    def _pieces(self) -> dict[int, bytes]:
+        return token_bytes(self.tokenizer)
 
     def choice(self, asked: Asked, index: int, completion: Completion, prompt: Sequence[int]) -> dict[str, Any]:
         """A choice of a whole response."""
@@ -122,18 +131,27 @@ class Speaker:
         ]
         return message.get("content") or None, calls
 
-    def logprobs(self, tokens: Sequence[int], values: Sequence[float] | None, *, chat: bool) -> Any:
-        """OpenAI's field ``logprobs`` of some tokens; None if ``values`` is."""
+    def logprobs(
+        self, tokens: Sequence[int], values: Sequence[float] | None, *, chat: bool, stream: TextStream | None = None
+    ) -> Any:
+        """OpenAI's field ``logprobs`` of some tokens; None if ``values`` is. ``stream``: whose next tokens they are."""
         if values is None:
             return None
         texts = [str(sound(self.tokenizer.decode([token]))) for token in tokens]
+        pieces = [self._pieces.get(token, text.encode()) for token, text in zip(tokens, texts, strict=True)]
         if chat:
             content = [
-                {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []}
-                for text, value in zip(texts, values, strict=True)
+                {"token": text, "logprob": value, "bytes": [*piece], "top_logprobs": []}
+                for text, piece, value in zip(texts, pieces, values, strict=True)
             ]
             return {"content": content}
-        offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        offsets, begun = list[int](), 0 if stream is None else stream.offset  # in characters, which tokens may share
+        for piece in pieces:
+            first = [byte & 0xC0 != 0x80 for byte in piece]
+            offsets.append(max(0, begun - (first[:1] == [False])))
+            begun += sum(first)
+        if stream is not None:
+            stream.offset = begun
         return {"tokens": texts, "token_logprobs": [*values], "top_logprobs": None, "text_offset": offsets}
 
     def piece(
@@ -141,7 +159,7 @@ class Speaker:
     ) -> dict[str, Any]:
         """What a chunk says of further tokens. Where calls may come, the text waits for the end of the completion."""
         text = stream.add(tokens, logprobs)
-        shown = self.logprobs(tokens, logprobs if asked.logprobs else None, chat=asked.chat)
+        shown = self.logprobs(tokens, logprobs if asked.logprobs else None, chat=asked.chat, stream=stream)
         said: Mapping[str, Any] = {"text": text}
         if asked.chat:
             said = {"delta": {"content": text} if text and asked.tools is None else {}}

@@ -137,7 +137,9 @@ def backend_of(state: Any) -> Backend:
     known = frozenset({*named, tokenizer.eos_token_id} - {None})
     junior = config.additional_config["tandem"]["junior"]
     told = frozenset(stored_eos_token_ids(config.model_config.model, tokenizer, junior)) - known
-    return Backend(Strategies(default, build, register), known | told, hosts_of(args.host, args.allowed_hosts), told)
+    models = [*(args.served_model_name or [args.model]), *(each.name for each in args.lora_modules or ())]
+    hosts = hosts_of(args.host, args.allowed_hosts)
+    return Backend(Strategies(default, build, register), known | told, hosts, told, models)
 
 
 def kv_cache_is_open(args: Namespace) -> bool:
