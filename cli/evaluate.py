@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tandemrl.config import Config
     from tandemrl.evals import Phase, Progress
 
-Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
+Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified", "junior"]
 COMMANDS: dict[Command, str] = {
     "all": "Every phase that the junior and the judge allow. One file each; rerun to resume.",
     "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
@@ -26,6 +26,7 @@ COMMANDS: dict[Command, str] = {
     "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token and per byte, in "
     "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
     "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
+    "junior": "The junior alone: its pass@k, and its cross-entropy on its own responses, in nats.",
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
 

@@ -386,7 +386,7 @@ def contents(folder):
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-SOLO_AND_PAIR = ("pass-at-k", "tandem", "handoff", "legibility", "drift")
+SOLO_AND_PAIR = ("pass-at-k", "tandem", "handoff", "legibility", "drift", "junior")
 
 
 def test_all_phases_write_what_each_writes_alone_and_load_everything_once(everything, phase, tmp_path, monkeypatch):
@@ -470,23 +470,41 @@ def test_a_process_that_is_killed_ends_with_the_files_of_an_uninterrupted_one(ev
 def test_progress_counts_up_to_the_total(everything, tmp_path):
     told = {}
     everything(out=tmp_path, progress=lambda what, done, total: told.setdefault(what, []).append((done, total)))
-    assert list(told) == [f"{name}: tokens" for name in SOLO_AND_PAIR[:3]] + ["legibility: texts", "drift: texts"]
+    assert list(told) == [f"{name}: tokens" for name in SOLO_AND_PAIR[:3]] + [
+        *("legibility: texts", "drift: texts", "junior: tokens", "junior: texts")
+    ]
     for what, steps in told.items():
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)
         assert steps[-1][0] == steps[-1][1] == {"handoff: tokens": 120}.get(what, 60 if "tokens" in what else 6)
 
 
+def test_the_junior_alone_is_what_an_evaluation_of_it_says(phase, pair, tmp_path):
+    """Its texts and pass@k are those of the junior as the model, and it reads them as legibility does."""
+    alone = phase("junior")["metrics"]["macro"]
+    texts = evals.read_samples(tmp_path / "eval" / "junior.samples.jsonl")
+    (tmp_path / "eval").rename(tmp_path / "first")
+    of_it = {name: phase(name, model=str(pair / "junior"))["metrics"]["macro"] for name in ("pass-at-k", "legibility")}
+    wanted = evals.read_samples(tmp_path / "eval" / "pass-at-k.samples.jsonl")
+    assert [each.tokens for each in texts] == [each.tokens for each in wanted]
+    assert {each.author[:1] for each in texts if each.length} == {"J"}
+    assert {name: alone[name] for name in ("pass@1", "pass@2", "length")} == {
+        name: of_it["pass-at-k"][name] for name in ("pass@1", "pass@2", "length")
+    }
+    assert alone["cross_entropy"] == pytest.approx(of_it["legibility"]["cross_entropy"])
+    assert alone["senior_share"] == 0
+
+
 def test_without_a_junior_only_the_solo_phases_are_run(everything, pair, tmp_path):
     assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
     left = evals.left_out(Config())
-    assert list(left) == ["tandem", "handoff", "legibility", "drift", "verified"]
+    assert list(left) == ["tandem", "handoff", "legibility", "drift", "junior", "verified"]
     assert set(left) | {"pass-at-k"} == set(evals.PHASES)
     pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(model="M"))
     assert evals.left_out(pair_and_judge) == {}
     assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(model="M", prompt="tinyv")))) == ["verified"]
     judge = JudgeConfig(model=str(pair / "junior"), prompt="reasoning")
     assert list(everything(out=tmp_path / "judged", junior=None, judge=judge)) == ["pass-at-k", "verified"]
-    with pytest.raises(EvalError, match=r"one\.json is one file for 5 phases"):
+    with pytest.raises(EvalError, match=r"one\.json is one file for 6 phases"):
         everything(out=tmp_path / "one.json")
 
 

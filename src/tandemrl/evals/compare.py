@@ -322,7 +322,8 @@ def _results(place: Path) -> Evaluation:
             raise CompareError(
                 f"{place}: not the result of an evaluation (PHASE.json, or the file of eval --out)"
             ) from None
-    return {phase: file for phase in PHASES if (file := place / f"{phase}.json").exists()}
+    of_both = [phase for phase in PHASES if phase != "junior"]  # which is the same for both
+    return {phase: file for phase in of_both if (file := place / f"{phase}.json").exists()}
 
 
 def _evaluation(place: Path) -> Evaluation:

@@ -270,6 +270,12 @@ def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
     return _read(problem, ("cross_entropy", *known))
 
 
+def alone(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
+    """The rates and counts of `graded` and of `legible`, for texts that the junior generated and read itself."""
+    (rates, counts), (read, unread) = graded(problem, k), legible(problem)
+    return rates | read, counts | unread
+
+
 def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
     """How far the senior's texts of one problem are from the junior's distribution.
 

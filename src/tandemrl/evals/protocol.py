@@ -17,6 +17,7 @@ from tandemrl.evals.measures import (
     Measure,
     Sample,
     accepted,
+    alone,
     author_runs,
     drifted,
     graded,
@@ -42,7 +43,7 @@ from tandemrl.selection.whole_words import (
     text_turn,
 )
 
-Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
+Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified", "junior"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -168,6 +169,8 @@ def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
         return legible
     if phase == "drift":
         return drifted
+    if phase == "junior":
+        return partial(alone, k=k)
     return partial(accepted if phase == "verified" else graded, k=k)
 
 

@@ -34,7 +34,7 @@ from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
-NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
+NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift", "junior")
 BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
 """Those of them in which the two may have vocabularies of their own."""
 _TRAINING_ONLY = ("train_samples", "train_problems")
@@ -65,6 +65,15 @@ class Session:
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
+
+    def of_junior(self) -> "Session":
+        """A session in which the junior is the model that generates alone, with its own tokenizer and template."""
+        assert self.junior is not None  # refused in evaluate
+        alone = Session(
+            self.config, self.junior, ["junior"], limit=self.limit, stated=self._stated, environment=self._environment
+        )
+        alone._models = self._models
+        return alone
 
     # what makes results comparable
 
@@ -191,7 +200,7 @@ class Session:
                 "or load it (model.junior_endpoint.url=null)",
             )
         reasons: dict[Phase, str] = dict.fromkeys(
-            NEED_JUNIOR,
+            (phase for phase in NEED_JUNIOR if phase != "junior" or self.endpoint is not None),
             f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {family}",
         )
         if rollout.draft_tokens != 0 or not rollout.kind.apart:

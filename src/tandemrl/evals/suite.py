@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def evaluate(
         if phases is not None and (refused := [phase for phase in chosen if phase in session.refused]):
             raise EvalError(f"phase {refused[0]} {session.refused[refused[0]]}")
         able = [phase for phase in chosen if phase not in session.refused]
-        return {phase: _run_phase(phase, session, out, progress or _silent) for phase in able}
+        return {phase: _run(phase, session, out, progress or _silent) for phase in able}
     finally:
         session.close()
 
@@ -196,6 +197,14 @@ def left_out(config: Config) -> dict[Phase, str]:
 # ------------------------------------------------------------------------------------------------------------ one phase
 
 
+def _run(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
+    if phase != "junior":
+        return _run_phase(phase, session, out, progress)
+    session.close_engine()
+    with closing(session.of_junior()) as alone:
+        return _run_phase(phase, alone, out, progress)
+
+
 def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
     config, settings, file = session.config, session.config.eval, result_file(phase, out)
     identity = session.identity(phase)
@@ -238,6 +247,10 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
             counters |= {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
         if phase == "verified":
             samples = verify(samples, prompts, session.judges)
+        if phase == "junior":
+            session.close_engine()
+            by_junior = [s._replace(author=s.author and s.author.replace("S", "J"), senior_share=0.0) for s in samples]
+            samples = read_legibility(by_junior, prompts, session.load(session.junior), **read)
     metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"] |= counters
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}

@@ -45,6 +45,7 @@ from tandemrl.apps.report.tables import (
 from tandemrl.apps.report.watch import LiveReport
 from tandemrl.cli.main import app
 from tandemrl.evals import Sample, authors_of
+from tandemrl.evals.files import digests
 from tandemrl.training.authored import authored_spans
 from tandemrl.training.tracking import write_eval_texts
 from tandemrl.types import Author, Rollout
@@ -645,8 +646,8 @@ def test_runs_without_an_evaluation_are_compared_by_their_last_one_during_traini
     assert "| tandem − grpo | held-out: pass@1 | +0.667 [" in text
     (tmp_path / "tandem" / "eval_texts" / "step_4.jsonl").rename(tmp_path / "tandem" / "eval_texts" / "step_2.jsonl")
     built = build_report(tmp_path)
-    assert built.records.settings[0].contrasts == ()
-    assert "tandem and grpo are not compared: their last evaluations are of different steps." in built.caveats
+    assert built.records.settings[0].contrasts  # as `tandemrl compare` does
+    assert "tandem and grpo: their last evaluations, which are compared, are of different steps." in built.caveats
 
 
 def test_every_column_says_what_it_means() -> None:
@@ -682,6 +683,43 @@ def test_a_moved_experiment_still_finds_its_tokenizer(tmp_path: Path, tokenizer:
     write_phase(tmp_path / "jargon" / "seed-0" / "eval" / "base", "pass-at-k", {"pass@1": 0.5}, samples, model=model)
     shown = build_report(tmp_path).galleries["jargon"][0].problems[0].shown[0][1]
     assert shown.spans == [(Author.JUNIOR, "is 10.")]
+
+
+def test_the_model_that_an_evaluation_names_shows_its_authors(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    """Outside of the report's folder: as long as it is the one that was evaluated."""
+    found, folder = tokenizer
+    model = shutil.copytree(folder, tmp_path / "pair" / "senior")
+    tokens = found.encode("is 10.", add_special_tokens=False)
+    about: dict[str, Any] = {"model": str(model), "digests": digests([str(model)])}
+    write_phase(tmp_path / "e", "pass-at-k", {"pass@1": 0.5}, [sample(tokens, f"J{len(tokens)}", "is 10.")], **about)
+    shown = build_report(tmp_path / "e").galleries[""][0].problems[0].shown[0][1]
+    assert shown.spans == [(Author.JUNIOR, "is 10.")]
+    (model / "added.json").write_text("{}")
+    assert build_report(tmp_path / "e").galleries[""][0].problems[0].shown[0][1].spans == [(None, "is 10.")]
+
+
+def test_the_junior_alone_is_a_row_of_its_own(tmp_path: Path) -> None:
+    for arm in ("base", "grpo"):
+        once = {"samples": 1, "k": [1]}
+        write_phase(tmp_path / arm, "pass-at-k", {"pass@1": 0.25}, [sample([1], "S1", "x")], eval=once)
+        write_phase(tmp_path / arm, "junior", {"pass@1": 0.523, "cross_entropy": 0.153}, [sample([1], "J1", "x")])
+    text = to_markdown(build_report(tmp_path))
+    header = next(cells(line) for line in text.splitlines() if "solo pass@1" in line and line.startswith("|"))
+    rows = [dict(zip(header, cells(line), strict=True)) for line in text.splitlines() if "junior alone" in line]
+    assert [row["solo pass@1"].split()[0] for row in rows] == ["0.523"]
+    assert rows[0]["junior CE (nats/token)"].startswith("0.153")
+    assert "junior alone" in to_html(build_report(tmp_path))
+
+
+def test_a_trend_says_its_first_step_and_what_its_mean_covers(tmp_path: Path) -> None:
+    write_run(tmp_path / "grpo")
+    steps = [{"step": 0, "eval/pass@1": 0.25}, *({"step": s, "reward/mean": s / 10} for s in range(1, 11))]
+    steps[5] |= {"eval/pass@1": 0.5}
+    steps[10] |= {"eval/pass@1": 0.75}
+    (tmp_path / "grpo" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    lines = [cells(line) for line in to_markdown(build_report(tmp_path)).splitlines()]
+    assert ["grpo", "1", "3", "0.250 (0)", "0.500 (3)"] in lines
+    assert ["grpo", "1", "10", "0.100 (1)", "0.800 (5)"] in lines
 
 
 @pytest.mark.parametrize("named", ["absolute", "above", "link"])
@@ -840,7 +878,7 @@ def test_the_markdown_page_has_the_tables_and_names_the_plots(experiment: Path) 
     assert dict(zip(header, row, strict=True))["jargon rate"] == "–"
     assert dict(zip(header, row, strict=True))["solo pass@4"] == "0.990 [0.977, 1.000]"  # by the errors within seeds
     reward = next(cells(line) for line in lines if line.startswith("| GRPO | 3 | 4 |"))
-    assert reward[3:] == ["0.110", "0.125"]  # means over seeds of step 1, and of all four
+    assert reward[3:] == ["0.110 (1)", "0.125 (4)"]  # means over seeds of step 1, and of all four
     assert "- commit: abc123" in lines
 
 

@@ -40,7 +40,7 @@ from tandemrl.apps.experiments.families import PAIRS, Recipe
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.tiny import DEFAULT_SIZE, SIZES, lr_scale
 from tandemrl.apps.experiments.warm_start import Pace, Progress, progress_line
-from tandemrl.apps.report.records import MEASURES
+from tandemrl.apps.report.records import JUNIOR, MEASURES
 from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
@@ -455,6 +455,12 @@ def collect_results(experiment: Experiment, out: Path, *, refused: Mapping[Job, 
         for arm in (BASE, *(arm.name for arm in experiment.arms))
         for seed in accepted[pair]
     ]
+    rows += [
+        {"pair": pair, "seed": seed, "arm": JUNIOR} | measures
+        for pair in experiment.pairs
+        for seed in accepted[pair]
+        if (measures := measures_of_junior(out / pair / f"seed-{seed}" / "eval" / BASE))
+    ]
     metrics = {metric for _, metric in MEASURES.values()}
     contrasts = [
         {"pair": pair, "A": a, "B": b, **contrast}
@@ -548,6 +554,15 @@ def measures_of(pair: str, folder: Path) -> dict[str, float]:
     return row | PAIRS[pair].measures(results["pass-at-k"]["metrics"]["macro"], solo, handoff)
 
 
+def measures_of_junior(folder: Path) -> dict[str, float]:
+    """The measures of the junior alone, which an evaluation has beside its own; {} if it has none."""
+    if not (file := folder / "junior.json").exists():
+        return {}
+    macro = evals.read_result(file)["metrics"]["macro"]
+    own = {name: metric for name, (phase, metric) in MEASURES.items() if phase in ("pass-at-k", "legibility")}
+    return {name: macro[metric] for name, metric in own.items() if metric in macro}
+
+
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -568,8 +583,9 @@ def _check_experiment(experiment: Experiment) -> None:
     for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):
         if not values or len(set(values)) != len(values):
             raise ExperimentError(f"{experiment.name}: {what} must be one or more different ones, got {list(values)}")
-    if BASE in names:
-        raise ExperimentError(f"{experiment.name}: an arm cannot be called {BASE!r}, the model before training")
+    for taken, what in ((BASE, "the model before training"), (JUNIOR, "the junior alone")):
+        if taken in names:
+            raise ExperimentError(f"{experiment.name}: an arm cannot be called {taken!r}, {what}")
     unknown = {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}
     if unknown:
         raise ExperimentError(f"{experiment.name}: contrasts name unknown arms {sorted(unknown)}; arms: {names}")

@@ -15,7 +15,7 @@ from tandemrl.evals.compare import CompareError, Contrast, compare, last_texts
 def paired_differences(setting: Setting, say: Callable[[str], None]) -> tuple[ContrastRecord, ...]:
     """The differences of every evaluated arm to the first one, or those of ``results.json`` if it has some.
 
-    If no arm is evaluated, the last evaluations during training are compared, if they are of the same steps.
+    If no arm is evaluated, the last evaluations during training are compared.
 
     Args:
         say: called with a sentence if two arms cannot be compared, as with other problems or another number of samples.
@@ -34,8 +34,7 @@ def paired_differences(setting: Setting, say: Callable[[str], None]) -> tuple[Co
         if len(seeds) < len(sides[0].keys() | sides[1].keys()):
             say(f"{arm.title} and {first.title} are compared over the seeds of both only: {', '.join(seeds)}.")
         if not arm.evaluations and _steps(arm, seeds) != _steps(first, seeds):
-            say(f"{arm.title} and {first.title} are not compared: their last evaluations are of different steps.")
-            continue
+            say(f"{arm.title} and {first.title}: their last evaluations, which are compared, are of different steps.")
         paired = (tuple(place for seed in seeds for place in side[seed]) for side in sides)
         contrasts = _contrasts(*paired, _state(arm), _state(first))
         if isinstance(contrasts, str):

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from tandemrl.apps.report import provenance, svg
 from tandemrl.apps.report.differences import paired_differences
 from tandemrl.apps.report.figures import Styled, all_figures
-from tandemrl.apps.report.records import FIRST_ARMS, ArmRecord, Records, Setting, discover
+from tandemrl.apps.report.records import FIRST_ARMS, JUNIOR, ArmRecord, Records, Setting, discover, with_junior
 from tandemrl.apps.report.samples import Gallery, galleries
 from tandemrl.apps.report.tables import (
     LAST,
@@ -134,7 +134,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
     for setting in report.records.settings:
         if several or setting.name:
             parts.append(f"## {setting.name or 'top level'}")
-        measured = [arm for arm in setting.arms if arm.evaluations]
+        measured = with_junior([arm for arm in setting.arms if arm.evaluations])
         contrasts = _contrasts(setting)
         if contrasts:
             parts += ["### In short", _sentences(contrasts)]
@@ -153,7 +153,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
         for metric in TREND:
             rows = [row for arm in setting.arms if (row := _trend(arm, metric))]
             if rows:
-                head = [metric, "seeds", "steps", "first", f"mean of last {LAST}"]
+                head = [metric, "seeds", "values", "first (step)", "mean of the last (values)"]
                 parts += [markdown_table(head, rows)]
     if report.caveats:
         parts += ["## What this does not show", "\n".join(f"- {caveat}" for caveat in report.caveats)]
@@ -185,7 +185,7 @@ def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = head
     """
     parts = []
     for setting in report.records.settings:
-        measured = [arm for arm in setting.arms if arm.evaluations]
+        measured = with_junior([arm for arm in setting.arms if arm.evaluations])
         if measured:
             parts += [f"{setting.name}:" if setting.name else "", table(measured), _interval_note(measured)]
     return "\n\n".join(part.strip() for part in parts if part)
@@ -194,13 +194,13 @@ def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = head
 def styles(records: Records) -> dict[str, svg.Style]:
     """The style of each arm, by its name. It is the same in every setting and plot, and in all reports for arms that
     every experiment has."""
-    names = dict.fromkeys([*FIRST_ARMS, *(arm.name for setting in records.settings for arm in setting.arms)])
+    names = dict.fromkeys([*FIRST_ARMS, *(arm.name for setting in records.settings for arm in setting.arms), JUNIOR])
     return {name: svg.style(number) for number, name in enumerate(names)}
 
 
 def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], shown: list[Gallery]) -> dict[str, Any]:
     """The variables with which the template shows a setting."""
-    measured = [arm for arm in setting.arms if arm.evaluations]
+    measured = with_junior([arm for arm in setting.arms if arm.evaluations])
     columns = columns_of(measured)
     table: list[dict[str, Any]] = [
         {
@@ -336,19 +336,26 @@ def _sentences(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _trend(arm: ArmRecord, metric: str) -> list[str]:
     """The first value and the closing mean of a training metric, averaged over seeds."""
-    curves = [[s[metric] for s in run.steps if s.get(metric) is not None] for run in arm.runs]
-    values = [each for each in curves if each]
+    lines = [[s for s in run.steps if s.get(metric) is not None] for run in arm.runs]
+    begun = sorted({each[0].get("step", 0) for each in lines if each})
+    values = [[s[metric] for s in each] for each in lines if each]
     if not values:
         return []
-    steps = sorted({len(each) for each in values})
+    counts = sorted({len(each) for each in values})
+    closing = sorted({min(each, LAST) for each in counts})
     first, last = fmean(each[0] for each in values), fmean(fmean(each[-LAST:]) for each in values)
     return [
         arm.title,
         str(len(values)),
-        " to ".join(map(str, dict.fromkeys((steps[0], steps[-1])))),
-        nats(first),
-        nats(last),
+        _range(counts),
+        f"{nats(first)} ({_range(begun)})",
+        f"{nats(last)} ({_range(closing)})",
     ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """``3``, or ``3 to 5`` from the lowest to the highest of sorted numbers."""
+    return " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
 
 
 def _flat_settings(experiment: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -80,7 +80,7 @@ def commands(records: Records) -> list[str]:
             if len(standard) == len(SUITE) and all(e.file.stem == e.phase for e in standard):
                 handoff = next(e for e in standard if e.phase == "handoff")  # it has both models
                 lines.append(_eval_command(handoff, "all", handoff.file.parent))
-                first = [e for e in first if e not in standard]
+                first = [e for e in first if e not in standard and e.phase != "junior"]
             lines += [_eval_command(e, e.phase, e.file) for e in first]
     return [*dict.fromkeys(lines), f"tandemrl report {shlex.quote(str(records.folder))}"]
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,6 +25,8 @@ NO_ENTRY = {"hf", "checkpoints", "wandb", "eval_texts"}
 """Folders of weights, back-ends and texts, which hold no results."""
 FIRST_ARMS = ("base", "grpo", "kl", "tandem")
 """The order of the arms that every experiment has; others follow by name."""
+JUNIOR = "junior"
+"""The name of the junior alone, beside the arms."""
 MEASURES: dict[str, tuple[Phase, str]] = {
     "solo/pass@1": ("pass-at-k", "pass@1"),
     "solo/pass@4": ("pass-at-k", "pass@4"),
@@ -137,6 +139,19 @@ class Setting:
     arms: tuple[ArmRecord, ...]
     contrasts: tuple[ContrastRecord, ...] = ()
     claims: tuple[Claim, ...] = ()
+
+
+def with_junior(arms: Sequence[ArmRecord]) -> list[ArmRecord]:
+    """The arms, and each junior alone as a further one, from the first arm that was evaluated with it."""
+    juniors: dict[str, ArmRecord] = {}
+    for arm in arms:
+        own = [each for each in arm.evaluations if each.phase == "junior"]
+        if own:
+            parts = tuple(each._replace(phase=phase) for each in own for phase in ("pass-at-k", "legibility"))
+            known = str([each.result["config"].get("digests") or each.result["config"]["model"] for each in own])
+            juniors.setdefault(known, ArmRecord(JUNIOR, f"junior alone ({arm.title})", evaluations=parts))
+    found = [*juniors.values()]
+    return [*arms, *([replace(found[0], title="junior alone")] if len(found) == 1 else found)]
 
 
 class Results(NamedTuple):
@@ -378,4 +393,4 @@ def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:
     """The titles of arms by their names, as far as the experiment gives them."""
     arms = experiment.get("arms") or []
     titles = {arm["name"]: arm["title"] for arm in arms if isinstance(arm, dict) and arm.get("title")}
-    return {"base": "before training"} | titles if titles else {}
+    return {"base": "before training", JUNIOR: "junior alone"} | titles if titles else {}

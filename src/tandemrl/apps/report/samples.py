@@ -14,6 +14,7 @@ from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, Records, R
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.evals import authors_of
+from tandemrl.evals.files import digests
 from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import load_tokenizer
@@ -133,7 +134,9 @@ class _Reader:
             self._say(f"{file} is missing, so its samples are not shown.")
             return
         config = evaluation.result["config"]
-        decode = self._decoder(str(config.get("model", "")), file.parent)
+        model = str(config.get("model", ""))
+        digest = (config.get("digests") or {}).get(str(Path(model)), "")
+        decode = self._decoder(model, file.parent, str(digest))
         for number, line in _lines(file):
             try:
                 kind = KINDS.get((evaluation.phase, line["arm"]))
@@ -157,7 +160,7 @@ class _Reader:
         file = run.folder / "samples.jsonl"
         if not file.is_file():
             return
-        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
+        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder, "")
         try:
             lines = [line for line in _tail(file) if line["index"] == 0]
             last = max((line["step"] for line in lines), default=0)
@@ -170,9 +173,9 @@ class _Reader:
         except (KeyError, TypeError, ValueError) as error:
             raise ReportError(f"{file}: not a line of training samples: {error}") from None
 
-    def _load_decoder(self, model: str, home: Path) -> Callable[[list[int]], str] | None:
+    def _load_decoder(self, model: str, home: Path, digest: str) -> Callable[[list[int]], str] | None:
         """The decoding function of the tokenizer that was asked for, or else of the first one in the folder."""
-        places = [] if self._tokenizer is not None else self._places(model, home)
+        places = [] if self._tokenizer is not None else self._places(model, home, digest)
         tokenizer = self._tokenizer
         for place in places:
             try:
@@ -188,17 +191,22 @@ class _Reader:
         )
         return None
 
-    def _places(self, model: str, home: Path) -> list[Path]:
+    def _places(self, model: str, home: Path, digest: str) -> list[Path]:
         """The folders in which a model's tokenizer may be: that of the model, and ``hf/`` of the run that contains
         ``home``.
 
-        The model's path comes from a file of unknown origin, so only folders inside the report's folder count.
+        The model's path comes from a file of unknown origin, so only folders inside the report's folder count, and the
+        path itself if the folder there still has the ``digest`` that the evaluation recorded.
         """
         parts, top = Path(model).parts, self._folder.resolve()
         ends = [self._folder.joinpath(*parts[i:]) for i in range(len(parts))]
         runs = [folder for folder in (home, *home.parents) if folder.resolve().is_relative_to(top)]
         exports = [export for run in runs for export in (run / "hf" / "best", *sorted((run / "hf").glob("step_*")))]
-        return [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
+        found = [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
+        recorded = Path(model)
+        if not found and digest and recorded.is_dir() and digests([model]).get(str(recorded)) == digest:
+            found = [recorded]
+        return found
 
     def _load_questions(self, data: Sequence[str]) -> Mapping[str, str]:
         """The last user message of each example, by its id, for the sources that are available."""
