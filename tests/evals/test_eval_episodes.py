@@ -193,7 +193,7 @@ def played(agents, tmp_path_factory):
 
 
 def test_every_phase_takes_turns(played):
-    assert list(played) == ["pass-at-k", "tandem", "handoff", "legibility", "drift"]
+    assert list(played) == ["pass-at-k", "tandem", "handoff", "legibility", "drift", "junior"]
     arms = {phase: list(dict.fromkeys(sample.arm for sample in samples)) for phase, (_, samples) in played.items()}
     by_turns = ["senior_first_turns", "junior_first_turns", "senior_then_junior"]
     assert arms["handoff"] == ["senior_first", "junior_first", *by_turns]

@@ -172,7 +172,7 @@ def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
     both = {"data": ["synthetic:plain:heldout:6"], "model": tiny_pair / "senior", "junior": other_junior}
     small = config(tiny_pair, tmp_path, "eval.samples=2", "eval.k=[1]", "selection.max_untranslatable=1")
     found = evaluate_with(**both, out=tmp_path / "all", eval=small.eval, selection=small.selection)
-    assert set(found) == {"pass-at-k", "tandem", "handoff", "legibility"}
+    assert set(found) == {"pass-at-k", "tandem", "handoff", "legibility", "junior"}
     macro = found["tandem"]["metrics"]["macro"]
     assert 0.2 < macro["senior_share"] < 0.8
     assert macro["rounds"] > 3
