@@ -1,7 +1,7 @@
 """``tandemrl train``."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,6 +42,10 @@ def train(
         str,
         typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
     ] = "auto",
+    accept_changed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CODE", help="Resume with repaired code: reward, recipe, strategy, engine, environment …"),
+    ] = None,
 ) -> None:
     """Train a senior as a config says. KEY=VALUE arguments override the file."""
     from tandemrl.config import ConfigError, batch_plan, load, packaged_configs, stated_keys, to_yaml
@@ -68,7 +72,7 @@ def train(
     from tandemrl.training import loop as training
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
-    training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
+    training.train(resolved, resume=resume, accept_changed=accept_changed or (), stated=stated_keys(overrides or ()))
 
 
 def _plan(config: "Config", ranks: int, device: str | None, times_of: str | None) -> None:
@@ -103,10 +107,11 @@ def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
     from tandemrl.distributed.world import launched
     from tandemrl.training.checkpoint import check_resume
     from tandemrl.training.function_records import with_records
-    from tandemrl.training.preflight import NotHereError, Preflight
+    from tandemrl.training.preflight import Doubt, NotHereError, Preflight
 
     def functions() -> str:
-        with_records(config, **{field.name: None for field in fields(config.functions)})
+        none: dict[str, Any] = {field.name: None for field in fields(config.functions)}
+        with_records(config, **none)
         return "none has to be passed in Python"
 
     size = launched()
@@ -118,7 +123,8 @@ def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
     }
     for subject, check in checks.items():
         try:
-            echo(f"ok           {subject}: {check()}", indent=13)
+            found = check()
+            echo(f"{'look here' if isinstance(found, Doubt) else 'ok':11}  {subject}: {found}", indent=13)
         except NotHereError as error:
             echo(f"not checked  {subject}: {error}", indent=13)
         except Exception as error:

@@ -8,7 +8,7 @@ Alignment: entry *i* of every per-token channel describes token *i*, never a shi
 in ``tandemrl.models.forward``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int8, Int64, jaxtyped
 from torch import Tensor
 
 from tandemrl.data.messages import Message as Message
+from tandemrl.data.messages import Response as Response
 from tandemrl.data.messages import Transcript as Transcript
 
 try:  # Checks at the public boundary when beartype is there; it is not needed to train.
@@ -59,7 +60,8 @@ class Rollout:
     request key that all random draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript`` holds the
     messages of an episode of several turns, and is None for a single-turn rollout. ``handover_logprobs`` is another
     channel of the tokens, and None unless the strategy has ``starts`` (see ``Completion``). ``policy_version`` is that
-    of the weights that wrote it.
+    of the weights that wrote it. ``response`` is what rewards read, None before they do; ``logged`` is what they noted
+    (TRL's ``log_extra``).
 
     Raises:
         ValueError: the channels differ in length, or ``author`` holds another value than -1, 0 or 1.
@@ -79,6 +81,8 @@ class Rollout:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
+    response: Response | None = None
+    logged: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         channels = {"tokens": np.int64, "author": np.int8, "behaviour_logprobs": np.float32}
@@ -123,6 +127,7 @@ class Rollout:
         """A JSON-serialisable dict; ``Rollout.from_json`` is its inverse."""
         told = self.handover_logprobs
         return {
+            **({} if self.response is None else self.response.to_json()),
             "example_id": self.example_id,
             "group": self.group,
             "index": self.index,
@@ -133,6 +138,7 @@ class Rollout:
             **({} if told is None else {"handover_logprobs": [round(float(x), 6) for x in told]}),
             "reward": self.reward,
             "reward_parts": dict(self.reward_parts),
+            **({"logged": dict(self.logged)} if self.logged else {}),
             "stop_reason": self.stop_reason,
             "turns": self.turns,
             "policy_version": self.policy_version,
@@ -146,14 +152,23 @@ class Rollout:
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
         if others.get("transcript") is not None:
             others["transcript"] = Transcript.from_json(others["transcript"])
+        if "text" in line:
+            others["response"] = Response.from_json(line, _after_prompt(line["tokens"], line["author"]))
         return cls(**others | arrays | {"key": line["seed"]})
 
 
+def _after_prompt(tokens: Sequence[int], author: Sequence[int]) -> Sequence[int]:
+    written = [i for i, who in enumerate(author) if who >= 0]
+    return tokens[written[0] :] if written else ()
+
+
 class Group(NamedTuple):
-    """The rollouts of one prompt. Advantages compare the rollouts of a group with each other."""
+    """The rollouts of one prompt. Advantages compare the rollouts of a group with each other. logged: the values that
+    reward functions logged about it (TRL's ``log_metric``)."""
 
     example_id: str
     rollouts: tuple[Rollout, ...]
+    logged: Mapping[str, Sequence[float]] = {}
 
     @property
     def scored(self) -> "Group":

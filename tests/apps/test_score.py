@@ -90,7 +90,7 @@ def test_responses_that_a_judge_did_not_score_are_no_part_of_the_means() -> None
     totals: dict[str, dict[str, float]] = {}
     row = Row("r", ({"role": "user", "content": "?"},), "set", "1", {})
     scores = [Score(1.0, {"acc": 1.0}, None), Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)]
-    _add(totals, [(row, "a"), (row, "b")], scores)
+    _add(totals, [row, row], scores)
     assert _means(totals["set"]) == {"responses": 2.0, "score": 1.0, "acc": 1.0, "unscored": 0.5}
 
 

@@ -24,11 +24,16 @@ EOS, STEP, BLANK, NEWLINE, RIGHT, WRONG, HALF = range(len(WORDS))
 
 
 class WordTokenizer:
-    """One word per id; decoding joins them and leaves EOS out."""
+    """One word per id; decoding joins them. It has no chat template."""
 
-    def batch_decode(self, texts, skip_special_tokens):
-        assert skip_special_tokens
-        return [" ".join(WORDS[token] for token in tokens if token != EOS) for tokens in texts]
+    eos_token_id = pad_token_id = EOS
+    all_special_ids, added_tokens_decoder = [EOS], {}
+
+    def decode(self, tokens):
+        return " ".join(WORDS[token] for token in tokens)
+
+    def batch_decode(self, texts):
+        return [self.decode(tokens) for tokens in texts]
 
 
 class CannedEngine:
@@ -68,9 +73,9 @@ class FakeScore(NamedTuple):
 class FakeScorer:
     """The last word is the answer; "half" earns a format score that is not an accuracy."""
 
-    def score(self, items, transcripts):
+    def score(self, items, transcripts, **_):
         assert transcripts == [None] * len(items)
-        return [self.mark(row, text) for row, text in items]
+        return [self.mark(row, response.plain) for row, response in items]
 
     def mark(self, row, text):
         answer = (text.split() or [None])[-1]
@@ -109,9 +114,9 @@ def test_lost_texts_are_not_scored():
     seen = []
 
     class Counting(FakeScorer):
-        def score(self, items, transcripts):
+        def score(self, items, transcripts, **groups):
             seen.extend(items)
-            return super().score(items, transcripts)
+            return super().score(items, transcripts, **groups)
 
     marked = evals.grade([lost[0], written[2], lost[1], written[3]], [prompt(0)], Counting())
     assert len(seen) == 2

@@ -40,6 +40,8 @@ def format_reward(completions, **kwargs):
 
 def whole(prompts, completions, level, **kwargs):
     assert (prompts, completions, level) == (["Be brief.\n\n3 + 4?"], ["7"], ["easy"])
+    logs = {kwargs.pop("log_metric"), kwargs.pop("log_extra")}
+    assert all(map(callable, logs))
     assert kwargs == {
         "data_source": ["mine"], "ability": ["math"], "ground_truth": ["7"], "answer": ["7"], "solution": ["7"],
         "index": [3],

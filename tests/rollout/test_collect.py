@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
-from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.models.batching import pack
 from tandemrl.rewards.math.boxed import Score
-from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rollout.collect import CompletionBatch, generate
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling
 from tandemrl.rollout.groups import score_rollouts
@@ -41,11 +40,10 @@ class CountingScorer(Scorer):
     def __init__(self) -> None:
         self.calls: list[list[tuple[Row, str]]] = []
 
-    def score(
-        self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
-    ) -> list[Score]:
-        self.calls.append(list(items))
-        return [Score(float(len(text)), {"acc": 0.0, "chars": float(len(text))}, None) for _, text in items]
+    def graded(self, items: Any, transcripts: Any = None, **_: Any) -> list[Graded]:
+        self.calls.append([(row, response.plain) for row, response in items])
+        lengths = [float(len(text)) for _, text in self.calls[-1]]
+        return [Graded(Score(length, {"acc": 0.0, "chars": length}, None)) for length in lengths]
 
 
 class Parrot:

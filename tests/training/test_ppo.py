@@ -291,10 +291,10 @@ def resampled(monkeypatch: pytest.MonkeyPatch, good: set[int], rounds: int) -> t
         counts.append(drawn)
         return CompletionBatch(examples, [], Draws(10, 5), Passes(20, 6, 9, 4, 3))
 
-    def score(batch: Any, scorer: Any, tokenizer: Any) -> list[Group]:
+    def score(setup: Any, batch: Any, step: int) -> list[Group]:
         return [group(e, [0.0, 1.0 if e in good else 0.0], i) for i, e in enumerate(batch.prompts)]
 
-    monkeypatch.setattr(rollouts_module, "score_rollouts", score)
+    monkeypatch.setattr(rollouts_module, "score", score)
     sampler = Sampler(100, seed=0)
     sampler.next(4)
     settings = SimpleNamespace(train=SimpleNamespace(max_resamples=rounds))

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -10,12 +10,12 @@ from typing import IO, Any, NamedTuple
 
 from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
-from tandemrl.data.messages import Transcript
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import DataError, Row, object_of
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
-from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.scoring import Graded, Scorer
 
 TEXT_KEYS = ("response", "text")
 BATCH = 1000
@@ -49,10 +49,13 @@ def score_file(
         data: the sources of the rows, as in ``data.train``.
         responses: a JSONL file. Each line is an object with the response (``response`` or ``text``) and the row that it
             belongs to, by its ``example_id`` or by its ``index`` among all rows from 0. If no line has either, line n
-            belongs to row n. A line may have the ``transcript`` of an episode, as in ``samples.jsonl``.
+            belongs to row n. A line may have more, as in ``samples.jsonl``: the ``transcript`` of an episode, the text
+            without special tokens (``plain``), what the chat template wrote of it (``opened``), ``tokens`` with their
+            ``author`` or ``completion_ids``; lines of other steps or groups are not compared with each other.
         out: a JSONL file to write, with one line per response in the same order: ``example_id``, ``score``, ``parts``,
-            ``answer``. Its name ends in ``.part`` until everything is scored.
-        batch: how many responses are scored at once.
+            ``answer``, and ``logged`` if reward functions logged something about it. Its name ends in ``.part`` until
+            everything is scored.
+        batch: how many responses are scored at once; all, if a function gets all responses to a prompt together.
         stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
 
     Raises:
@@ -74,13 +77,16 @@ def score_file(
             part = out.with_name(f"{out.name}.part")
             # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
-        items = _items(rows, responses)
-        while read := list(islice(items, batch)):
-            some = [(row, text) for row, text, _ in read]
-            scores = scorer.score(some, [transcript for *_, transcript in read])
-            _add(totals, some, scores)
+        together = None if any(map(scorer.grouped, rows)) else batch
+        lines = _lines(rows, responses, grouped=together is None)
+        while read := list(islice(lines, together)):
+            some = [line.row for line in read]
+            answers = [(line.row, line.response) for line in read]
+            groups = [line.group for line in read]
+            graded = scorer.graded(answers, [line.transcript for line in read], groups=groups)
+            _add(totals, some, [each.score for each in graded])
             if file is not None:
-                _write(file, some, scores)
+                _write(file, some, graded)
     count = int(sum(total["responses"] for total in totals.values()))
     if not count:
         raise DataError(f"{responses}: no responses")
@@ -99,8 +105,21 @@ def _scorer(config: Config) -> Scorer:
     return Scorer(config.reward, code=code_scorer(config), judge=judge)
 
 
-def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str, Transcript | None]]:
-    """Yield (row, response, transcript or None) for every line of the file, in order."""
+class _Line(NamedTuple):
+    """A line of the file. group: equal for responses to one prompt."""
+
+    row: Row
+    response: Response
+    transcript: Transcript | None
+    group: Hashable
+
+
+def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_Line]:
+    """Yield what every line of the file says, in order.
+
+    Args:
+        grouped: whether responses to one prompt are scored together.
+    """
     by_id = {row.example_id: row for row in rows}
     in_order: bool | None = None
     count = 0
@@ -113,7 +132,11 @@ def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str, Tra
         if in_order is named:
             raise DataError(f"{where}: either every line has an example_id or index, or none has")
         row = _row(record, rows, by_id, count if in_order else None, where)
-        yield row, _response(record, where), _transcript(record, where)
+        group = None
+        if grouped:
+            place = [record.get(key) for key in ("source", "step", "group", "arm")]
+            group = json.dumps([row.data_source, row.ability, row.messages, row.ground_truth, *place])
+        yield _Line(row, _response(record, where), _transcript(record, where), group)
         count += 1
     if in_order and count != len(rows):
         raise DataError(
@@ -135,11 +158,26 @@ def _row(
     return rows[index]
 
 
-def _response(record: Mapping[str, Any], where: str) -> str:
+def _response(record: Mapping[str, Any], where: str) -> Response:
     texts = [record[key] for key in TEXT_KEYS if key in record]
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise DataError(f"{where}: expected the response as a string in one of: {', '.join(TEXT_KEYS)}")
-    return texts[0]
+    for key in ("plain", "opened"):
+        if not isinstance(record.get(key, ""), str | None):
+            raise DataError(f"{where}, field {key!r}: expected a string, found {record[key]!r:.80}")
+    plain = record.get("plain")
+    return Response(texts[0], texts[0] if plain is None else plain, record.get("opened") or "", _ids(record, where))
+
+
+def _ids(record: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    """The token ids after the prompt: ``completion_ids``, or those of a training sample or of one of an evaluation."""
+    ids, author = record.get("completion_ids"), record.get("author")
+    if ids is None and author is not None and record.get("tokens") is not None:
+        context = 0 if isinstance(author, str) else next((i for i, who in enumerate(author) if who >= 0), len(author))
+        ids = record["tokens"][context:]
+    if ids is not None and not (isinstance(ids, list) and all(isinstance(each, int) for each in ids)):
+        raise DataError(f"{where}, field 'completion_ids': expected a list of token ids, found {ids!r:.80}")
+    return None if ids is None else tuple(ids)
 
 
 def _transcript(record: Mapping[str, Any], where: str) -> Transcript | None:
@@ -154,8 +192,8 @@ def _transcript(record: Mapping[str, Any], where: str) -> Transcript | None:
         ) from None
 
 
-def _add(totals: dict[str, dict[str, float]], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:
-    for (row, _), score in zip(items, scores, strict=True):
+def _add(totals: dict[str, dict[str, float]], rows: Sequence[Row], scores: Sequence[Score]) -> None:
+    for row, score in zip(rows, scores, strict=True):
         total = totals.setdefault(row.data_source, {"responses": 0.0, "score": 0.0})
         known = {"unscored": 1.0} if score.parts.get("unscored") else {"score": score.value, **score.parts}
         for name, value in {"responses": 1.0, **known}.items():
@@ -165,13 +203,18 @@ def _add(totals: dict[str, dict[str, float]], items: Sequence[tuple[Row, str]], 
 def _means(total: Mapping[str, float]) -> dict[str, float]:
     """What the sums of a data source are on average."""
     count, unscored = total["responses"], total.get("unscored", 0.0)
-    scored = max(count - unscored, 1.0)
-    return {name: value / scored for name, value in total.items()} | (
+
+    def scored(name: str) -> float:
+        """How many responses have a value of a name: a reward that gives no score (``NAME/none``) has none."""
+        return max(count - unscored - total.get(f"{name}/none", 0.0), 1.0)
+
+    return {name: value / scored(name) for name, value in total.items()} | (
         {"responses": count} | ({"unscored": unscored / count} if unscored else {})
     )
 
 
-def _write(file: IO[str], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:
-    for (row, _), score in zip(items, scores, strict=True):
+def _write(file: IO[str], rows: Sequence[Row], graded: Sequence[Graded]) -> None:
+    for row, (score, _, extra, _) in zip(rows, graded, strict=True):
         line = {"example_id": row.example_id, "score": score.value, "parts": score.parts, "answer": score.answer}
+        line |= {"logged": extra} if extra else {}
         file.write(json.dumps(line, ensure_ascii=False) + "\n")

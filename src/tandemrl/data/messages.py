@@ -1,10 +1,10 @@
-"""Messages of a chat, and the transcript of an episode.
+"""Messages of a chat, what authors wrote as rewards read it, and the transcript of an episode.
 
 The module does not import torch, so that the processes of tools and rewards can import it quickly.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,3 +48,34 @@ class Transcript:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Transcript":
         return cls(tuple(value["messages"]), value["state"], value["counts"])
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the authors wrote after a prompt, as rewards, judges and files get it; turns are joined by line breaks.
+
+    text: as written, with special tokens, without the tokens that end a turn and padding. plain: without any special
+    token, as verl, TRL and verifiers decode it. opened: what the chat template writes of the response at the end of the
+    prompt, such as ``<think>``. ids: the token ids after the prompt; None if they are not known.
+    """
+
+    text: str
+    plain: str
+    opened: str = ""
+    ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, text: "str | Response") -> "Response":
+        """A text of which nothing else is known."""
+        return text if isinstance(text, Response) else cls(text, text)
+
+    def to_json(self) -> dict[str, str]:
+        """The texts as fields of a line of ``samples.jsonl``."""
+        plain = {} if self.plain == self.text else {"plain": self.plain}
+        return {"text": self.text, **plain, **({"opened": self.opened} if self.opened else {})}
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any], ids: Sequence[int] | None = None) -> "Response":
+        """The response in such a line."""
+        text = line["text"]
+        return cls(text, line.get("plain", text), line.get("opened", ""), None if ids is None else tuple(ids))

@@ -11,7 +11,7 @@ from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.rewards.calls import OF_K
 from tandemrl.rewards.math.equality import quick_equal
 from tandemrl.rollout.engine import LOST
-from tandemrl.types import Author, Metrics
+from tandemrl.types import Author, Metrics, Response
 
 MAX_COMPARED = 200
 """Longer answers, such as programs, vote together only if they are correct or the same text."""
@@ -78,7 +78,8 @@ class Sample(NamedTuple):
 
     turns, transcript (`types.Transcript` as JSON): those of an episode. parts: the other parts of the score, by name.
     group: the problem's group, see ``GROUPED_BY``. same_as: the example_id of the first row with the same problem, if
-    that is another one. A line has these fields only if they differ from their defaults.
+    that is another one. plain: the text without special tokens, None if it has none. opened: what the chat template
+    wrote of the response before it (`types.Response`). A line has these fields only if they differ from their defaults.
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
     None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
@@ -117,10 +118,21 @@ class Sample(NamedTuple):
     acceptance: float | None = None
     cross_entropy_per_byte: float | None = None
     same_as: str | None = None
+    plain: str | None = None
+    opened: str = ""
+
+    @property
+    def response(self) -> Response:
+        """What rewards read."""
+        plain = self.text if self.plain is None else self.plain
+        return Response(self.text, plain, self.opened, None if self.author is None else tuple(self.tokens))
 
     def to_json(self) -> dict[str, Any]:
         """The sample as a line of ``PHASE.samples.jsonl``; ``Sample(**line)`` is the inverse."""
-        later = ("turns", "parts", "transcript", "group", "acceptance", "cross_entropy_per_byte", "same_as")
+        later = (
+            *("turns", "parts", "transcript", "group", "acceptance", "cross_entropy_per_byte"),
+            *("same_as", "plain", "opened"),
+        )
         return {k: v for k, v in self._asdict().items() if k not in later or v != self._field_defaults[k]}
 
 
@@ -238,9 +250,11 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
 
 
 def _means_of(values: Sequence[Mapping[str, float]]) -> Metrics:
-    """The mean of each entry over several mappings. A missing entry counts as 0."""
+    """The mean of each entry over several mappings. A missing entry counts as 0, that of a reward that gives no score
+    (``NAME/none``) does not count."""
     names = dict.fromkeys(name for each in values for name in each)
-    return {name: sum(each.get(name, 0.0) for each in values) / len(values) for name in names}
+    having = {name: [each.get(name, 0.0) for each in values if f"{name}/none" not in each] for name in names}
+    return {name: sum(have) / len(have) for name, have in having.items()}
 
 
 def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:

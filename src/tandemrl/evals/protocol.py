@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import EvalConfig, SelectionConfig
-from tandemrl.data.messages import Transcript
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import (
     EvalError,
@@ -26,11 +26,11 @@ from tandemrl.evals.measures import (
     parts_of,
 )
 from tandemrl.rewards.judge.rubric import JudgePool
-from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.protocol import Score, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.groups import response_text
+from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
@@ -206,6 +206,8 @@ def generate_samples(
     if not prompts:
         raise EvalError("nothing to evaluate: no prompts")
     written, same = [], same_problems(prompts, episodes=episode_runner is not None)
+    reader = ResponseReader(tokenizer, () if episode_runner is None else episode_runner.ends)
+    opened = [reader.opened(prompt.tokens, prompt.row) for prompt in prompts]
     for arm, strategy in arms.items():
         requests = []
         for problem, prompt in enumerate(prompts):
@@ -219,9 +221,14 @@ def generate_samples(
             responder.check()
         flat = [completion for group in completions for completion in group]
         written += [
-            _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)._replace(
-                same_as=same[i // samples]
-            )
+            _sample(
+                i // samples,
+                prompts[i // samples],
+                arm,
+                i % samples,
+                completion,
+                reader.of(completion, opened[i // samples]),
+            )._replace(same_as=same[i // samples])
             for i, completion in enumerate(flat)
         ]
     return written
@@ -244,16 +251,22 @@ def same_problems(prompts: Sequence[Prompt], *, episodes: bool) -> list[str | No
     return same
 
 
-def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) -> list[Sample]:
+def grade(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer, state: TrainerState | None = None
+) -> list[Sample]:
     """Score whole texts, whoever wrote which part.
 
     A sample is correct if the scorer's ``acc`` is 1; a format score alone does not suffice. A text to which the judge
     gave no score keeps the score None, as does one that is `LOST`, which is not scored at all and counts as wrong.
+
+    Args:
+        state: how far a run has come, for reward functions that ask for it. None: this is no run.
     """
     whole = [sample for sample in samples if sample.stop_reason not in LOST]
-    items = [(prompts[sample.problem].row, sample.text) for sample in whole]
+    items = [(prompts[sample.problem].row, sample.response) for sample in whole]
     episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in whole]
-    scores = iter(scorer.score(items, episodes))
+    groups = [(sample.arm, sample.problem) for sample in whole]
+    scores = iter(scorer.score(items, episodes, groups=groups, state=state))
     return [
         sample._replace(score=None, correct=False) if sample.stop_reason in LOST else _scored(sample, next(scores))
         for sample in samples
@@ -293,9 +306,7 @@ def check_k(k: Sequence[int], samples: int) -> None:
         raise EvalError(f"eval.k={list(k)}: each k must be between 1 and eval.samples ({samples})")
 
 
-def _sample(
-    problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
+def _sample(problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, response: Response) -> Sample:
     own = completion.author[completion.author >= 0]
     return Sample(
         problem=problem,
@@ -304,7 +315,9 @@ def _sample(
         arm=arm,
         sample=number,
         key=completion.key,
-        text=response_text(completion, tokenizer),
+        text=response.text,
+        plain=None if response.plain == response.text else response.plain,
+        opened=response.opened,
         tokens=completion.tokens.tolist(),
         length=len(own),
         author=author_runs(completion.author),

@@ -68,10 +68,10 @@ class TextReader(NamedTuple):
     def pieces(self, sample: Sample) -> list[tuple[Sequence[int], Author]]:
         """A text in the junior's tokens: what the authors wrote, and CONTEXT between their turns.
 
-        Bytes that are no character have become U+FFFD, as in ``Sample.text``.
+        Bytes that are no character have become U+FFFD, as in ``Sample.plain``.
         """
         if self.observed is None or sample.transcript is None or sample.author is None:
-            return [(self.vocabulary.encode(sample.text), Author.SENIOR)]
+            return [(self.vocabulary.encode(sample.response.plain), Author.SENIOR)]
         answers: list[list[Message]] = []
         for message in sample.transcript["messages"]:
             if message["role"] == "assistant":
@@ -129,9 +129,10 @@ def read_legibility(
         columns = (_by_text(channel, batch) for channel in tokens)
         for i, (cross_entropy, accepted) in zip(indices, zip(*columns, strict=True), strict=True):
             acceptance = None if keys is None else _mean(accepted)
+            characters = read[i].response.plain.encode()
             read[i] = read[i]._replace(
                 cross_entropy=_mean(cross_entropy),
-                cross_entropy_per_byte=float(cross_entropy.sum(dtype=np.float64)) / max(1, len(read[i].text.encode())),
+                cross_entropy_per_byte=float(cross_entropy.sum(dtype=np.float64)) / max(1, len(characters)),
                 acceptance=acceptance,
             )
         if progress is not None:

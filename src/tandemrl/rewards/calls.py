@@ -1,9 +1,11 @@
 """How a user's reward function is called, and what it may return. The module does not import torch.
 
 The library's own form is ``(row, text) -> Score | float``. A third parameter, ``options``, receives the `RewardConfig`.
-A parameter called ``transcript`` receives the `Transcript` of an episode of several turns; ``text`` is then what the
-authors wrote in it. If the function returns a plain number x, this becomes a `Score` whose ``acc`` (is the response
-correct?) is 1 if x ≥ 1, else 0.
+``text`` has the special tokens that were written, but not the end token. A parameter called ``transcript`` receives the
+`Transcript` of an episode of several turns; ``text`` is then what the authors wrote in it. A parameter called
+``opened``, of any function, receives what the chat template wrote of the response at the end of the prompt, such as
+``<think>``. If the function returns a plain number x, this becomes a `Score` whose ``acc`` (is the response correct?)
+is 1 if x ≥ 1, else 0.
 
 Functions that were written for other libraries are recognised by the names of their parameters, and called by keyword:
 
@@ -12,17 +14,22 @@ library   recognised by                       given
 ========= =================================== ==========================================================================
 verl      ``solution_str``, ``ground_truth``  those of ``data_source``, ``solution_str``, ``ground_truth`` and
                                               ``extra_info`` that it takes
-TRL       ``completions``                     ``prompts``, ``completions`` and the fields of the row (`columns`), each
-                                              as a list of one
+TRL       ``completions``                     for all responses to a prompt at once, each as a list: ``prompts``,
+                                              ``completions``, ``completion_ids`` and the fields of the rows
+                                              (`columns`); ``trainer_state``, ``log_metric``, ``log_extra``
 verifiers ``completion`` first, or with       those of ``prompt``, ``completion``, ``answer``, ``state``, ``task`` and
           ``prompt``, or with two others      ``info`` that it takes
           of these names
+verifiers ``states``, or with ``completions`` as TRL's, with verifiers' names in the plural
+          others of its plurals
 ========= =================================== ==========================================================================
 
 The ground truth is the value in the row's file, even if that is not text. A function of verl's may return a number, a
 dict with ``score``, whose other numbers become parts of the score (as ``verl_NAME`` if a metric has the name, see
 `is_metric`) and whose ``pred`` is the answer, or a tuple that begins with the score. A function of TRL's returns a list
-of one number.
+with a number for each completion, or None where it has no score: then other terms of a sum count alone.
+
+These libraries decode texts without special tokens, so their functions get them so (`Response.plain`).
 
 TRL and verifiers give prompts and completions as texts or as lists of messages, depending on the data set. Here a
 function gets texts. If it fails on them as one does that expects messages, it gets messages; if the annotation of the
@@ -33,16 +40,20 @@ Any of these functions may be ``async``.
 
 import asyncio
 import inspect
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.rewards.protocol import GraderError, Score, number
+from tandemrl.rewards.protocol import NO_SCORE, GraderError, GroupScores, Item, Score, TrainerState, number
 
 MEASURED = (
     *("score", "length", "truncation_rate", "rounds", "senior_share", "turns", "rejected_rate"),
@@ -60,6 +71,10 @@ VERL_MARKS = {"solution_str", "ground_truth"}
 """The parameters by which a function with verl's signature is recognised. All of verl's own functions have them."""
 VERIFIERS = ("prompt", "completion", "answer", "state", "task", "info")
 """The keyword arguments that verifiers passes to a reward function, without the objects of its rubric."""
+PLURALS = {"answers", "states", "tasks", "infos"}
+"""What a function of verifiers takes beside ``prompts`` and ``completions`` if it scores all responses to a prompt."""
+LOGS = ("log_metric", "log_extra")
+"""The functions that TRL passes, so that a reward function can log numbers, and columns with a value per completion."""
 RUBRIC = ("parser", "judge")
 """Objects of a rubric of verifiers that its reward functions may take. Here there are none."""
 WANTS_MESSAGES = (TypeError, AttributeError, KeyError, IndexError)
@@ -68,6 +83,8 @@ READS_MESSAGES = re.compile("string indices must be integers|'str' object has no
 """What such an error on a text says. Any other is the function's own."""
 OR_TEXT = re.compile(r"\bstr \||\| str\b|Union\[str")
 """In an annotation: texts are fine, too."""
+
+MAX_ERROR_CHARS = 500
 
 Form = Literal["own", "verl", "trl", "verifiers"]
 
@@ -96,6 +113,8 @@ class Call(NamedTuple):
     """Whether a function of the library's own form takes the `RewardConfig`."""
     transcript: Literal["no", "may", "must"] = "no"
     """Whether a function of the library's own form takes the transcript."""
+    opened: bool = False
+    """Whether it takes what the chat template wrote of the response."""
     names: tuple[str, ...] = ()
     """The keyword arguments of another library that the function names."""
     optional: tuple[str, ...] = ()
@@ -104,6 +123,16 @@ class Call(NamedTuple):
     """Whether it takes any others, too (``**kwargs``)."""
     messages_only: bool = False
     """Whether its annotations ask for messages."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it scores all responses to a prompt in one call."""
+        return self.form == "trl"
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        """The functions of `LOGS` that it takes."""
+        return tuple(name for name in LOGS if self.rest or name in self.names)
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Call":
@@ -116,13 +145,14 @@ class Call(NamedTuple):
             signature = inspect.signature(function)
         except ValueError:  # some functions written in C do not say
             return cls()
-        parameters = signature.parameters
+        parameters, opened = signature.parameters, "opened" in signature.parameters
         if form := _foreign(parameters):
             kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
             rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
             known = {"verl": VERL, "verifiers": VERIFIERS}.get(form)
             named = tuple(each for each in parameters if parameters[each].kind not in kinds)
             names = named if known is None else tuple(each for each in known if rest or each in named)
+            names += ("opened",) if opened and known is not None else ()
             optional = tuple(each for each in named if parameters[each].default is not inspect.Parameter.empty)
             try:
                 signature.bind(**dict.fromkeys(names))
@@ -130,16 +160,17 @@ class Call(NamedTuple):
                 raise _no_reward(name, signature) from None
             annotation = str(getattr(parameters.get("completions") or parameters.get("completion"), "annotation", ""))
             asks = any(word in annotation for word in ("dict", "Dict", "Message", "Mapping"))
-            return cls(
-                form, names=names, optional=optional, rest=rest, messages_only=asks and not OR_TEXT.search(annotation)
-            )
-        if (transcript := parameters.get("transcript")) is not None:
+            only = asks and not OR_TEXT.search(annotation)
+            return cls(form, opened=opened, names=names, optional=optional, rest=rest, messages_only=only)
+        if (transcript := parameters.get("transcript")) is not None or opened:
             options = "options" in parameters
             try:
-                signature.bind(None, None, transcript=None, **({"options": None} if options else {}))
+                signature.bind(None, None, **dict.fromkeys({"transcript", "opened", "options"} & parameters.keys()))
             except TypeError:
                 raise _no_reward(name, signature) from None
-            return cls("own", options, "must" if transcript.default is inspect.Parameter.empty else "may")
+            if transcript is None:
+                return cls("own", options, opened=opened)
+            return cls("own", options, "must" if transcript.default is inspect.Parameter.empty else "may", opened)
         for count in (3, 2) if "options" in parameters else (2, 3):
             try:
                 signature.bind(*[None] * count)
@@ -148,33 +179,43 @@ class Call(NamedTuple):
             return cls("own", options=count == 3)
         raise _no_reward(name, signature)
 
-    def arguments(self, name: str, row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Given:
-        """The arguments of a call.
+    def arguments(self, name: str, item: Item, options: RewardConfig) -> Given:
+        """The arguments of a call for one response.
 
         Raises:
-            GraderError: the function reads transcripts, and there is none; or it takes a field that the row lacks.
+            GraderError: the function reads transcripts, and there is none.
         """
-        truth = row.ground_truth if row.raw_ground_truth is None else row.raw_ground_truth
+        row, response, transcript = item
+        opened = {"opened": response.opened} if self.opened else {}
         if self.form == "verl":
-            told = (row.data_source, text, truth, dict(row.extra_info))
-            return Given((), {part: value for part, value in zip(VERL, told, strict=True) if part in self.names})
-        if self.form != "own":
-            written = [{"role": "assistant", "content": text}]
-            if transcript is not None:
-                written = [dict(message) for message in transcript.messages]
-            asked = "\n\n".join(str(message["content"]) for message in row.messages)
-            fill = self._columns if self.form == "trl" else self._named
-            as_text = fill(name, row, asked, text, truth, transcript)
-            as_messages = fill(name, row, [dict(message) for message in row.messages], written, truth, transcript)
+            told = (row.data_source, response.plain, truth_of(row), dict(row.extra_info))
+            return Given((), {k: v for k, v in zip(VERL, told, strict=True) if k in self.names} | opened)
+        if self.form == "verifiers":
+            as_text, as_messages = (
+                {name: told[name] for name in self.names if name in told} | opened
+                for told in (_of_verifiers(item, *_as_text(item)), _of_verifiers(item, *_as_messages(item)))
+            )
             return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
-        if self.transcript == "no":
-            return Given((row, text, options) if self.options else (row, text))
         if self.transcript == "must" and transcript is None:
             raise GraderError(
                 f"{name}, row {row.example_id}: it reads the transcript of an episode, and a single response has none; "
                 "set rollout.environment, or give the parameter `transcript` a default"
             )
-        return Given((row, text), {"transcript": transcript, **({"options": options} if self.options else {})})
+        if self.transcript == "no" and not self.opened:
+            return Given((row, response.text, options) if self.options else (row, response.text))
+        asked = opened | ({} if self.transcript == "no" else {"transcript": transcript})
+        return Given((row, response.text), {**asked, **({"options": options} if self.options else {})})
+
+    def group_arguments(self, name: str, items: Sequence[Item], state: TrainerState | None) -> Given:
+        """The arguments of a call for all responses to a prompt, without the functions of `LOGS`.
+
+        Raises:
+            GraderError: the function takes what cannot be given; the message names it.
+        """
+        as_text, as_messages = (
+            self._columns(name, items, [*map(form, items)], state) for form in (_as_text, _as_messages)
+        )
+        return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
 
     @property
     def remark(self) -> str:
@@ -194,30 +235,85 @@ class Call(NamedTuple):
         """
         if self.form == "verl":
             result = _of_verl(result)
-        if self.form == "trl" and isinstance(result, list | tuple) and len(result) == 1:
-            result = result[0]
         return checked(result, name, row)
 
-    def _columns(self, name: str, row: Row, prompt: Any, completion: Any, truth: Any, _: Any) -> dict[str, Any]:
-        """TRL's arguments: each value stands in a list of one."""
-        known = columns(row, truth) | {"prompts": prompt, "completions": completion}
-        missing = next((each for each in self.names if each not in known and each not in self.optional), None)
-        if missing is not None:
-            raise GraderError(
-                f"{name}, row {row.example_id}: it takes {missing}, which is no field of the row; put it into the "
-                f"row's extra_info, or give the parameter a default. There are {', '.join(sorted(known))}"
-            )
-        return {each: [value] for each, value in known.items() if self.rest or each in self.names}
+    def checked_group(self, result: Mapping[str, Any], name: str, items: Sequence[Item]) -> GroupScores:
+        """What `called_group` returns, as scores.
 
-    def _named(
-        self, name: str, row: Row, prompt: Any, completion: Any, truth: Any, transcript: Transcript | None
+        Raises:
+            GraderError: there is not a score, or None, for each response.
+        """
+        values = result["values"]
+        if not isinstance(values, list) or len(values) != len(items):
+            raise GraderError(
+                f"{name}, row {items[0].row.example_id}: it got {len(items)} completions of a prompt in lists; "
+                f"expected a list of {len(items)} numbers (None: no score), found {_shown(values)}"
+            )
+        scores = [
+            NO_SCORE if value is None else checked(value, name, item.row)
+            for value, item in zip(values, items, strict=True)
+        ]
+        return GroupScores(scores, result["metrics"], result["extra"])
+
+    def _columns(
+        self, name: str, items: Sequence[Item], shown: Sequence[tuple[Any, Any]], state: TrainerState | None
     ) -> dict[str, Any]:
-        """The arguments of verifiers."""
-        told = {"prompt": prompt, "completion": completion, "answer": truth, "task": row.data_source}
-        told["info"] = dict(row.extra_info)
-        state = transcript.state if transcript is not None and isinstance(transcript.state, Mapping) else {}
-        told["state"] = {**told, **state}
-        return {each: told[each] for each in self.names}
+        """TRL's arguments, with those of verifiers in the plural. Other names are columns of the data set."""
+        plurals = [
+            {f"{key}s": value for key, value in _of_verifiers(item, prompt, completion).items()}
+            for item, (prompt, completion) in zip(items, shown, strict=True)
+        ]
+        rows = [{"opened": item.response.opened, **columns(item.row, truth_of(item.row))} for item in items]
+        rows = [
+            {key: more[key] for key in PLURALS & set(self.names)} | row for row, more in zip(rows, plurals, strict=True)
+        ]
+        known: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
+        lacking = {key: i for key in known for i, row in enumerate(rows) if key not in row}
+        known |= {"prompts": [prompt for prompt, _ in shown], "completions": [written for _, written in shown]}
+        ids = [item.response.ids for item in items]
+        known |= {} if None in ids else {"completion_ids": [list(each or ()) for each in ids]}
+        known |= {} if state is None else {"trainer_state": state}
+        for each in self.names:
+            if each in LOGS or each in self.optional or (each in known and each not in lacking):
+                continue
+            of_row = (
+                f"which is no field of the row; put it into the row's extra_info. There are {', '.join(sorted(known))}"
+            )
+            why = {
+                "completion_ids": "and the ids of a text alone are not known; score a samples.jsonl, which has them",
+                "trainer_state": "which only a training run has",
+            }.get(each, of_row)
+            row = items[lacking.get(each, 0)].row
+            raise GraderError(f"{name}, row {row.example_id}: it takes {each}, {why}; or give the parameter a default")
+        own = {*self.names} | (known.keys() - {"opened"} if self.rest else set())
+        return {each: value for each, value in known.items() if each in own}
+
+
+def truth_of(row: Row) -> Any:
+    """The ground truth as the row's file has it."""
+    return row.ground_truth if row.raw_ground_truth is None else row.raw_ground_truth
+
+
+def _as_text(item: Item) -> tuple[Any, Any]:
+    """Prompt and completion as texts."""
+    return "\n\n".join(str(message["content"]) for message in item.row.messages), item.response.plain
+
+
+def _as_messages(item: Item) -> tuple[Any, Any]:
+    """Prompt and completion as messages."""
+    written: list[Any] = [{"role": "assistant", "content": item.response.plain}]
+    if item.transcript is not None:
+        written = [dict(message) for message in item.transcript.messages]
+    return [dict(message) for message in item.row.messages], written
+
+
+def _of_verifiers(item: Item, prompt: Any, completion: Any) -> dict[str, Any]:
+    """The arguments of verifiers."""
+    row, _, transcript = item
+    told = {"prompt": prompt, "completion": completion, "answer": truth_of(row), "task": row.data_source}
+    told["info"] = dict(row.extra_info)
+    state = transcript.state if transcript is not None and isinstance(transcript.state, Mapping) else {}
+    return told | {"state": {**told, **state}}
 
 
 def columns(row: Row, truth: Any) -> dict[str, Any]:
@@ -248,6 +344,49 @@ def called(function: Callable[..., Any], given: Given) -> Any:
         raise TypeError(
             f"on texts: {type(on_texts).__name__}: {on_texts}; on lists of messages: {type(error).__name__}: {error}"
         ) from error
+
+
+def called_group(function: Callable[..., Any], given: Given, logs: Sequence[str], count: int) -> dict[str, Any]:
+    """What a function returns for ``count`` responses to a prompt, and what it logs, as JSON values.
+
+    Args:
+        logs: the functions of `LOGS` that it takes.
+    """
+    metrics: dict[str, list[float]] = {}
+    extra: dict[str, list[Any]] = {}
+
+    def log_metric(name: str, value: Any) -> None:
+        metrics.setdefault(str(name), []).append(number(value))
+
+    def log_extra(column: str, values: Any) -> None:
+        values = [*values]
+        if len(values) != count:
+            raise ValueError(f"log_extra({column!r}): {len(values)} values for {count} completions")
+        extra[str(column)] = json.loads(json.dumps(values, default=_number_or_text))
+
+    offered = {"log_metric": log_metric, "log_extra": log_extra}
+
+    def attempt(**arguments: Any) -> Any:
+        metrics.clear()
+        extra.clear()
+        return function(**arguments, **{name: offered[name] for name in logs})
+
+    values = called(attempt, given)
+    if not isinstance(values, str | Mapping | None):
+        with suppress(TypeError):  # which `Call.checked_group` says
+            values = [*values]
+    return {"values": values, "metrics": metrics, "extra": extra}
+
+
+def raised(error: BaseException, function: Callable[..., Any]) -> str:
+    """An exception in a user's function in words, with its place in the file of the function."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{where}"
 
 
 def is_metric(name: str) -> bool:
@@ -297,7 +436,7 @@ def _foreign(parameters: Mapping[str, inspect.Parameter]) -> Form | None:
         return "verl"
     if "row" in parameters:
         return None
-    if "completions" in parameters:
+    if "completions" in parameters or "states" in parameters:
         return "trl"
     if "completion" in parameters:
         theirs = next(iter(parameters)) in ("completion", *RUBRIC) or "prompt" in parameters
@@ -308,8 +447,8 @@ def _foreign(parameters: Mapping[str, inspect.Parameter]) -> Form | None:
 
 def _no_reward(name: str, signature: inspect.Signature) -> GraderError:
     return GraderError(
-        f"{name}: its parameters are {signature}; expected (row, text) or (row, text, options), and `transcript` with "
-        f"either, or verl's ({', '.join(VERL)}), TRL's (prompts, completions, **kwargs) or verifiers' "
+        f"{name}: its parameters are {signature}; expected (row, text) or (row, text, options), and `transcript` and "
+        f"`opened` with either, or verl's ({', '.join(VERL)}), TRL's (prompts, completions, **kwargs) or verifiers' "
         f"({', '.join(VERIFIERS)}); bind others with functools.partial"
     )
 
@@ -349,6 +488,10 @@ def _settled(result: Any) -> Any:
         return asyncio.run(wait())
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, wait()).result()
+
+
+def _number_or_text(value: Any) -> float | str:
+    return number(value) if isinstance(value, SupportsFloat) else str(value)
 
 
 def _shown(result: Any) -> str:

@@ -6,22 +6,36 @@ the training process: it may be a closure, and it has to be quick.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.messages import Transcript
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 from tandemrl.processes.names import function_named
-from tandemrl.rewards.calls import METRICS, Call, Given, called
-from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score, ScorerFunction
+from tandemrl.rewards.calls import METRICS, Call, Given, called, called_group, raised
+from tandemrl.rewards.protocol import (
+    NO_SCORE,
+    Deferred,
+    GraderError,
+    GroupScores,
+    Item,
+    Lost,
+    Score,
+    ScorerFunction,
+    TrainerState,
+)
 
 RewardFunction = Callable[..., Score | float | Mapping[str, Any]]
 """A function of ``(row, text)`` or ``(row, text, options)``, optionally with ``transcript``; or one with the signature
 of verl, TRL or verifiers."""
-Grade = Callable[[Row, str, RewardConfig, Transcript | None], Score | Deferred]
+Grade = Callable[[Row, str | Response, RewardConfig, Transcript | None], Score | Deferred]
 """A reward of any kind in a uniform signature. The transcript is None without an episode."""
+GroupGrade = Callable[[Sequence[Item], TrainerState | None], Deferred]
+"""A reward that scores all responses to a prompt in one call; its outcome is `GroupScores`."""
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives with its own ``score``."""
 RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
@@ -31,31 +45,38 @@ RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
 class Term(NamedTuple):
     """One term of a row's reward: a named reward and its weight in the sum.
 
-    own: whether it is a function of the user's. reads_transcripts: whether it is one that reads episodes.
+    own: whether it is a function of the user's. reads_transcripts: whether it is one that reads episodes. group: set
+    instead of ``score`` if it scores all responses to a prompt in one call. opened: whether it reads what the chat
+    template wrote of a response.
     """
 
     name: str
     weight: float
-    score: Grade
+    score: Grade | None
     own: bool = False
     reads_transcripts: bool = False
+    group: GroupGrade | None = None
+    opened: bool = False
 
 
 def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
     """The weighted sum Σ weight · value of several scores, as one score.
 
     ``acc``, the answer, and parts that several rewards have are those of the first one. The value of each reward before
-    weighting becomes a part under the name of the reward; a part that already has this name moves to ``NAME/part``.
+    weighting becomes a part under the name of the reward; a part that already has this name moves to ``NAME/part``. A
+    reward that gives no score (`NO_SCORE`) is left out, with the part ``NAME/none``; if none gives one, there is none.
 
     Examples:
         >>> terms = [Term("boxed", 1.0, in_process("", max)), Term("brevity", 0.2, in_process("", max))]
         >>> weighted(terms, [Score(1.0, {"acc": 1.0}, "7"), Score(0.5, {"acc": 0.0}, None)])
         Score(value=1.1, parts={'acc': 1.0, 'boxed': 1.0, 'brevity': 0.5}, answer='7')
     """
-    if len(terms) == 1 and terms[0].weight == 1.0:
+    given = [(term, score) for term, score in zip(terms, scores, strict=True) if score is not NO_SCORE]
+    if not given or (len(terms) == 1 and terms[0].weight == 1.0):
         return scores[0]
-    values = {term.name: score.value for term, score in zip(terms, scores, strict=True)}
-    parts: dict[str, float] = {}
+    parts = {f"{term.name}/none": 1.0 for term, score in zip(terms, scores, strict=True) if score is NO_SCORE}
+    terms, scores = zip(*given, strict=True)
+    values = {term.name: score.value for term, score in given}
     for score in reversed(scores):
         parts |= {f"{part}/part" if part in values else part: value for part, value in score.parts.items()}
     return Score(sum(term.weight * values[term.name] for term in terms), parts | values, scores[0].answer)
@@ -104,36 +125,47 @@ def with_environment(functions: Mapping[str, RewardFunction], environment: Any) 
 
 def of_library(name: str, function: ScorerFunction) -> Grade:
     """The reward of one of the library's scorers."""
-    how = Call.of(function, name)
+    takes = inspect.signature(function).parameters
+    how = Call.of(partial(function, **dict.fromkeys({"written"} & takes.keys())), name)
 
-    def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Score | Deferred:
-        given = how.arguments(name, row, text, options, transcript)
-        result: Score | Deferred = function(*given.positional, **given.keywords)
+    def score(row: Row, text: str | Response, options: RewardConfig, transcript: Transcript | None) -> Score | Deferred:
+        response = Response.of(text)
+        as_read = replace(response, text=response.plain)  # they extract answers, as published graders do
+        given = how.arguments(name, Item(row, as_read, transcript), options)
+        written = {"written": response.text} if "written" in takes else {}
+        result: Score | Deferred = function(*given.positional, **given.keywords, **written)
         return result
 
     return score
 
 
-def in_process(name: str, function: RewardFunction) -> Grade:
+def in_process(name: str, function: RewardFunction) -> Grade | GroupGrade:
     """The reward of a function that is called in this process. An exception in it stops the run."""
-    how = Call.of(function, f"reward {name}")
+    name, how = f"reward {name}", Call.of(function, f"reward {name}")
 
-    def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
-        given = how.arguments(f"reward {name}", row, text, options, transcript)
-
+    def deferred(row: Row, run: Callable[[], Any], then: Callable[[Any], Any]) -> Deferred:
         def call() -> Any:
             try:
-                return called(function, given)
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}{how.remark}"
-                raise GraderError(f"reward {name}, row {row.example_id}: {why}") from error
+                with place_told(function):
+                    return run()
+            except GraderError as error:
+                raise GraderError(f"{name}, row {row.example_id}: {error}{how.remark}") from error.__cause__
 
-        return Deferred("function", (call,), lambda result: how.checked(result, f"reward {name}", row))
+        return Deferred("function", (call,), then)
 
-    return score
+    def score(row: Row, text: str | Response, options: RewardConfig, transcript: Transcript | None) -> Deferred:
+        given = how.arguments(name, Item(row, Response.of(text), transcript), options)
+        return deferred(row, partial(called, function, given), lambda result: how.checked(result, name, row))
+
+    def score_group(items: Sequence[Item], state: TrainerState | None) -> Deferred:
+        given = how.group_arguments(name, items, state)
+        run = partial(called_group, function, given, how.logs, len(items))
+        return deferred(items[0].row, run, lambda result: how.checked_group(result, name, items))
+
+    return score_group if how.grouped else score
 
 
-def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Grade:
+def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Grade | GroupGrade:
     """The reward of ``module:function``, which is called in a child process.
 
     An exception in it stops the run. If it hangs or crashes, the reward is 0 and counted as lost.
@@ -149,18 +181,29 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Grade:
         raise GraderError(f"reward.parameters: {path} has no parameter {unknown[0]!r}")
     how = Call.of(partial(function, **parameters), path)
 
-    def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
-        def then(result: Any) -> Score:
-            if not isinstance(result, Lost):
-                return how.checked(result, path, row)
-            if result.why:
-                raise GraderError(f"{path}, row {row.example_id}: {result.why}{how.remark}")
-            return Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
+    def lost(outcome: Lost, row: Row) -> Score:
+        if outcome.why:
+            raise GraderError(f"{path}, row {row.example_id}: {outcome.why}{how.remark}")
+        return Score(0.0, {"acc": 0.0, "answer_present": 0.0, outcome.how: 1.0}, None)
 
-        given = how.arguments(path, row, text, options, transcript).bound(parameters)
+    def score(row: Row, text: str | Response, options: RewardConfig, transcript: Transcript | None) -> Deferred:
+        def then(result: Any) -> Score:
+            return lost(result, row) if isinstance(result, Lost) else how.checked(result, path, row)
+
+        given = how.arguments(path, Item(row, Response.of(text), transcript), options).bound(parameters)
         return Deferred("symbolic", (AS_GIVEN, path, *given), then)
 
-    return score
+    def score_group(items: Sequence[Item], state: TrainerState | None) -> Deferred:
+        def then(result: Any) -> GroupScores:
+            if isinstance(result, Lost):
+                return GroupScores([lost(result, item.row) for item in items])
+            return how.checked_group(result, path, items)
+
+        given = how.group_arguments(path, items, state).bound(parameters)
+        payload = (GROUP_AS_GIVEN, path, *given, how.logs, len(items))
+        return Deferred("symbolic", payload, then, len(items))
+
+    return score_group if how.grouped else score
 
 
 def call(path: str, *arguments: Any) -> Any:
@@ -170,10 +213,30 @@ def call(path: str, *arguments: Any) -> Any:
 
 def call_as_given(path: str, *given: Any) -> Any:
     """What the reward function ``module:function`` returns for the arguments in the fields of a `Given`."""
-    return called(imported(path), Given(*given))
+    function = imported(path)
+    with place_told(function):
+        return called(function, Given(*given))
+
+
+def call_group_as_given(path: str, *given: Any) -> Any:
+    """What the reward function ``module:function`` returns for all responses to a prompt; see `called_group`."""
+    *fields, logs, count = given
+    function = imported(path)
+    with place_told(function):
+        return called_group(function, Given(*fields), logs, count)
+
+
+@contextmanager
+def place_told(function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a user's function is called. Its exception becomes a `GraderError` that says file and line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise GraderError(raised(error, function)) from error
 
 
 AS_GIVEN = f"{__name__}:{call_as_given.__name__}"
+GROUP_AS_GIVEN = f"{__name__}:{call_group_as_given.__name__}"
 
 
 def imported(path: str) -> Callable[..., Any]:

@@ -1,9 +1,11 @@
 """What a scorer is: a function of a row and a response that returns a score, or defers it to a pool.
 
-A scorer is ``(row, text, options) -> Score | Deferred``. If it has a parameter ``transcript``, it also gets the
-transcript of an episode; without an episode it is refused, unless the parameter has a default. A scorer runs in the
-training process, so whatever the model wrote, it must be quick and bounded: it compares strings and plain numbers.
-Everything else it defers to one of four pools, which `scoring.Scorer` runs for a whole batch at once:
+A scorer is ``(row, text, options) -> Score | Deferred``. The text is without special tokens, as published graders
+expect it. If it has a parameter ``written``, it also gets the text as written, with the special tokens; ``opened``,
+what the chat template wrote before that; ``transcript``, the transcript of an episode: without an episode it is
+refused, unless the parameter has a default. A scorer runs in the training process, so whatever the model wrote, it must
+be quick and bounded: it compares strings and plain numbers. Everything else it defers to one of four pools, which
+`scoring.Scorer` runs for a whole batch at once:
 
 =========== ================================= ========================================= ===============================
 kind        payload                           settled by                                outcome given to ``then``
@@ -27,8 +29,11 @@ anything else is a function (yours in ``reward.functions``, or a row of ``SCORER
 with a client such as ``processes.http.Client``, and with a ``reward.timeout_s`` that is long enough for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, SupportsFloat
+
+from tandemrl.data.messages import Response, Transcript
+from tandemrl.data.rows import Row
 
 Pool = Literal["symbolic", "function", "code", "judge"]
 
@@ -50,6 +55,38 @@ class Score(NamedTuple):
     answer: str | None
 
 
+NO_SCORE = Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)
+"""What a function gives that says None: it has no score for this response."""
+
+
+class Item(NamedTuple):
+    """A response to be scored, and the transcript of its episode."""
+
+    row: Row
+    response: Response
+    transcript: Transcript | None = None
+
+
+class TrainerState(NamedTuple):
+    """How far a run has come, under the names of transformers' object. ``global_step``: the steps that are done."""
+
+    global_step: int
+    max_steps: int
+    epoch: float
+    num_train_epochs: int
+
+
+class GroupScores(NamedTuple):
+    """The scores of a function that is called once for all responses to a prompt, and what it logged.
+
+    metrics: values by name. extra: by name a value for each response.
+    """
+
+    scores: list[Score]
+    metrics: Mapping[str, Sequence[float]] = {}
+    extra: Mapping[str, Sequence[Any]] = {}
+
+
 class Lost(NamedTuple):
     """The outcome of a task whose child process hung (``timeout``), or raised or died (``failure``)."""
 
@@ -65,12 +102,14 @@ def _as_it_is(outcome: Any) -> "Score":
 class Deferred(NamedTuple):
     """A score that a pool has to find; see the table of the module.
 
-    The payload of a "symbolic" task is hashable, and equal payloads are computed once per batch.
+    The payload of a "symbolic" task is hashable, and equal payloads are computed once per batch. responses: for how
+    many responses, of one prompt, the task is; its time limit is so many times as long.
     """
 
     kind: Pool
     payload: tuple[Any, ...]
-    then: "Callable[[Any], Score | Deferred]" = _as_it_is
+    then: "Callable[[Any], Score | GroupScores | Deferred]" = _as_it_is
+    responses: int = 1
 
 
 def number(value: Any) -> float:

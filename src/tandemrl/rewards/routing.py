@@ -14,15 +14,15 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
+from tandemrl.data.messages import Response
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.calls import MEASURED, Call
 from tandemrl.rewards.functions import (
     RESERVED,
-    Grade,
     RewardFunction,
     Term,
     call,
@@ -34,7 +34,7 @@ from tandemrl.rewards.functions import (
 )
 from tandemrl.rewards.judge import rubric
 from tandemrl.rewards.math import answers, boxed, countdown, prime
-from tandemrl.rewards.protocol import Deferred, GraderError, Score, ScorerFunction
+from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score, ScorerFunction, TrainerState
 from tandemrl.rewards.qa.musique import musique
 
 
@@ -48,12 +48,17 @@ def code(row: Row, text: str, options: RewardConfig) -> Deferred:
     return Deferred("code", (row, text))
 
 
-def judged(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
-    """The score of a judge, which is asked after PRIME's grader has given its verdict."""
-    return follow(prime.prime(row, text, options), lambda rule: Deferred("judge", (row, text, rule)))
+def judged(row: Row, text: str, options: RewardConfig, written: str) -> Score | Deferred:
+    """The score of a judge, which reads the text as written after PRIME's grader has given its verdict."""
+    return follow(prime.prime(row, text, options), lambda rule: Deferred("judge", (row, written, rule)))
 
 
-def follow(first: Score | Deferred, then: Callable[[Score], Score | Deferred]) -> Score | Deferred:
+def graded(row: Row, text: str, options: RewardConfig, written: str, opened: str) -> Score:
+    """The reward of a judge that is trained. A thought that the chat template opens may not be over."""
+    return rubric.grade_score(row, opened + written, options)
+
+
+def follow(first: Any, then: Callable[[Score], Score | Deferred]) -> Score | Deferred:
     """Apply ``then`` to a score, now or as soon as a deferred score is found."""
     if isinstance(first, Score):
         return then(first)
@@ -74,8 +79,15 @@ SCORERS: dict[str, ScorerFunction] = {
     "musique": musique,
     "code": code,
     "judge": judged,
-    "grade": rubric.grade_score,
+    "grade": graded,
 }
+
+IDEAL: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("boxed", "hendrycks", "dapo_boxed", "math_verify", "prime"), (r"\boxed{", "}")),
+    **{"gsm8k": ("#### ", ""), "dapo": ("Answer: ", "")},
+    **dict.fromkeys(("integer", "exact_match"), ("<answer>", "</answer>")),
+}
+"""What stands before and after the ground truth in an ideal response, of scorers for which that is known."""
 
 SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math_verify", "*_prime*": "prime"}
 """Suffixes of a data source that name the scorer, whatever the data, as in TinyV."""
@@ -164,7 +176,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         if taken := next((name for name in short if name in RESERVED), None):
             raise GraderError(f"{total}: {taken} is a metric or a part of every score; rename the function")
     return tuple(
-        Term(name, options.weights.get(name, 1.0), _scorer(path, functions, options), *_kind(path, functions, options))
+        _term(name, options.weights.get(name, 1.0), path, functions, options)
         for name, path in zip(short, names, strict=True)
     )
 
@@ -247,19 +259,40 @@ def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Scor
         1.0
     """
     options = options or RewardConfig()
-    terms = terms_of(row, options)
-    return weighted(terms, [_settled(term.score(row, text, options, None), row) for term in terms])
+    terms, item = terms_of(row, options), Item(row, Response.of(text))
+    return weighted(terms, [_settled(begun(term, [item], options, None), row) for term in terms])
 
 
-def _settled(result: Score | Deferred, row: Row) -> Score:
+def begun(
+    term: Term, items: Sequence[Item], options: RewardConfig, state: TrainerState | None
+) -> Score | Deferred | GroupScores:
+    """What a term gives a response, or all responses to a prompt if it scores them in one call."""
+    if term.group is not None:
+        return term.group(items, state)
+    assert term.score is not None
+    [(row, response, transcript)] = items
+    return term.score(row, response, options, transcript)
+
+
+def _settled(result: Score | Deferred | GroupScores, row: Row) -> Score:
     while isinstance(result, Deferred):
         if result.kind != "symbolic":
             raise GraderError(f"row {row.example_id}: data_source {row.data_source!r} is scored by a Scorer only")
         result = result.then(call(*result.payload))
-    return result
+    return result.scores[0] if isinstance(result, GroupScores) else result
 
 
-def _scorer(name: str, functions: Functions, options: RewardConfig) -> Grade:
+def _term(name: str, weight: float, path: str, functions: Functions, options: RewardConfig) -> Term:
+    scorer = _scorer(path, functions, options)
+    if path in SCORERS:
+        return Term(name, weight, scorer)
+    parameters = options.parameters.get(_short(path), {})
+    how = Call.of(functions[path] if path in functions else partial(imported(path), **parameters), path)
+    one, group = (None, scorer) if how.grouped else (scorer, None)
+    return Term(name, weight, one, True, how.transcript != "no", group, how.opened)
+
+
+def _scorer(name: str, functions: Functions, options: RewardConfig) -> Any:
     """The function that a name stands for.
 
     Raises:
@@ -277,15 +310,6 @@ def _scorer(name: str, functions: Functions, options: RewardConfig) -> Grade:
         f"{key}: {name!r} is neither module:function nor one of the library's scorers, which are "
         f"{', '.join(SCORERS)}{mine}"
     )
-
-
-def _kind(name: str, functions: Functions, options: RewardConfig) -> tuple[bool, bool]:
-    """Whether a name stands for a function of the user's, and whether that reads transcripts."""
-    if name in SCORERS:
-        return False, False
-    own = options.parameters.get(_short(name), {})
-    function = functions[name] if name in functions else partial(imported(name), **own)
-    return True, Call.of(function, name).transcript != "no"
 
 
 def _names(rewards: str) -> tuple[str, ...]:

@@ -11,21 +11,20 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.messages import Transcript
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.child import Child, cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.math.boxed import require_math_verify
-from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
-from tandemrl.rewards.routing import Kind, check_rewards, terms_of
+from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
+from tandemrl.rewards.routing import Kind, begun, check_rewards, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 START_LIMIT_S = 120.0
@@ -37,8 +36,28 @@ MAX_ROUNDS = 8
 
 Coder = Callable[[Row, str], Score]
 """Scores a response by running its program: `code.scorer.score_code` with a sandbox."""
+Answer = tuple[Row, str | Response]
+"""A response to a row. A text stands for one of which nothing else is known."""
 Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
 """Scores a batch of (row, response, score by the rules): `judge.rubric.JudgePool`."""
+
+
+class Graded(NamedTuple):
+    """The score of a response. lost: whether a process hung or died over it. extra: what reward functions logged about
+    it, by column. metrics: what they logged about all responses to its prompt, by name; only the first of them has it.
+    """
+
+    score: Score
+    lost: bool = False
+    extra: Mapping[str, Any] = {}
+    metrics: Mapping[str, Sequence[float]] = {}
+
+
+class _Task(NamedTuple):
+    """A reward of some responses, by their numbers; of several, if it scores all responses to a prompt in one call."""
+
+    places: tuple[int, ...]
+    term: Term
 
 
 class Scorer:
@@ -95,6 +114,7 @@ class Scorer:
         episodes: bool = False,
         kinds: Iterable[Kind] | None = None,
         stated: Collection[str] | None = None,
+        state: TrainerState | None = None,
     ) -> None:
         """Refuse rows that cannot be scored, and rewards that would score none, before anything is generated.
 
@@ -103,6 +123,7 @@ class Scorer:
             episodes: whether there will be transcripts.
             kinds: the kinds of all rows that were read. None means those of ``rows``.
             stated: see `routing.check_rewards`.
+            state: see `score`.
 
         Raises:
             ConfigError: a pattern, a weight or a function of the rewards is not used.
@@ -113,44 +134,88 @@ class Scorer:
         read = map(Kind.of, rows) if kinds is None else kinds
         check_rewards(read, self._reward, self.functions, stated=stated)
         for row in rows:
-            for term in self._terms_of(row):
-                pending = term.score(row, "", self._reward, nothing)
+            for term in self.terms_of(row):
+                pending = begun(term, [Item(row, Response("", "", ids=()), nothing)], self._reward, state)
                 if isinstance(pending, Deferred):
                     self._pool(pending.kind, row)
 
     def score(
-        self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
+        self,
+        items: Sequence[Answer],
+        transcripts: Sequence[Transcript | None] | None = None,
+        *,
+        groups: Sequence[Hashable] | None = None,
+        state: TrainerState | None = None,
     ) -> list[Score]:
         """Score each (row, response), in the given order.
 
         Args:
             transcripts: the transcripts of the episodes that the responses come from, for scorers that read them.
+            groups: equal for responses to one prompt, which functions of TRL's form get together. None: by row.
+            state: how far the run has come, for functions that ask for it. None: this is no run.
 
         Raises:
             DataError: a row's ``data_source`` has no scorer.
             GraderError: a pool or a reward function is broken, a scorer reads transcripts and there are none, or all
                 of at least two items hung or crashed.
         """
-        scored = self.score_part(items, [None] * len(items) if transcripts is None else transcripts)
-        self.check_lost(sum(lost for _, lost in scored), len(scored))
-        return [score for score, _ in scored]
+        return [each.score for each in self.graded(items, transcripts, groups=groups, state=state)]
+
+    def graded(
+        self,
+        items: Sequence[Answer],
+        transcripts: Sequence[Transcript | None] | None = None,
+        *,
+        groups: Sequence[Hashable] | None = None,
+        state: TrainerState | None = None,
+    ) -> list[Graded]:
+        """As `score`, with what reward functions logged."""
+        episodes = [None] * len(items) if transcripts is None else transcripts
+        each = [Item(row, Response.of(text), episode) for (row, text), episode in zip(items, episodes, strict=True)]
+        graded = self._graded(each, [item.row.example_id for item in each] if groups is None else groups, state)
+        self.check_lost(sum(one.lost for one in graded), len(graded))
+        return graded
+
+    def _graded(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
+        return self.score_part(items, groups, state)
+
+    def grouped(self, row: Row) -> bool:
+        """Whether a function gets all responses to the row together."""
+        return any(term.group is not None for term in self.terms_of(row))
 
     def score_part(
-        self, items: Sequence[tuple[Row, str]], episodes: Sequence[Transcript | None]
-    ) -> list[tuple[Score, bool]]:
-        """Score a part of a batch, and say of each score whether a process hung or died over it. Call `check_lost` with
-        their number in the whole batch."""
-        terms = [self._terms_of(row) for row, _ in items]
-        tasks = [(i, term) for i, each in enumerate(terms) for term in each]  # a reward of an item
-        results = [term.score(*items[i], self._reward, episodes[i]) for i, term in tasks]
+        self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None = None
+    ) -> list[Graded]:
+        """Score a part of a batch, in which groups are whole. Call `check_lost` with the number of lost scores in the
+        whole batch."""
+        terms = [self.terms_of(row) for row, *_ in items]
+        together: dict[Hashable, list[int]] = {}
+        for i, (group, each) in enumerate(zip(groups, terms, strict=True)):
+            together.setdefault((group, id(each)), []).append(i)
+        tasks = []
+        for i, each in enumerate(terms):
+            members = together[groups[i], id(each)]
+            alone = [_Task((i,), term) for term in each if term.group is None]
+            tasks += alone if i != members[0] else [_Task((i,) if t.group is None else tuple(members), t) for t in each]
+        results = [begun(task.term, [items[i] for i in task.places], self._reward, state) for task in tasks]
         with self._lock:
-            settled, lost_tasks = self._settle(results, [items[i] for i, _ in tasks])
-            rest = iter(settled)
-            scores = [weighted(each, list(islice(rest, len(each)))) for each in terms]
+            settled, lost_tasks = self._settle(results, [items[task.places[0]].row for task in tasks])
+            found: list[dict[str, Score]] = [{} for _ in items]
+            extra, metrics = [dict[str, Any]() for _ in items], [dict[str, list[float]]() for _ in items]
+            for task, result in zip(tasks, settled, strict=True):
+                said = result if isinstance(result, GroupScores) else GroupScores([result])
+                for i, score in zip(task.places, said.scores, strict=True):
+                    found[i][task.term.name] = score
+                for column, values in said.extra.items():
+                    for i, value in zip(task.places, values, strict=True):
+                        extra[i][f"{task.term.name}/{column}" if column in extra[i] else column] = value
+                for name, logged in said.metrics.items():
+                    metrics[task.places[0]].setdefault(name, []).extend(logged)
+            scores = [weighted(each, [of[term.name] for term in each]) for each, of in zip(terms, found, strict=True)]
             self.timeouts += sum("timeout" in score.parts for score in scores)
             self.failures += sum("failure" in score.parts for score in scores)
-        lost = {tasks[task][0] for task in lost_tasks}
-        return [(score, i in lost) for i, score in enumerate(scores)]
+        lost = {i for task in lost_tasks for i in tasks[task].places}
+        return [Graded(score, i in lost, extra[i], metrics[i]) for i, score in enumerate(scores)]
 
     def check_lost(self, lost: int, total: int) -> None:
         """Check how many scores of a whole batch were lost.
@@ -164,25 +229,34 @@ class Scorer:
                 "reward.timeout_s if the machine is slow"
             )
 
-    def tried(self, row: Row, text: str) -> dict[str, Score]:
-        """The scores that the user's own functions give one response, by name, before they are weighted.
+    def tried(
+        self, row: Row, responses: Callable[[Term], Sequence[Response]], state: TrainerState | None = None
+    ) -> dict[str, list[Score]]:
+        """The scores that rewards give to responses, by the names of the rewards, before they are weighted.
 
         They are called as in training, with the same limits. A function that reads transcripts is left out.
+
+        Args:
+            responses: the responses to try a reward on; none leaves it out.
 
         Raises:
             GraderError: a function fails, returns no score, hangs or crashes; the message names it.
         """
-        terms = [term for term in self._terms_of(row) if term.own and not term.reads_transcripts]
-        results = [term.score(row, text, self._reward, None) for term in terms]
-        with self._lock:
-            scores, lost = self._settle(results, [(row, text)] * len(terms))
-        for i in lost:
-            limit = self._reward.timeout_s
-            how = (
-                f"took longer than reward.timeout_s={limit:g}" if "timeout" in scores[i].parts else "ended its process"
-            )
-            raise GraderError(f"{terms[i].name}, row {row.example_id}: {how} on the text {text[:80]!r}")
-        return {term.name: score for term, score in zip(terms, scores, strict=True)}
+        found: dict[str, list[Score]] = {}
+        for term in self.terms_of(row):
+            items = [] if term.reads_transcripts else [Item(row, response) for response in responses(term)]
+            calls = [items] if items and term.group is not None else [[item] for item in items]
+            results = [begun(term, call, self._reward, state) for call in calls]
+            with self._lock:
+                settled, lost = self._settle(results, [row] * len(calls))
+            for result in settled:
+                found.setdefault(term.name, []).extend(result.scores if isinstance(result, GroupScores) else [result])
+            for i in lost:
+                limit, parts = self._reward.timeout_s, found[term.name][i].parts
+                how = f"took longer than reward.timeout_s={limit:g}" if "timeout" in parts else "ended its process"
+                text = calls[i][0].response.text
+                raise GraderError(f"{term.name}, row {row.example_id}: {how} on the text {text[:80]!r}")
+        return found
 
     def close(self) -> None:
         """End the scoring processes. The next call of `score` starts new ones."""
@@ -195,15 +269,15 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _terms_of(self, row: Row) -> tuple[Term, ...]:
+    def terms_of(self, row: Row) -> tuple[Term, ...]:
         kind = Kind.of(row)
         if kind not in self._terms:
             self._terms[kind] = terms_of(row, self._reward, self.functions)
         return self._terms[kind]
 
     def _settle(
-        self, results: list[Score | Deferred], items: Sequence[tuple[Row, str]]
-    ) -> tuple[list[Score], set[int]]:
+        self, results: list[Score | GroupScores | Deferred], rows: Sequence[Row]
+    ) -> tuple[list[Score | GroupScores], set[int]]:
         """Let the pools settle the deferred scores, and those that are then deferred again.
 
         Returns:
@@ -219,16 +293,23 @@ class Scorer:
                 if kind == "judge" and len(waiting) > 1:
                     continue  # asked once per batch, when all that may lead to it is settled
                 pending = [item for i in places if isinstance(item := results[i], Deferred)]
-                outcomes = self._pool(kind, items[places[0]][0])([item.payload for item in pending])
+                outcomes: Sequence[Any]
+                if kind == "symbolic":
+                    outcomes = self._processes.call(
+                        [item.payload for item in pending], [item.responses for item in pending]
+                    )
+                else:
+                    outcomes = self._pool(kind, rows[places[0]])([item.payload for item in pending])
                 for i, item, outcome in zip(places, pending, outcomes, strict=True):
                     results[i] = item.then(outcome)
-                    if isinstance(outcome, Lost) and isinstance(results[i], Score):
+                    if isinstance(outcome, Lost) and not isinstance(results[i], Deferred):
                         lost.add(i)
             if not waiting:
                 break
-        scores = []
-        for (row, _), result in zip(items, results, strict=True):
-            if not (isinstance(result, Score) and math.isfinite(result.value)):
+        scores: list[Score | GroupScores] = []
+        for row, result in zip(rows, results, strict=True):
+            of_one = isinstance(result, Score) and math.isfinite(result.value)
+            if isinstance(result, Deferred) or not (of_one or isinstance(result, GroupScores)):
                 raise GraderError(f"row {row.example_id}: its scorer gave no finite score but {result!r:.300}")
             scores.append(result)
         return scores, lost
@@ -275,18 +356,25 @@ class _Processes:
         self._command = tuple(command)
         self._workers: list[_Worker] = []
 
-    def call(self, payloads: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once."""
-        keys = [pickle.dumps((payload, self._reward.timeout_s + ORPHAN_GRACE_S)) for payload in payloads]
-        tasks = list(dict.fromkeys(keys))
-        answers = dict(zip(tasks, self._work(tasks), strict=True))
+    def call(self, payloads: Sequence[tuple[Any, ...]], responses: Sequence[int] = ()) -> list[Any]:
+        """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once.
+
+        Args:
+            responses: for how many responses each payload is, by which its time limit is multiplied; as a rule 1.
+        """
+        limits = [self._reward.timeout_s * count for count in responses or [1] * len(payloads)]
+        keys = [
+            pickle.dumps((payload, limit + ORPHAN_GRACE_S)) for payload, limit in zip(payloads, limits, strict=True)
+        ]
+        tasks = dict(zip(keys, limits, strict=True))
+        answers = dict(zip(tasks, self._work(list(tasks), list(tasks.values())), strict=True))
         return [answers[key] for key in keys]
 
     def close(self) -> None:
         while self._workers:
             self._workers.pop().kill()
 
-    def _work(self, tasks: Sequence[bytes]) -> list[Any]:
+    def _work(self, tasks: Sequence[bytes], limits: Sequence[float]) -> list[Any]:
         """Give the tasks to idle workers until each task has an outcome."""
         outcomes: list[Any] = [Lost("failure")] * len(tasks)
         waiting = deque(range(len(tasks)))
@@ -295,7 +383,7 @@ class _Processes:
             self._dismiss(dead)
         try:
             while waiting or any(worker.task is not None for worker in self._workers):
-                self._employ(waiting, most, tasks)
+                self._employ(waiting, most, tasks, limits)
                 active = {worker.fileno(): worker for worker in self._workers if worker.deadline < math.inf}
                 nearest = min(worker.deadline for worker in active.values())
                 answered = wait(list(active), timeout=max(0.0, nearest - time.monotonic()))
@@ -318,12 +406,12 @@ class _Processes:
             raise
         return outcomes
 
-    def _employ(self, waiting: deque[int], most: int, tasks: Sequence[bytes]) -> None:
+    def _employ(self, waiting: deque[int], most: int, tasks: Sequence[bytes], limits: Sequence[float]) -> None:
         """Give idle workers the next tasks, and start new workers if enough tasks are left for them."""
         for worker in self._workers:
             if waiting and worker.deadline == math.inf:
                 task = waiting.popleft()
-                worker.begin(task, tasks[task], self._reward.timeout_s)
+                worker.begin(task, tasks[task], limits[task])
         starting = sum(worker.task is None for worker in self._workers)
         for _ in range(min(most - len(self._workers), len(waiting) - starting)):
             self._workers.append(_Worker(self._command))

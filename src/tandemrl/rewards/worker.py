@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tandemrl.processes.child import READY, Parent
+from tandemrl.rewards.calls import MAX_ERROR_CHARS
 from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.math.boxed import equivalent
-from tandemrl.rewards.protocol import number
+from tandemrl.rewards.protocol import GraderError, number
 
 MAX_MEMORY_BYTES = 4 * 2**30
 """The address space of a scoring process, so that a tower of powers ends in a MemoryError and not in swapping."""
-MAX_ERROR_CHARS = 500
 
 
 def serve(call: Callable[..., Any] | None = None) -> None:
@@ -42,7 +42,9 @@ def serve(call: Callable[..., Any] | None = None) -> None:
         try:
             reply = json.dumps({"result": call(path, *arguments)}, default=number)
         except (Exception, SystemExit) as error:
-            reply = json.dumps({"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]})
+            of_user = isinstance(error, GraderError)  # which says itself what was raised, and where
+            said = str(error) if of_user else f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            reply = json.dumps({"error": said})
         signal.setitimer(signal.ITIMER_REAL, 0)
         parent.send(reply)
 

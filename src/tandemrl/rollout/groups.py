@@ -1,50 +1,133 @@
 """Scores finished completions, and groups them by prompt."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.data.rows import Prompt
+from tandemrl.data.rows import RENDERED, Prompt, Row
+from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Completion
-from tandemrl.types import Author, Group, Rollout
+from tandemrl.types import Author, Group, Response, Rollout
+
+_QUESTION, _ANSWER = "What is two and two?", "It is four."
+_TAIL = 256
+"""Where in a prompt the beginning of the answer is looked for first: in so many tokens at its end."""
 
 
-def response_text(completion: Completion, tokenizer: Any) -> str:
-    """The text that the authors wrote, without special tokens. Turns are joined by line breaks."""
-    turns = [turn.tolist() for turn in completion.turns]
-    return "\n".join(tokenizer.batch_decode(turns, skip_special_tokens=True))
+class ResponseReader:
+    """Turns token ids into the `Response` that rewards, judges and files get, in training and everywhere else.
+
+    Args:
+        ends: the ids that end a turn, whichever author wrote it, if there are several turns. The end of the last turn
+            is known from its completion.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ends = {*ends, tokenizer.eos_token_id, tokenizer.pad_token_id}
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
+        self._header = _header(tokenizer)
+
+    def of(self, completion: Completion, opened: str = "") -> Response:
+        """The response of a completion to a prompt that ends with ``opened``."""
+        turns = [turn.tolist() for turn in completion.turns]
+        if turns and completion.transcript is None and completion.stop_reason == "eos":
+            turns[-1].pop()
+        return self.of_turns(turns, completion.tokens.tolist(), opened)
+
+    def of_turns(self, turns: Sequence[Any], ids: Sequence[int], opened: str = "") -> Response:
+        """The response of turns, of which all tokens after the prompt are ``ids``."""
+        written = [*map(self._ended, turns)]
+        text = "\n".join(self._tokenizer.batch_decode(written))
+        plain = text
+        if not self._special.isdisjoint(chain(*written)):
+            plain = "\n".join(self._tokenizer.batch_decode(written, skip_special_tokens=True))
+        return Response(text, plain, opened, tuple(ids))
+
+    def opened(self, prompt: Sequence[int], row: Row | None = None) -> str:
+        """What a prompt holds after the markup before an answer: the beginning of the response."""
+        for tail in (prompt[-_TAIL:], prompt):
+            text = self._tokenizer.decode(list(tail))
+            for header in filter(None, (self._header, self._header.rstrip())):
+                if header in text:
+                    return str(text.rpartition(header)[2]).lstrip("" if header == self._header else "\n")
+        if row is not None and row.extra_info.get(RENDERED):  # for a base model, as TinyZero's
+            _, found, opened = str(row.messages[-1]["content"]).rpartition("\nAssistant:")
+            return opened if found else ""
+        return ""
+
+    def _ended(self, turn: Sequence[int]) -> list[int]:
+        """A turn without its end and without padding."""
+        turn, kept = [*map(int, turn)], len(turn)
+        while kept and turn[kept - 1] in self._ends:
+            kept -= 1
+        return turn[:kept]
 
 
-def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+def _header(tokenizer: Any) -> str:
+    """What the chat template writes between a question and an answer; "" if it has none of its own."""
+    question, answer = ({"role": role, "content": text} for role, text in (("user", _QUESTION), ("assistant", _ANSWER)))
+    try:
+        text = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
+    except Exception:  # a template is a program that came with a model; prompts that need it were refused before
+        return ""
+    header, found, _ = text.partition(_QUESTION)[2].partition(_ANSWER)
+    return str(header) if found else ""
+
+
+def score_rollouts(
+    batch: CompletionBatch,
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends: Collection[int] = (),
+    state: TrainerState | None = None,
+) -> list[Group]:
     """Score every finished text as a whole, whoever wrote which part of it.
 
     The text of an episode is what the authors wrote in its turns; what the environment said is in the transcript. Texts
     that are `engine.LOST` get no score.
+
+    Args:
+        ends: see `ResponseReader`.
+        state: how far the run has come, for reward functions that ask for it.
     """
-    pairs = [
-        (prompt, c)
-        for prompt, group in zip(batch.prompts, batch.completions, strict=True)
-        for c in group
-        if c.stop_reason not in LOST
-    ]
-    items = [(prompt.row, response_text(completion, tokenizer)) for prompt, completion in pairs]
-    scores = iter(scorer.score(items, [completion.transcript for _, completion in pairs]))
-    groups = []
+    reader, groups, places = ResponseReader(tokenizer, ends), [], list[tuple[int, int]]()
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
-        rollouts = []
+        opened, rollouts = reader.opened(prompt.tokens, prompt.row), []
         for index, completion in enumerate(completions):
-            rollout = unscored(prompt, completion, group=g, index=index)
+            rollout = replace(
+                unscored(prompt, completion, group=g, index=index), response=reader.of(completion, opened)
+            )
             if completion.stop_reason in LOST:
-                rollouts.append(replace(rollout, reward_parts={"unscored": 1.0}))
-                continue
-            result = next(scores)
-            rollouts.append(replace(rollout, reward=result.value, reward_parts=result.parts))
-        groups.append(Group(prompt.row.example_id, tuple(rollouts)))
-    return groups
+                rollout = replace(rollout, reward_parts={"unscored": 1.0})
+            else:
+                places.append((g, index))
+            rollouts.append(rollout)
+        groups.append(rollouts)
+    found = [groups[g][index] for g, index in places]
+    graded = scorer.graded(
+        [(batch.prompts[g].row, r.response or "") for (g, _), r in zip(places, found, strict=True)],
+        [rollout.transcript for rollout in found],
+        groups=[g for g, _ in places],
+        state=state,
+    )
+    logged = [dict[str, list[float]]() for _ in groups]
+    for (g, index), rollout, each in zip(places, found, graded, strict=True):
+        groups[g][index] = replace(rollout, reward=each.score.value, reward_parts=each.score.parts, logged=each.extra)
+        for name, values in each.metrics.items():
+            logged[g].setdefault(name, []).extend(values)
+    return [
+        Group(prompt.row.example_id, tuple(rollouts), said)
+        for prompt, rollouts, said in zip(batch.prompts, groups, logged, strict=True)
+    ]
 
 
 def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) -> Rollout:

@@ -13,7 +13,9 @@ from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rewards.judge.rubric import Judge, JudgeError, Messages
 from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection import solo
+from tandemrl.types import Response
 
 
 class EngineJudge:
@@ -46,9 +48,10 @@ class EngineJudge:
             raise JudgeError(f"judge: {error}{fix}") from None
         if any(completion.stop_reason == "abort" for (completion,) in completions):
             raise JudgeError("the judge's replies were aborted")
+        reader = ResponseReader(self.tokenizer)
         return [
-            str(self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
-            for (completion,) in completions
+            _reply(reader.of_turns(completion.turns, [], reader.opened(request.prompt)))
+            for request, (completion,) in zip(requests, completions, strict=True)
         ]
 
 
@@ -73,6 +76,11 @@ def make_judge(config: Config) -> Judge | None:
     load = partial(load_model, judge.model, dtype=config.model.dtype, device=config.model.device)
     rollout = RolloutConfig(max_rows=config.rollout.max_rows)
     return EngineJudge(make_engine(rollout, ModelSource(judge.model, load), None, tokenizer), tokenizer, judge)
+
+
+def _reply(response: Response) -> str:
+    """The reply without special tokens, unless these end its thought; with a thought that the chat template opens."""
+    return response.opened + (response.plain if "</think>" not in response.text else response.text)
 
 
 def _key(tokens: Sequence[int], attempt: int) -> int:

@@ -52,6 +52,7 @@ def build(
     engine: EngineFactory | str | None = None,
     check_judge: Callable[[], None] = lambda: None,
     stated: Collection[str] = (),
+    accepted: Collection[str] = (),
 ) -> Run:
     """Load models and data and start the engine, without writing a file.
 
@@ -67,6 +68,7 @@ def build(
         engine: makes the engine; used instead of ``rollout.engine``. Or its name.
         check_judge: called while waiting for a judge's server; it raises if the server has ended.
         stated: see ``Preflight``.
+        accepted: see ``check_same_identity``.
 
     Raises:
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
@@ -77,7 +79,13 @@ def build(
     reward = reward or {}
     check_instance(environment)
     config = with_records(
-        config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment, engine=engine
+        config,
+        accepted=accepted,
+        recipe=own_recipe,
+        strategy=strategy,
+        reward=reward or None,
+        environment=environment,
+        engine=engine,
     )
     model, rollout, world = config.model, config.rollout, world or World()
     preflight = Preflight(

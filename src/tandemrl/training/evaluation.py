@@ -28,7 +28,7 @@ def evaluate(run: Run, step: int) -> Metrics:
     setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    heldout = evaluate_solo(run, setup.heldout, ks)
+    heldout = evaluate_solo(run, setup.heldout, ks, step)
     macro, samples = heldout.metrics["macro"], {"eval": heldout.samples}
     at_k = f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     rewards = _rewards(heldout.samples)
@@ -50,7 +50,7 @@ def evaluate(run: Run, step: int) -> Metrics:
     ]
     metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
     if setup.monitored:
-        watched = evaluate_solo(run, setup.monitored, ks)
+        watched = evaluate_solo(run, setup.monitored, ks, step)
         samples["monitor"], macro = watched.samples, watched.metrics["macro"]
         metrics |= {f"monitor/{name}": macro[name] for name in names if name in macro}
         for source, values in watched.metrics["by_set"].items():
@@ -60,7 +60,7 @@ def evaluate(run: Run, step: int) -> Metrics:
     return metrics
 
 
-def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> evals.EvalResult:
+def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], step: int) -> evals.EvalResult:
     """What the senior generates alone, graded, with the metrics of ``evals.summarise``."""
     setup, settings = run.setup, run.setup.config.eval
     generated = evals.generate_samples(
@@ -73,7 +73,7 @@ def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> eva
         seed=settings.seed,
         episode_runner=setup.episode_runner,
     )
-    marked = evals.grade(generated, prompts, setup.scorer)
+    marked = evals.grade(generated, prompts, setup.scorer, setup.trainer_state(step))
     metrics = evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"]["reward"] = metrics["macro"]["score"]
     return evals.EvalResult(metrics, marked)

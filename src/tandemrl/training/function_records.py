@@ -6,7 +6,7 @@ what is missing, instead of training something else.
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,11 @@ _USED: dict[int, _Used] = {}
 """The environments in use, by ``id``, since an environment may be unhashable or equal to another one."""
 
 
-def with_records(config: Config, **functions: Any) -> Config:
+def with_records(config: Config, *, accepted: Collection[str] = (), **functions: Any) -> Config:
     """The config with a record of each function that takes the place of some of its keys.
 
     Args:
+        accepted: whose code may have changed (``--accept-changed``).
         functions: the arguments of ``train`` that ``config.FunctionsConfig`` has a field for. None means not passed.
 
     Raises:
@@ -43,7 +44,7 @@ def with_records(config: Config, **functions: Any) -> Config:
     records = {name: None if value is None else record(value) for name, value in functions.items()}
     for name, now in records.items():
         before: FunctionRecord | None = getattr(config.functions, name)
-        if before is not None and (now is None or now.signature != before.signature):
+        if before is not None and (now is None or (now.signature != before.signature and name not in accepted)):
             passed = "none" if now is None else f"{now.name} [{now.signature}]"
             raise ConfigError(
                 f"functions.{name}: this config belongs to a run with {before.name} [{before.signature}]; "

@@ -23,7 +23,6 @@ from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.judge.server import LOG, judge_server
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.factory import EngineFactory
-from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
 from tandemrl.training import checkpoint
@@ -47,7 +46,7 @@ from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_e
 from tandemrl.training.function_records import in_use
 from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError
 from tandemrl.training.profiling import Clock, Profiler
-from tandemrl.training.rollouts import generate, resample, rollout_metrics
+from tandemrl.training.rollouts import generate, resample, rollout_metrics, score
 from tandemrl.training.state import Models, Run
 from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, update
@@ -63,6 +62,7 @@ def train(
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     engine: EngineFactory | str | None = None,
+    accept_changed: Collection[str] = (),
     stated: Collection[str] = (),
     console: Console | None = None,
     quiet: bool = False,
@@ -89,6 +89,8 @@ def train(
             a reward function.
         engine: a class, or a function, that makes the engine of what its parameters name (``rollout.make_engine``),
             instead of ``rollout.engine``. A name stands for ``rollout.engine=NAME``.
+        accept_changed: components whose code may differ from that of the checkpoint, such as a ``reward`` that was
+            repaired (``checkpoint.identity.CODE``). The checkpoints and the model card record it.
         stated: dotted keys of ``reward.*`` that must be used, also without evaluation (``train.eval_every: 0``). Then a
             reward that no training row uses could be one for the rows of ``data.eval``, so others give only a warning.
         console: where to print; see ``Tracker``.
@@ -103,6 +105,7 @@ def train(
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
     checkpoint.check_resume(resume, require_config(config).output_dir)
+    checkpoint.check_accepted(accept_changed)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
@@ -117,10 +120,21 @@ def train(
             say = (console or Console()).print
             say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
         with in_use(environment), judge_server(config, start=world.main) as check_judge:
-            run = build(config, recipe, strategy, world, by_name(reward), environment, engine, check_judge, stated)
+            run = build(
+                config,
+                recipe,
+                strategy,
+                world,
+                by_name(reward),
+                environment,
+                engine,
+                check_judge,
+                stated,
+                accept_changed,
+            )
             config, silent = run.setup.config, quiet or not world.main
             with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
-                records = checkpoint.restore(run, resume)
+                records = checkpoint.restore(run, resume, accept_changed)
                 with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                     loop(run, tracker, records)
                     checkpoint.wait()
@@ -211,7 +225,7 @@ def train_step(
                 sync_if_stale(models, version=step - 1)
             rollouts.start_until(step + 1, min(step + train.async_steps, train.steps))
     with clock("score"):
-        groups = score_rollouts(completions, setup.scorer, setup.tokenizer)
+        groups = score(setup, completions, step)
     resampled = 0
     if train.max_resamples:
         with clock("resample"):
@@ -275,6 +289,8 @@ def opening_lines(run: Run) -> list[str]:
     lines = [str(batch_plan(config)) if done < config.train.steps else f"step {done} is the last one: nothing to do"]
     if done:
         lines.append(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
+    if progress.accepted:
+        lines.append(f"code changed in the run (--accept-changed): {', '.join(progress.accepted)}")
     if setup.dropped:
         lines.append(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
     if config.model.lora.rank:

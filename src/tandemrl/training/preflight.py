@@ -20,6 +20,7 @@ from tandemrl.config.fields import is_own
 from tandemrl.config.rules import check as check_rules
 from tandemrl.config.rules import check_processes, check_single_turn
 from tandemrl.data.loading import load_rows
+from tandemrl.data.messages import Response
 from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.distributed.watchdog import stamp
@@ -33,14 +34,17 @@ from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
-from tandemrl.rewards.functions import RewardFunction, with_environment
+from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.judge.rubric import Judge, other_words
+from tandemrl.rewards.protocol import NO_SCORE, Score, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
+from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
@@ -48,6 +52,11 @@ from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_stra
 from tandemrl.training.disk import room
 from tandemrl.training.function_records import record
 from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
+from tandemrl.training.state import trainer_state
+
+
+class Doubt(str):
+    """What a check has found that may be a mistake of the user's, though a run can start with it."""
 
 
 class Evaluated(NamedTuple):
@@ -372,11 +381,15 @@ class Preflight:
     def rewards(self) -> str:
         """Check that every row that is used has a scorer, and that the scorers have what they need.
 
-        The user's own functions are called once for each kind of rows, with the ground truth of a row as the text.
+        The user's own functions are called once for each kind of rows, with the ground truth of a row as the text (one
+        of TRL's with several texts); without downloads, that is for `--dry-run`, also with other forms of it, as are
+        the library's scorers.
         """
         config = self.config
         prompts, evaluated = self.prompts[0], (self.heldout, self.monitored)
-        rows = [prompt.row for prompt in chain(prompts, *(each.prompts for each in evaluated))]
+        asked = [*chain(prompts, *(each.prompts for each in evaluated))]
+        rows = [prompt.row for prompt in asked]
+        state = trainer_state(self.planned, len(prompts), 0)
         judged = config.judge.url is not None or config.judge.model is not None
         read = chain(self.rows, *(each.rows for each in evaluated))
         judging = _unused if judged else None
@@ -384,19 +397,32 @@ class Preflight:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
             stated = None if config.train.eval_every or not config.data.eval else self.stated
             kinds = map(routing.Kind.of, read)
-            scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated)
+            scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated, state=state)
             if words := other_words(rows, config.judge):
                 warnings.warn(words, stacklevel=2)
-            used = {routing.Kind.of(row): row for row in reversed(rows)}
-            tried = "".join(_tried(scorer, row) for row in reversed(used.values()))
+            used = {routing.Kind.of(prompt.row): prompt for prompt in reversed(asked)}
+            reader, tried = ResponseReader(self.tokenizer), list[str]()
+            for row, tokens, _ in reversed(used.values()):
+                opened = reader.opened(tokens, row)
+                forms = _forms(row, self.tokenizer, opened)
+                tried.append(_tried(scorer, row, forms, state, thorough=not self.downloads))
+                blind = [term.name for term in scorer.terms_of(row) if term.own and not term.opened]
+                if opened and blind:
+                    tried.append(
+                        Doubt(
+                            f"; the chat template begins each response with {opened!r}, which {', '.join(blind)} "
+                            "will not see: a parameter `opened` gets it"
+                        )
+                    )
         functions = self.rewards_by_name
-        terms = [term for row in used.values() for term in routing.terms_of(row, config.reward, functions)]
+        terms = [term for row, *_ in used.values() for term in routing.terms_of(row, config.reward, functions)]
         sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         if any(term.name == "code" for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
-            return f"{sources}; the sandbox starts{tried}"
-        return f"{sources}{tried}"
+            sources += "; the sandbox starts"
+        doubt = any(isinstance(each, Doubt) for each in tried)
+        return (Doubt if doubt else str)("".join([sources, *tried]))
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -490,13 +516,53 @@ class Preflight:
                 )
 
 
-def _tried(scorer: Scorer, row: Row) -> str:
-    """What the user's own functions give the ground truth of a row, taken as a response, in words."""
-    text = row.ground_truth
-    scores = scorer.tried(row, text)
-    shown = text if len(text) <= 40 else f"{text[:40]}…"
-    given = " and ".join(f"{name} gives {score.value:g}" for name, score in scores.items())
-    return f"; tried on the text {shown!r}, the ground truth of row {row.example_id}: {given}" if scores else ""
+def _tried(scorer: Scorer, row: Row, forms: Sequence[Response], state: TrainerState, *, thorough: bool) -> str:
+    """What the user's own functions give for the ground truth of a row, alone as a text, in words.
+
+    Args:
+        forms: responses with the ground truth, of which it is the first.
+        thorough: also try the other forms, and the library's scorers on theirs. If a reward gives nothing for any, the
+            words are a `Doubt`.
+    """
+
+    def to_try(term: Term) -> Sequence[Response]:
+        if term.own:
+            return forms if thorough or term.group is not None else forms[:1]
+        around = routing.IDEAL.get(term.name, ("", ""))
+        known = thorough and any(around) and isinstance(row.raw_ground_truth, str | int | float | None)
+        return [form for form in forms if known and form.text == row.ground_truth.join(around)]
+
+    said, doubt, terms = [], False, {term.name: term for term in scorer.terms_of(row)}
+    for name, scores in scorer.tried(row, to_try, state).items():
+        text, best = max(zip((each.text for each in to_try(terms[name])), scores, strict=True), key=_value)
+        nothing = thorough and best is not NO_SCORE and best.value <= 0
+        if terms[name].own or nothing:
+            given = "no score" if best is NO_SCORE else f"{best.value:g}"
+            said.append(f"{name} gives {given}" + (f" for {_short(text)!r}" if text != row.ground_truth else ""))
+        doubt |= nothing
+    if not said:
+        return ""
+    on = f"; tried on the text {_short(row.ground_truth)!r}, the ground truth of row {row.example_id}"
+    if not doubt:
+        return f"{on}: {' and '.join(said)}"
+    return Doubt(f"{on}, and on other forms of it: {' and '.join(said)}: can a correct response earn a reward?")
+
+
+def _value(tried: tuple[str, Score]) -> float:
+    return tried[1].value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _forms(row: Row, tokenizer: PreTrainedTokenizerBase, opened: str) -> list[Response]:
+    """Responses with the ground truth of a row: alone, and in forms that graders know."""
+    begun = THOUGHT in opened and END_OF_THOUGHT not in opened
+    thought = ("" if begun else f"{THOUGHT}\n") + f"So it is.\n{END_OF_THOUGHT}\n"
+    forms = dict.fromkeys([("", ""), *routing.IDEAL.values(), (thought, "")])
+    texts = [f"{before}{row.ground_truth}{after}" for before, after in forms]
+    return [Response(text, text, opened, tuple(tokenizer.encode(text, add_special_tokens=False))) for text in texts]
 
 
 def _unused(*_: Any) -> Any:

@@ -60,6 +60,12 @@ def generate(
     return completions
 
 
+def score(setup: RunSetup, completions: CompletionBatch, step: int) -> list[Group]:
+    """Score the completions of a step."""
+    ends = () if setup.episode_runner is None else setup.episode_runner.ends
+    return score_rollouts(completions, setup.scorer, setup.tokenizer, ends=ends, state=setup.trainer_state(step - 1))
+
+
 def resample(
     run: Run, generate: Callable[..., CompletionBatch], step: int, completions: CompletionBatch, groups: Sequence[Group]
 ) -> tuple[CompletionBatch, list[Group], int]:
@@ -85,7 +91,7 @@ def resample(
         drawn += len(flat)
         draws = Draws(*(a + b for a, b in zip(completions.draws, more.draws, strict=True)))
         completions = completions._replace(draws=draws, passes=completions.passes + more.passes)
-        for i, fresh in zip(flat, score_rollouts(more, setup.scorer, setup.tokenizer), strict=True):
+        for i, fresh in zip(flat, score(setup, more, step), strict=True):
             groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
     return completions, groups, drawn
 
@@ -103,7 +109,8 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": 0.0 if len(set(rewards.tolist())) == 1 else float(rewards.std()),  # exactly, though sums round
-        **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in scored])) for name in parts},
+        **{f"reward/{name}": _mean_part(name, scored) for name in parts},
+        **{f"logged/{name}": float(np.mean(values)) for name, values in _logged(groups).items()},
         "reward/unscored": 1 - len(scored) / len(rollouts),
         "tandem/senior_frac": senior / max(1, int(response.sum())),
         **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
@@ -119,6 +126,17 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         **episode_metrics(rollouts),
         **pass_metrics(completions.passes),
     }
+
+
+def _mean_part(name: str, scored: Sequence[Rollout]) -> float:
+    """The mean of a part; a missing one counts as 0, that of a reward that gives no score does not count."""
+    return float(np.mean([r.reward_parts.get(name, 0.0) for r in scored if f"{name}/none" not in r.reward_parts]))
+
+
+def _logged(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """What reward functions logged, by name (TRL's ``log_metric``)."""
+    names = dict.fromkeys(name for group in groups for name in group.logged)
+    return {name: [x for group in groups for x in group.logged.get(name, ())] for name in names}
 
 
 def pass_metrics(passes: Passes) -> Metrics:

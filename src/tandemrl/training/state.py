@@ -3,8 +3,9 @@
 ``build`` makes all three from a config; ``checkpoint`` saves and restores what changes.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from tandemrl.models.critic import token_values
 from tandemrl.models.forward import Scores, token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
+from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
@@ -57,6 +59,12 @@ def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: 
     )
 
 
+def trainer_state(config: Config, prompts: int, done: int) -> TrainerState:
+    """How far a run with so many prompts is after ``done`` steps."""
+    train, epoch = config.train, config.train.prompts_per_step / prompts
+    return TrainerState(done, train.steps, done * epoch, math.ceil(train.steps * epoch))
+
+
 @dataclass(frozen=True, eq=False)
 class RunSetup:
     """What is fixed for a run. It is the same in every process, except for the place in the ``world``."""
@@ -91,6 +99,10 @@ class RunSetup:
     """Above this mean difference of trainer and engine, in nats per senior token, the run stops (see ``gates``)."""
     device: torch.device
     world: World
+
+    def trainer_state(self, done: int) -> TrainerState:
+        """How far the run is after ``done`` steps, for reward functions."""
+        return trainer_state(self.config, len(self.prompts), done)
 
     @property
     def forward_options(self) -> ForwardOptions:
@@ -167,6 +179,8 @@ class Progress:
     """The last finished step; 0 for a fresh run."""
     best: Best | None = None
     """The policy in ``hf/best``; None if there is none."""
+    accepted: list[str] = field(default_factory=list)
+    """Whose code has changed within the run, and after which step (``--accept-changed``)."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
 

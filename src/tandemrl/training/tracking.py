@@ -146,7 +146,8 @@ class Tracker:
         """
 
         def line(rollout: Rollout) -> str:
-            record = {"step": step, "text": written_text(rollout, tokenizer), **rollout.to_json()}
+            text = {} if rollout.response is not None else {"text": written_text(rollout, tokenizer)}
+            record = {"step": step, **text, **rollout.to_json()}
             return json.dumps(record, ensure_ascii=False)
 
         left_out = 0

@@ -92,7 +92,7 @@ def test_another_text_in_between_changes_nothing(duo: Duo) -> None:
     assert duo._lazy is not None
     written = len(duo._lazy[1]._tokens)
     duo.write(other, 4)
-    [text] = duo.texts([first], 12)
+    [text] = [response.plain for response in duo.responses([first], 12)]
     strategy = before_text_word(0.6, text_tables(duo.tokenizer))
     full = whole(duo, strategy, 7).tokens.tolist()
     assert text.startswith(duo.text(full[:6]))

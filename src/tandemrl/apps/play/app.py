@@ -98,7 +98,7 @@ def application(
 
     def grade(body: Mapping[str, Any]) -> dict[str, Any]:
         written = draft(body)
-        verdict = problems.verdict(written.prompt, duo.text(written.tokens))
+        verdict = problems.verdict(written.prompt, duo.response(written))
         return {"verdict": None if verdict is None else verdict._asdict()}
 
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:

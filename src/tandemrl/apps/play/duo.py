@@ -28,13 +28,14 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import context_of
 from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
+from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, replay, resumed
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.words import begin_words, vocabulary_of, whole_characters
 from tandemrl.training.authored import authored_spans
-from tandemrl.types import Author
+from tandemrl.types import Author, Response
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class Duo:
         self._lazy: tuple[Draft, LazyCompletion] | None = None
         """The text that is being written, with its draft before the first token."""
         self._template_arguments = template_arguments
+        self._reader_of_responses = ResponseReader(tokenizer)
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
         self._special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -210,13 +212,24 @@ class Duo:
         """How many tokens fit after a prompt."""
         return self.longest - len(self._prompt(prompt))
 
-    def texts(self, drafts: Sequence[Draft], count: int) -> list[str]:
+    def responses(self, drafts: Sequence[Draft], count: int) -> list[Response]:
         """The texts of several drafts that are empty as yet, of at most ``count`` tokens, as scorers read them."""
         prompts = [self._prompt(draft.prompt) for draft in drafts]
         rooms = [min(count, self.longest - len(prompt)) for prompt in prompts]
         self._free_engine()
         written = self.engine.generate([*map(self._request, drafts, prompts, rooms)])
-        return [self.text(completion.tokens.tolist()) for [completion] in written]
+        opened = map(self._reader_of_responses.opened, prompts)
+        return [self._reader_of_responses.of(one, begun) for [one], begun in zip(written, opened, strict=True)]
+
+    def response(self, draft: Draft) -> Response:
+        """The text of a draft, as scorers read it.
+
+        Raises:
+            ValueError: a token is outside the vocabulary.
+        """
+        self._check(draft.tokens)
+        opened = self._reader_of_responses.opened(self._prompt(draft.prompt))
+        return self._reader_of_responses.of_turns([draft.tokens], draft.tokens, opened)
 
     def say(self, draft: Draft, text: str) -> Piece:
         """Append what a person typed as the junior's text. It is encoded here, once.
@@ -237,7 +250,7 @@ class Duo:
         return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens as scorers read it: without special tokens.
+        """The text of some tokens without special tokens.
 
         Raises:
             ValueError: a token is outside the vocabulary.

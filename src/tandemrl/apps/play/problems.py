@@ -8,6 +8,7 @@ from tandemrl.apps.experiments.pair import read_manifest
 from tandemrl.apps.play.duo import Draft, Duo
 from tandemrl.config import Config, SelectionConfig, load
 from tandemrl.data.loading import generated_rows, load_rows
+from tandemrl.data.messages import Response
 from tandemrl.data.rows import RENDERED, Row, with_suffix
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.scoring import Scorer
@@ -48,7 +49,7 @@ class Problems:
         self._scorer.check(self._rows.values(), stated=())
         self.prompts = [*self._rows]
 
-    def verdict(self, prompt: str, text: str) -> Verdict | None:
+    def verdict(self, prompt: str, text: str | Response) -> Verdict | None:
         """Whether a text answers its prompt. None if the prompt is no problem, or its scorer gave no score."""
         row = self._rows.get(prompt)
         if row is None:
@@ -63,8 +64,8 @@ class Problems:
         some = [prompt for prompt in self.prompts if duo.room(prompt) > 0][:TRIED] if len(self.prompts) > 1 else []
         if not some:
             return
-        texts = duo.texts([Draft(prompt, selection=selection) for prompt in some], MAX_NEW)
-        for prompt, text in zip(some, texts, strict=True):
+        responses = duo.responses([Draft(prompt, selection=selection) for prompt in some], MAX_NEW)
+        for prompt, text in zip(some, responses, strict=True):
             if (verdict := self.verdict(prompt, text)) is not None and verdict.correct:
                 self.prompts.remove(prompt)
                 self.prompts.insert(0, prompt)

@@ -107,11 +107,11 @@ class EpisodeRunner:
         self.tool_timeout_s = config.tool_timeout_s
         self._config = config
         self.caller = caller or ThreadCalls(answering(environment), limit_s=config.tool_timeout_s)
-        self._ends = frozenset([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
+        self.ends = frozenset([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
         self.rendering = Rendering(
             tokenizer,
             self.tools,
-            eos_token_ids=self._ends,
+            eos_token_ids=self.ends,
             result_tokens=config.result_tokens,
             keep_turns=config.keep_turns,
             template_arguments=template_arguments,
@@ -171,14 +171,14 @@ class EpisodeRunner:
             config,
             self._tokenizer,
             environment=self.environment if isinstance(self.caller, ThreadCalls) else None,
-            eos_token_ids=self._ends,
+            eos_token_ids=self.ends,
             junior=self._junior,
         )
 
     def message(self, turn: Turn) -> Message:
         """The text of a turn, parsed to a message."""
         tokens = turn.tokens.tolist()
-        if tokens and turn.stop_reason != "length" and tokens[-1] in self._ends:
+        if tokens and turn.stop_reason != "length" and tokens[-1] in self.ends:
             tokens.pop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return parse_turn(text, self.schemas, self._tokenizer, self._prefix, self._calls)

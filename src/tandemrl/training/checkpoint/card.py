@@ -1,7 +1,7 @@
 """The model card of an export: what was trained, on what, by which recipe, and who wrote the texts it learnt from."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from tandemrl.rollout.schedule import kind_in_use
 CARD = "README.md"
 
 
-def model_card(config: Config, *, step: int, best: str, versions: Mapping[str, Any]) -> str:
+def model_card(
+    config: Config, *, step: int, best: str, versions: Mapping[str, Any], accepted: Sequence[str] = ()
+) -> str:
     """The text of a README.md as the Hugging Face hub reads it. The same run and step give the same text.
 
     Args:
@@ -40,6 +42,7 @@ def model_card(config: Config, *, step: int, best: str, versions: Mapping[str, A
         "training data": ", ".join(data.train),
         "held-out data": ", ".join(data.eval) or "none",
         "hf/best so far": best,
+        **({"code changed in the run": ", ".join(accepted)} if accepted else {}),
         **{name: str(value) for name, value in versions.items() if value is not None},
     }
     table = "".join(f"| {name} | `{value}` |\n" for name, value in facts.items())

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,28 @@ def _read_by_environment(row: Row) -> tuple[str, str]:
     return row.ground_truth, json.dumps(row.extra_info, default=repr)
 
 
-def check_same_identity(run: Run, before: Mapping[str, str], path: Path) -> None:
+CODE = ("reward", "recipe", "strategy", "engine", "environment", "retriever")
+"""Components whose code may change within a run, if the user says so (``--accept-changed``), to repair it."""
+
+
+def check_accepted(names: Collection[str]) -> None:
+    """Refuse names that are none of `CODE`.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    if unknown := sorted(set(names) - set(CODE)):
+        raise CheckpointError(f"--accept-changed {unknown[0]}: expected one of {', '.join(CODE)}")
+
+
+def check_same_identity(
+    run: Run, before: Mapping[str, str], path: Path, accepted: Collection[str] = ()
+) -> tuple[str, ...]:
     """Refuse to continue a run whose recipe, data, models, judge, scorers or environment is another one.
 
     Args:
         before: the identity that the checkpoint ``path`` stores.
+        accepted: the components of `CODE` whose code may have changed. Those that have are returned.
 
     Raises:
         CheckpointError: they differ; the message names what does.
@@ -120,11 +137,17 @@ def check_same_identity(run: Run, before: Mapping[str, str], path: Path) -> None
             "cannot be told",
             stacklevel=2,
         )
-    if changed := [name for name in changed if name not in unknown]:
-        raise CheckpointError(f"{path}: written with another {', '.join(changed)}; a resume would mix runs")
+    code = {name: "reward" if ":" in name else name for name in changed if ":" in name or name in CODE}
+    if refused := [name for name in changed if name not in unknown and code.get(name) not in accepted]:
+        options = " ".join(
+            f"--accept-changed {each}" for each in dict.fromkeys(code[name] for name in refused if name in code)
+        )
+        fix = f"; to go on with repaired code: {options}" if all(name in code for name in refused) else ""
+        raise CheckpointError(f"{path}: written with another {', '.join(refused)}; a resume would mix runs{fix}")
+    return tuple(dict.fromkeys(code[name] for name in changed if name in code))
 
 
-def check_same_config(stored: Config, current: Config) -> None:
+def check_same_config(stored: Config, current: Config, accepted: Collection[str] = ()) -> None:
     """Refuse to continue a run under another config, since the result would belong to neither.
 
     ``train.steps`` may grow if the learning rate is constant. ``rollout.workers`` may change if the same groups are
@@ -140,6 +163,8 @@ def check_same_config(stored: Config, current: Config) -> None:
     if current.rollout.units == stored.rollout.units:  # then the bits do not depend on who decodes
         changed.pop("rollout.workers", None)
         changed.pop("rollout.unit_groups", None)
+    for name in accepted:
+        changed.pop(f"functions.{name}.signature", None)
     if changed:
         listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def save(run: Run, records: Records, rng: Mapping[str, Any] | None = None) -> li
         "ahead": progress.rollouts_in_flight,
         "kl_coef": progress.kl_coef,
         "identity": identity(run),
+        "accepted": progress.accepted,
         "records": {record.file.name: record.to_plain() for record in records},
         "rng": {**rng, "cuda": [each for own in setup.world.gather(rng["cuda"]) for each in own]},
     }
@@ -75,7 +76,9 @@ def export(run: Run, name: str, step: int) -> None:
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
     if world.main:
         recover(folder.parent)  # it is this run's alone
-    card = model_card(config, step=step, best=str(run.progress.best or "none"), versions=versions())
+    card = model_card(
+        config, step=step, best=str(run.progress.best or "none"), versions=versions(), accepted=run.progress.accepted
+    )
     export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
 
 
@@ -96,12 +99,13 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
     raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
 
 
-def restore(run: Run, resume: str) -> Records:
+def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> Records:
     """Bring the run to the state of a checkpoint. A fresh run stays at step 0.
 
     Args:
         resume: ``auto`` for the newest checkpoint in output_dir, if there is one; ``never`` to require a fresh
             output_dir; or the path of a checkpoint.
+        accepted: see ``check_same_identity``.
 
     Returns:
         the lines that the checkpoint covers, for ``save``.
@@ -123,10 +127,10 @@ def restore(run: Run, resume: str) -> Records:
     progress.step = 0
     records = tuple(Coverage(output / name) for name in coverage.FILES) if world.main else ()
     if path is None and started:  # a run that died before its first checkpoint
-        check_same_config(storage.load_config(output), config)
+        check_same_config(storage.load_config(output), config, accepted)
     if path is not None:
         try:
-            records = _restore_from(run, path)
+            records = _restore_from(run, path, accepted)
         except DamagedError as error:
             advice = world.broadcast(_older_undamaged(path, output) if world.main else "")
             raise DamagedError(f"{error}. {advice}") from None
@@ -139,17 +143,17 @@ def restore(run: Run, resume: str) -> Records:
     return records
 
 
-def _restore_from(run: Run, path: Path) -> Records:
+def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> Records:
     """Fill a run from a checkpoint. Every process must call this, and if one fails, all raise."""
     setup, models, progress = run
     output, world = Path(setup.config.output_dir), setup.world
     config = storage.in_every_process(lambda: storage.load_config(path), path, world)
-    check_same_config(config, setup.config)
+    check_same_config(config, setup.config, accepted)
     state = storage.load(path, world)
     records: Records = storage.in_every_process(
         lambda: _covered(path, state, output, warn=True) if world.main else (), path, world
     )
-    check_same_identity(run, state["identity"], path)
+    changed = check_same_identity(run, state["identity"], path, accepted)
     storage.load_parts(path, models.trained, world)
     if setup.config.parallel.offload_optimizer:
         for part in models.trained.values():
@@ -160,6 +164,7 @@ def _restore_from(run: Run, path: Path) -> Records:
     progress.rollouts_in_flight = state["ahead"]
     progress.kl_coef = state["kl_coef"]
     progress.step = int(state["step"])
+    progress.accepted = [*state.get("accepted", ()), *(f"{name} after step {progress.step}" for name in changed)]
     restore_rng(state["rng"], setup.device, rank=world.rank)
     return records
 

@@ -1,0 +1,33 @@
+"""A run goes on with repaired code if the user says so, and with nothing else that is another."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandemrl.config import load
+from tandemrl.training.checkpoint import identity as module
+from tandemrl.training.checkpoint.card import model_card
+from tandemrl.training.checkpoint.manifest import CheckpointError
+
+RUN: Any = SimpleNamespace(setup=SimpleNamespace(world=SimpleNamespace(main=True)))
+NOW = {"recipe": "a", "data.train": "b", "my:reward": "c"}
+
+
+def test_repaired_code_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "identity", lambda run: NOW)
+    path, before = Path("step_5"), NOW | {"my:reward": "d"}
+    with pytest.raises(CheckpointError, match=r"another my:reward; .*: --accept-changed reward$"):
+        module.check_same_identity(RUN, before, path)
+    assert module.check_same_identity(RUN, before, path, ["reward"]) == ("reward",)
+    assert module.check_same_identity(RUN, NOW, path, ["reward"]) == ()
+    with pytest.raises(CheckpointError, match=r"another data.train; a resume would mix runs$"):
+        module.check_same_identity(RUN, before | {"data.train": "e"}, path, ["reward"])
+    with pytest.raises(CheckpointError, match=r"--accept-changed data.train: expected one of reward, "):
+        module.check_accepted(["data.train"])
+
+
+def test_the_model_card_says_whose_code_has_changed() -> None:
+    card = model_card(load("quickstart"), step=9, best="none", versions={}, accepted=["reward after step 5"])
+    assert "| code changed in the run | `reward after step 5` |" in card
