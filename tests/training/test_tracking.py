@@ -265,6 +265,70 @@ def test_a_wandb_run_has_a_name_and_tags(
     assert (asked["name"], asked["tags"]) == (name, tags)
 
 
+class WandbServer:
+    """A stand-in for wandb with its rules: a step below the current one is dropped; an online run goes on at the step
+    after its last; an offline one knows of no earlier part, and its upload replaces the lines of its steps."""
+
+    Settings = dict
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[int, dict[str, float]]] = {}
+        self.options: dict[str, object] = {}
+
+    def init(self, **options: object) -> "WandbServer":
+        self.options, rows = options, self.runs.setdefault(str(options["id"]), {})
+        self.step = max(rows, default=-1) + 1 if options["resume"] else 0
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if step >= self.step:
+            self.step = step
+            self.runs[str(self.options["id"])].setdefault(step, {}).update(values)
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb_shows_the_steps_of_metrics_jsonl_whatever_a_resume_discards(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, metrics = WandbServer(), tmp_path / "metrics.jsonl"
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    screen, said = console()
+    chance = iter(range(1000))
+
+    def run(first: int, last: int, *, kept: int, mode: str = mode) -> str:
+        """Keep so many lines and record the steps from ``first`` to ``last``; the id at W&B."""
+        if metrics.is_file():
+            metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:kept]))
+        with Tracker(tmp_path, load(overrides=[f"train.wandb={mode}"]), console=screen) as tracker:
+            for step in range(first, last + 1):
+                tracker.step(step, {"loss": next(chance)})
+        own = server.runs[str(server.options["id"])]
+        if mode != "disabled":
+            assert own == {line.pop("step"): line for line in lines(metrics)}
+        return str(server.options["id"])
+
+    start = run(0, 4, kept=0)
+    assert run(5, 8, kept=5) == start  # nothing was discarded
+    assert server.options["notes"] is None
+    second = run(7, 9, kept=7)  # steps 7 and 8 were
+    assert second == f"{start}-2"
+    assert f"run {second} replaces run {start}, whose steps after step 6 were discarded" in " ".join(
+        said.getvalue().split()
+    )
+    assert (server.options["group"], server.options["name"]) == (start, f"{tmp_path.name} (resume 1)")
+    assert run(10, 10, kept=10) == second
+    run(9, 12, kept=9, mode="disabled")  # discards steps 9 and 10 while nobody looks
+    assert run(13, 13, kept=13) == f"{start}-3"
+    assert run(0, 1, kept=0) == f"{start}-4"
+    metrics.write_text(metrics.read_text() + '{"step": 2, "loss": 7}\n')  # killed between the record and W&B
+    assert run(3, 3, kept=3) == f"{start}-4"
+
+
 def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrackingError, match=r"needs Weights & Biases: pip install .*wandb\]'"):

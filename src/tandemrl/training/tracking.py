@@ -93,8 +93,9 @@ class Tracker:
         self._ending = folder / STOPPED if record else None
         if self._ending is not None:
             self._ending.unlink(missing_ok=True)
-        self._wandb = _start_wandb(folder, config, self.say) if record else None
         self._last_step = _last_step(folder / "metrics.jsonl") if record else None
+        self._logged = folder / "wandb" / "last_step"  # which W&B may have seen
+        self._wandb = _start_wandb(folder, config, self._last_step, self._logged, self.say) if record else None
         self._metrics, self._samples = (
             open(folder / f"{name}.jsonl", "a", encoding="utf-8") if record else None  # noqa: SIM115 - closed in close()
             for name in ("metrics", "samples")
@@ -132,7 +133,7 @@ class Tracker:
         _write(self._metrics, [json.dumps(line)])
         self._last_step = step
         if self._wandb is not None:
-            self._wandb.log(values, step=step)
+            self._log_to_wandb(step, values)
         self._show_step(step, values)
 
     def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> int:
@@ -170,8 +171,13 @@ class Tracker:
             import wandb
 
             rows = [[r.example_id, r.reward, authored_text(r, tokenizer).plain] for r in shown]
-            self._wandb.log({"samples": wandb.Table(columns=["example", "reward", "text"], data=rows)}, step=step)
+            table = wandb.Table(columns=["example", "reward", "text"], data=rows)
+            self._log_to_wandb(step, {"samples": table})
         return left_out
+
+    def _log_to_wandb(self, step: int, values: Mapping[str, Any]) -> None:
+        write_text(self._logged, str(step))  # before, so that a step which a kill cuts off counts as seen
+        self._wandb.log(values, step=step)
 
     def _within_bound(self, step: int, rollouts: Sequence[Rollout], line: Callable[[Rollout], str]) -> list[str]:
         """The lines of a step that fit into samples.jsonl.
@@ -422,10 +428,22 @@ def _last_step(path: Path) -> int | None:
         raise TrackingError(f"{path}: the last line is torn; resume the run, or remove the line") from None
 
 
-def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> Any:
-    """Start the W&B run, or return None if it is disabled. Without an API key, an online run is recorded offline."""
-    mode = config.train.wandb
+def _start_wandb(folder: Path, config: Config, last: int | None, logged: Path, say: Callable[[str], None]) -> Any:
+    """Start the W&B run, or return None if it is disabled. Without an API key, an online run is recorded offline.
+
+    W&B drops what is logged for a step that it has. So a resumed run goes on under its id only if no step that W&B may
+    have seen was discarded. Otherwise a new run of the same group replaces it, which begins with the steps kept.
+
+    Args:
+        last: the last step of metrics.jsonl.
+        logged: the file with the last step that W&B may have seen.
+    """
+    mode, identity, notes = config.train.wandb, folder / "wandb" / "run_id", None
+    known = -1 if last is None else last
+    discarded = identity.is_file() and not (logged.is_file() and int(logged.read_text()) <= known)
     if mode == "disabled":
+        if discarded:
+            logged.unlink(missing_ok=True)  # for a later resume, which may be past these steps again
         return None
     try:
         import wandb
@@ -436,13 +454,23 @@ def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> An
     if mode == "online" and not _has_wandb_key():
         say("wandb: no API key (see `wandb login`); recording offline, to be uploaded with `wandb sync`")
         mode = "offline"
-    identity = folder / "wandb" / "run_id"
     identity.parent.mkdir(exist_ok=True)
     if not identity.is_file():
         identity.write_text(uuid4().hex[:12])
-    return wandb.init(
+    elif discarded:
+        old = identity.read_text()
+        group, _, number = old.partition("-")
+        write_text(identity, f"{group}-{int(number or 1) + 1}")
+        kept = f"after step {last}" if last is not None else "from its start"
+        notes = f"replaces run {old}, whose steps {kept} were discarded by a resume"
+        say(f"wandb: run {identity.read_text()} {notes}")
+    group, _, number = identity.read_text().partition("-")
+    name = config.train.wandb_name or folder.resolve().name
+    run = wandb.init(
         project=config.train.wandb_project,
-        name=config.train.wandb_name or folder.resolve().name,
+        name=f"{name} (resume {int(number) - 1})" if number else name,
+        group=os.environ.get("WANDB_RUN_GROUP") or group,
+        notes=notes,
         tags=list(config.train.wandb_tags),
         dir=folder,
         id=identity.read_text(),  # a resumed run continues its own curve
@@ -451,6 +479,13 @@ def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> An
         config=to_dict(config),
         settings=wandb.Settings(silent=True, console="off"),
     )
+    write_text(logged, str(known))
+    if last is not None:  # what this run of W&B lacks: offline it knows of no earlier part
+        with open(folder / "metrics.jsonl", encoding="utf-8") as file:
+            for line in map(json.loads, file):
+                if (step := line.pop("step")) >= run.step:
+                    run.log({key: math.nan if value is None else value for key, value in line.items()}, step=step)
+    return run
 
 
 def _has_wandb_key() -> bool:
