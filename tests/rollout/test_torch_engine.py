@@ -36,6 +36,7 @@ from helpers import (
     tokenizer,
     writing,
 )
+from tandemrl.rollout.call import Finished, NewTokens
 from tandemrl.rollout.engine import (
     Completion,
     EngineError,
@@ -530,11 +531,17 @@ def test_tokens_are_told_once_and_in_order(draft_tokens):
     told: dict[int, list[tuple[int, float]]] = {}
     calls: list[int] = []
 
-    def hear(number: int, tokens: list[int], logprobs: list[float]) -> None:
-        told.setdefault(number, []).extend(zip(tokens, logprobs, strict=True))
-        calls.append(len(tokens))
-
-    completions = flat(both.generate(reproduction(), on_tokens=hear))
+    with both.open() as call:
+        numbers = call.submit(reproduction())
+        left = set(numbers)
+        while left:
+            for event in call.step():
+                if isinstance(event, NewTokens):
+                    told.setdefault(event.number, []).extend(zip(event.tokens, event.logprobs, strict=True))
+                    calls.append(len(event.tokens))
+                elif isinstance(event, Finished):
+                    left.remove(event.number)
+        completions = call.take(numbers)
     assert told.keys() == {number for number, c in enumerate(completions) if len(c.tokens)}
     for number, completion in enumerate(completions):
         tokens, logprobs = zip(*told[number], strict=True)
@@ -700,7 +707,7 @@ def test_a_refused_load_changes_nothing():
 
 
 def test_info_names_what_decodes():
-    assert engine().info == EngineInfo("torch", "float32", adapters=False, streams=True, drops=True)
+    assert engine().info == EngineInfo("torch", "float32", adapters=False, drops=True)
 
 
 def test_bfloat16_models_decode():

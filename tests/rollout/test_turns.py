@@ -28,7 +28,7 @@ from helpers import (
 )
 from scripted_world import ScriptedWorld, played, repeating
 from tandemrl.distributed.world import World
-from tandemrl.rollout import kv_cache, torch_engine
+from tandemrl.rollout import batch_engine, call, kv_cache
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -455,7 +455,8 @@ def test_requests_of_turns_that_cannot_be_served_are_refused(changes, match):
 
 def test_answers_leave_stamps_for_the_watchdog(monkeypatch):
     stamps, steps, answered = Counter(), [], []
-    monkeypatch.setattr(torch_engine, "stamp", lambda: stamps.update(["stamp"]))
+    for module in (batch_engine, call):
+        monkeypatch.setattr(module, "stamp", lambda: stamps.update(["stamp"]))
 
     class World(ScriptedWorld):
         def replies(self, *, wait: bool) -> list[Reply]:

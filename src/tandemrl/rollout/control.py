@@ -23,5 +23,11 @@ class Aborts:
             self._keys = None if keys is None or self._keys is None else self._keys | set(keys)
 
     def clear(self) -> None:
+        self.take()
+
+    def take(self) -> "Aborts":
+        """Those so far, which are forgotten here."""
+        taken = Aborts()
         with self._lock:
-            self._keys = set()
+            taken._keys, self._keys = self._keys, set()
+        return taken

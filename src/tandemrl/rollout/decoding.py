@@ -5,9 +5,10 @@ token, and draws that token by a counter-based key. Alternatively a step decodes
 drafts them, and the senior reads them at once. Bookkeeping happens on the host; the device holds one entry per row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
@@ -25,11 +26,10 @@ from tandemrl.rollout.decoding_rows import (
     seen_tokens,
     shaped,
 )
-from tandemrl.rollout.engine import Completion, EngineError, OnTokens, Passes, Request
-from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
+from tandemrl.rollout.engine import Completion, EngineError, Passes, Request
+from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
-from tandemrl.types import Transcript
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
@@ -54,24 +54,17 @@ class DecodingBatch:
         self.decoder, self.turns = decoder, turns
         self.rows: list[Row] = []
         self.passes = Passes()
-        writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
-        self.caches = {who: KVCache() for who in sorted(writers & decoder.models.keys())}
+        self.caches: dict[int, KVCache] = {}
         self.selection = LiveSelection()  # by number
-        samplings = [r.sampling for r in requests]
-        self.penalised = any(s.penalised for s in samplings)
-        self.truncated = any(s.truncated for s in samplings)
-        self.greedy = any(s.temperature == 0 for s in samplings)
-        self.scaled = any(s.temperature not in (0, 1) for s in samplings)
-        self.stop_strings = any(s.stop for s in samplings)
-        self.stops = StopTable(decoder, requests)
-        self.starts = StartTable(decoder, requests, self.stops)
+        self.penalised = self.truncated = self.greedy = self.scaled = self.stop_strings = False
+        self.stops = StopTable(decoder)
+        self.starts = StartTable(decoder)
         self.device = decoder.heads[1].weight.device
         # What follows the prompts, one row per completion of the call.
-        width = max((r.sampling.max_tokens + turns * r.observation_tokens for r in requests), default=0)
-        self.tokens = torch.empty(total, width, dtype=torch.int64)
-        self.authors = torch.empty(total, width, dtype=torch.int8)
-        self.logprobs = torch.empty(total, width, dtype=torch.float32)
-        self.handovers = torch.zeros(total, width if self.starts else 0, dtype=torch.float32)
+        self.tokens = torch.empty(0, 0, dtype=torch.int64)
+        self.authors = torch.empty(0, 0, dtype=torch.int8)
+        self.logprobs = torch.empty(0, 0, dtype=torch.float32)
+        self.handovers = torch.empty(0, 0, dtype=torch.float32)  # if any strategy drops proposals
         # Host side, one entry per row.
         self.number = torch.empty(0, dtype=torch.int64)
         self.limit = torch.empty(0, dtype=torch.int64)  # the column where the turn ends at the latest
@@ -89,25 +82,78 @@ class DecodingBatch:
         self.races: list[Tensor] = []  # of the coming steps, the next one last
         self.seen = torch.empty(0, decoder.vocabulary, dtype=torch.bool, device=self.device)  # before this turn
         self.counts = torch.empty(0, decoder.vocabulary, dtype=torch.int64, device=self.device)  # in this turn
+        self.extend(requests, total, drafts=drafts)
+
+    def extend(self, requests: Sequence[Request], total: int, *, drafts: bool = False) -> None:
+        """Make ready for further requests.
+
+        Args:
+            total: above the numbers of all rows, from now on.
+            drafts: whether steps may draft from now on.
+        """
+        samplings = [r.sampling for r in requests]
+        self.truncated |= any(s.truncated for s in samplings)
+        self.greedy |= any(s.temperature == 0 for s in samplings)
+        self.scaled |= any(s.temperature not in (0, 1) for s in samplings)
+        self.stop_strings |= any(s.stop for s in samplings)
+        self.stops.extend(requests)
+        self.starts.extend(requests, self.stops)
+        if any(s.penalised for s in samplings) and not self.penalised:  # so far, penalties change nothing
+            self.penalised = True
+            rows, vocabulary = len(self.rows), self.decoder.vocabulary
+            self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self.device)
+            self.counts = torch.zeros(rows, vocabulary, dtype=torch.int64, device=self.device)
+        width = max((r.sampling.max_tokens + self.turns * r.observation_tokens for r in requests), default=0)
+        self.widen(width, total)
+        writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
+        for who in sorted((writers & self.decoder.models.keys()) - self.caches.keys()):
+            cache = self.caches[who] = KVCache()
+            if self.rows:
+                each = zip(self.rows, self.written.tolist(), strict=True)
+                texts = [[*row.request.prompt, *self.tokens[row.number, :written].tolist()] for row, written in each]
+                cache.append(prefill(self.decoder.models[who], texts), torch.arange(len(texts)), 0)
+        self.caches = dict(sorted(self.caches.items()))
+
+    def widen(self, columns: int, rows: int = 0) -> None:
+        """Make room in the output arrays. If they grow again and again, they do so by a quarter at the least."""
+        (height, width), names = self.tokens.shape, ("tokens", "authors", "logprobs")
+        more, down = max(0, columns - width), max(0, rows - height)
+        if more:
+            more = max(more, width // 4)
+        if down:
+            down = max(down, height // 4)
+        for name in names if more or down else ():
+            setattr(self, name, F.pad(getattr(self, name), (0, more, 0, down)))
+        if self.starts and self.handovers.shape != self.tokens.shape:
+            (old_rows, old_columns), (new_rows, new_columns) = self.handovers.shape, self.tokens.shape
+            self.handovers = F.pad(self.handovers, (0, new_columns - old_columns, 0, new_rows - old_rows))
+
+    def held(self) -> set[int]:
+        """The numbers of all rows that are in a place, those that have ended included."""
+        return {row.number for row in self.rows}
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Forget rows that have ended."""
+        self.selection.release(numbers)
 
     def own_tokens(self, row: Row) -> Int64[Tensor, " n"]:
         """The tokens of the turn that a row has just ended."""
         return self.tokens[row.number, row.start : row.written]
 
-    def tell(self, on_tokens: OnTokens) -> None:
-        """Call ``on_tokens`` for every row that has tokens of which it was not told."""
+    def news(self) -> Iterator[tuple[int, list[int], list[float]]]:
+        """Yield the number of each row that has new tokens, these tokens, and their log-probs."""
         for row, written in zip(self.rows, self.written.tolist(), strict=True):
             if written > row.told:
                 new = slice(row.told, written)
-                on_tokens(row.number, self.tokens[row.number, new].tolist(), self.logprobs[row.number, new].tolist())
+                yield row.number, self.tokens[row.number, new].tolist(), self.logprobs[row.number, new].tolist()
                 row.told = written
 
-    def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
+    def completion(self, row: Row, version: int) -> Completion:
         assert row.stop_reason is not None
         channels = self.tokens, self.authors, self.logprobs
         tokens, authors, logprobs = (x[row.number, : row.written].numpy().copy() for x in channels)
         told = self.handovers[row.number, : row.written].numpy().copy() if self.starts.row(row.request) else None
-        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript, told)
+        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, None, told)
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -145,8 +191,13 @@ class DecodingBatch:
         self.rows += [row for row, _ in back][: len(self.live) - len(self.rows)]  # of new places; all are filled below
         for who, cache in self.caches.items():
             for place, (row, _) in zip(places.tolist(), back, strict=True):
-                cache.put(place, row.kept[who])
+                cache.put(place, row.kept[who] if who in row.kept else self._computed(who, row), len(self.live))
         self.begin(places, back)
+
+    def _computed(self, who: int, row: Row) -> Layers:
+        """The keys and values of a model that has joined the call since the row left."""
+        text = [*row.request.prompt, *self.tokens[row.number, : row.written].tolist()]
+        return prefill(self.decoder.models[who], [text])
 
     def _read(self, places: Tensor, back: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Compute the answers' tokens on top of the rows' keys and values, in one forward pass."""

@@ -207,33 +207,49 @@ def places_of(back: Sequence[Row], rows: Sequence[Row], free: Sequence[int]) -> 
 class StopTable:
     """Which tokens end a turn: one row of booleans for each distinct pair (ignore_eos, stop_token_ids)."""
 
-    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.index: dict[tuple[bool, tuple[int, ...]], int] = {}
+        self.stop = torch.empty(0, decoder.vocabulary, dtype=torch.bool)
+        self.eos = self.stop
+
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Add the pairs of further requests."""
         kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)
-        self.index = {kind: i for i, kind in enumerate(kinds)}
-        self.stop = torch.zeros(len(kinds), decoder.vocabulary, dtype=torch.bool)
-        self.eos = torch.zeros_like(self.stop)
-        for (ignore_eos, ids), i in self.index.items():
-            self.eos[i, list(() if ignore_eos else decoder.eos)] = True
-            self.stop[i, list(ids)] = True
-        self.stop |= self.eos
+        for ignore_eos, ids in [kind for kind in kinds if kind not in self.index]:
+            self.index[ignore_eos, ids] = len(self.index)
+            eos = torch.zeros(1, self._decoder.vocabulary, dtype=torch.bool)
+            eos[0, list(() if ignore_eos else self._decoder.eos)] = True
+            stop = eos.clone()
+            stop[0, list(ids)] = True
+            self.eos, self.stop = torch.cat([self.eos, eos]), torch.cat([self.stop, stop])
 
     def row(self, request: Request) -> int:
         return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]
 
 
 class StartTable:
-    """Which tokens may follow a handover: one row of booleans for each distinct ``Strategy.starts``; row 0 for none.
+    """Which tokens may follow a handover: one row of booleans for each distinct ``Strategy.starts``; row 0 for none."""
 
-    Raises:
-        EngineError: a token that ends a turn of a request is not in its table.
-    """
+    def __init__(self, decoder: Decoder) -> None:
+        self._index: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # so that their ids stay theirs
+        self.table = torch.zeros(1, decoder.vocabulary, dtype=torch.bool)
 
-    def __init__(self, decoder: Decoder, requests: Sequence[Request], stops: StopTable) -> None:
+    def extend(self, requests: Sequence[Request], stops: StopTable) -> None:
+        """Add the tables of further requests.
+
+        Raises:
+            EngineError: a token that ends a turn of a request is not in its table.
+        """
         kinds = {id(r.strategy.starts): r.strategy.starts for r in requests if r.strategy.starts is not None}
-        self._index = {kind: i for i, kind in enumerate(kinds, start=1)}
-        self.table = torch.zeros(len(kinds) + 1, decoder.vocabulary, dtype=torch.bool)
-        for i, starts in enumerate(kinds.values(), start=1):
-            self.table[i, : len(starts)] = starts[: decoder.vocabulary]
+        for kind, starts in kinds.items():
+            if kind not in self._index:
+                self._index[kind] = len(self.table)
+                self._kept.append(starts)
+                known = torch.zeros(1, self.table.shape[1], dtype=torch.bool)
+                known[0, : len(starts)] = starts[: self.table.shape[1]]
+                self.table = torch.cat([self.table, known])
         for number, request in enumerate(requests):
             if row := self.row(request):
                 missing = (stops.stop[stops.row(request)] & ~self.table[row]).nonzero().flatten().tolist()

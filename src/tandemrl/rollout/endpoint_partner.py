@@ -86,9 +86,9 @@ class EndpointJunior:
         Raises:
             EngineError: a request asks for what cannot be asked of the endpoint.
         """
-        for request in requests:
-            body_of(request.sampling, self.endpoint.leave_out)
-        return EndpointPartner(self, total)
+        partner = EndpointPartner(self)
+        partner.extend(requests, total)
+        return partner
 
     @property
     def fingerprint(self) -> int:
@@ -214,12 +214,25 @@ class EndpointPartner:
 
     counts = True
 
-    def __init__(self, junior: EndpointJunior, total: int) -> None:
-        self._junior, self._total, self._failed = junior, total, 0
+    def __init__(self, junior: EndpointJunior) -> None:
+        self._junior, self._total, self._failed = junior, 0, 0
         self._rows: dict[int, Row] = {}
         self._prompts: dict[int, Sequence[int]] = {}
         self._waiting: dict[Future[Written], int] = {}
         self.passes = Passes()  # how many the server takes is not known
+
+    def extend(self, requests: Sequence[Request], total: int) -> None:
+        for request in requests:
+            body_of(request.sampling, self._junior.endpoint.leave_out)
+        self._total += sum(len(request.keys) for request in requests)
+
+    def held(self) -> set[int]:
+        return {*self._waiting.values()}
+
+    def release(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._rows.pop(number, None)
+            self._prompts.pop(number, None)
 
     def admit(self, rows: Sequence[Row]) -> None:
         self._rows |= {row.number: row for row in rows}

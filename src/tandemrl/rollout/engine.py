@@ -206,15 +206,8 @@ class EngineInfo(NamedTuple):
     adapters: bool = False
     """Whether the senior is adapters on the junior's weights. Then ``load_weights`` takes the adapters alone, and the
     fingerprint covers them and the base, under the trainer's names."""
-    streams: bool = False
-    """Whether ``generate`` takes ``on_tokens``, an ``OnTokens``, and calls it whenever tokens were written."""
     drops: bool = False
     """Whether it can drop what an author proposes, as strategies with ``starts`` ask for."""
-
-
-OnTokens = Callable[[int, list[int], list[float]], None]
-"""Hears of new tokens while a call of ``generate`` runs, in the thread of the call: the number of the completion,
-counted over all keys of all requests in order, its further tokens and their log-probs."""
 
 
 class Passes(NamedTuple):

@@ -77,8 +77,11 @@ class KVCache:
             for layer, (keys, values) in self.layers.items()
         }
 
-    def put(self, row: int, kept: Layers) -> None:
-        """Write what ``take`` has copied into the first columns of a row."""
+    def put(self, row: int, kept: Layers, rows: int) -> None:
+        """Write what ``take`` has copied into the first columns of a row. ``rows``: how many the batch has."""
+        for layer, (keys, values) in kept.items():
+            if layer not in self.layers:  # no prompt was prefilled yet
+                self.layers[layer] = keys.new_zeros(rows, *keys.shape[1:]), values.new_zeros(rows, *values.shape[1:])
         self.reserve(max((keys.shape[2] for keys, _ in kept.values()), default=0))  # it may have been cut since
         for layer, pair in kept.items():
             for old, new in zip(self.layers[layer], pair, strict=True):

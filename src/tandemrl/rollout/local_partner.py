@@ -10,6 +10,7 @@ from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.engine import Passes, Request
 from tandemrl.rollout.partner import Ask, Ended, Span, SpanEnd
 from tandemrl.rollout.two_vocabularies import Half, Received
+from tandemrl.selection import Strategy
 from tandemrl.selection.whole_words import TextTables
 from tandemrl.selection.words import Vocabulary, whole_characters, word_starts
 
@@ -41,29 +42,54 @@ class LocalPartner:
         total: int,
         half: Callable[..., Half] = Half,
     ) -> None:
-        over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
-        self._requests = {
-            id(r): replace(
-                r,
-                prompt=r.junior_prompt,
-                strategy=over[id(r.strategy)],
-                sampling=replace(r.sampling, stop=()),  # the senior's half looks for stop strings
-                history=tuple(_turn_read(turn, pieces, vocabulary, decoder.eos[0]) for turn in r.history),
-            )
-            for r in requests
-            if id(r.strategy) in over
-        }
-        self._half = half(decoder, list(self._requests.values()), total, senior=False, vocabulary=vocabulary)
-        self._context = context
+        self._tables, self._pieces, self._context = tables, pieces, context
+        self._vocabulary, self._end = vocabulary, decoder.eos[0]
+        self._strategies: dict[int, tuple[Strategy, Strategy]] = {}
+        """By the id of the senior's: this one, and the junior's."""
+        self._requests: dict[int, tuple[Request, list[Request]]] = {}
+        """By the id of the senior's: this one, and the junior's once for each completion that is to be admitted."""
+        self._half = half(decoder, self._read(requests), total, senior=False, vocabulary=vocabulary)
         self._ready: list[Span] = []
+
+    def extend(self, requests: Sequence[Request], total: int) -> None:
+        self._half.extend(self._read(requests), total)
+
+    def _read(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests as the junior gets them, without those that the senior writes alone."""
+        new = []
+        for request in requests:
+            if (over := request.strategy.over) is None:
+                continue
+            strategies = self._strategies.setdefault(id(request.strategy), (request.strategy, over(self._tables)))
+            own = replace(
+                request,
+                prompt=request.junior_prompt,
+                strategy=strategies[1],
+                sampling=replace(request.sampling, stop=()),  # the senior's half looks for stop strings
+                history=tuple(_turn_read(turn, self._pieces, self._vocabulary, self._end) for turn in request.history),
+            )
+            self._requests[id(request)] = request, [own] * len(request.keys)
+            new.append(own)
+        return new
+
+    def held(self) -> set[int]:
+        return self._half.held()
+
+    def release(self, numbers: Iterable[int]) -> None:
+        self._half.release([*numbers])
 
     @property
     def passes(self) -> Passes:
         return Passes(junior=self._half.passes.senior)
 
     def admit(self, rows: Sequence[Row]) -> None:
-        requests, first = ((row, self._requests.get(id(row.request))) for row in rows), len(self._half.rows)
-        self._half.admit([Row(request, row.key, row.number) for row, request in requests if request is not None])
+        first, new = len(self._half.rows), list[Row]()
+        for row in rows:
+            if (known := self._requests.get(id(row.request))) is not None:
+                new.append(Row(known[1].pop(), row.key, row.number))
+                if not known[1]:
+                    del self._requests[id(row.request)]
+        self._half.admit(new)
         self._half.paused[first:] = True  # until they are asked for
 
     def ask(self, asks: Sequence[Ask]) -> None:

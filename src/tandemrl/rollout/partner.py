@@ -58,6 +58,22 @@ class Partner(Protocol):
         """What the spans cost so far, in forward passes of ``junior``, or in ``asks``."""
         ...
 
+    def extend(self, requests: Sequence[Request], total: int) -> None:
+        """Hear of further requests of the call, with ``total`` completions in all.
+
+        Raises:
+            EngineError: a request asks for what it cannot do.
+        """
+        ...
+
+    def held(self) -> set[int]:
+        """The numbers of the completions that it has not dropped yet."""
+        ...
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Forget completions that have ended: their numbers may stand for others."""
+        ...
+
     def admit(self, rows: Sequence[Row]) -> None:
         """Hear of completions that begin. Those that the junior begins are asked for next."""
         ...

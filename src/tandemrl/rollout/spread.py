@@ -33,7 +33,7 @@ class SpreadEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return self.own.info._replace(streams=False)
+        return self.own.info
 
     def generate(
         self,

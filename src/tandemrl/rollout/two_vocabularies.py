@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
@@ -24,8 +23,8 @@ from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import LOST, EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import extend
-from tandemrl.rollout.partner import Ask, Ended, MakePartner, Span
-from tandemrl.selection import draws
+from tandemrl.rollout.partner import Ask, Ended, MakePartner, Partner, Span
+from tandemrl.selection import Strategy, draws
 from tandemrl.selection.draws import fold_in, stream
 from tandemrl.selection.words import Vocabulary, begin_words, last_word, read, spell, whole_characters, word_starts
 from tandemrl.types import own_turns
@@ -60,6 +59,8 @@ class Half(DecodingBatch):
         vocabulary: Vocabulary,
         turns: bool = False,
     ) -> None:
+        self._barred_for: dict[int, Strategy] = {}
+        """The strategies by the ids of their tables, in the order of ``starts``."""
         super().__init__(decoder, requests, total, turns=turns)
         self.senior, self.spelling = senior, vocabulary
         self.sampling_stream = draws.SAMPLING if senior else draws.JUNIOR_SAMPLING
@@ -74,14 +75,25 @@ class Half(DecodingBatch):
         self.opening = torch.empty(0, dtype=torch.bool)  # whether the next token is the first after a handover
         self.since = torch.empty(0, dtype=torch.int64)  # the column after the last handover
         self.mass = torch.empty(0, dtype=torch.float32)  # log-prob of the proposal that was dropped
-        tables = {id(r.strategy.starts): r.strategy for r in requests if r.strategy.starts is not None}
-        barred = [torch.zeros(2, decoder.vocabulary, dtype=torch.bool)]
-        for strategy in tables.values():
+
+    def extend(self, requests: Sequence[Request], total: int, *, drafts: bool = False) -> None:
+        super().extend(requests, total, drafts=drafts)
+        for request in requests:
+            if (starts := request.strategy.starts) is not None:
+                self._barred_for.setdefault(id(starts), request.strategy)
+        barred = [torch.zeros(2, self.decoder.vocabulary, dtype=torch.bool)]
+        for strategy in self._barred_for.values():
             starts, removed = strategy.starts, strategy.removed
             assert starts is not None
             assert removed is not None
-            barred.append(torch.stack([removed, ~starts])[:, : decoder.vocabulary])
+            barred.append(torch.stack([removed, ~starts])[:, : self.decoder.vocabulary])
         self.barred = torch.cat(barred).to(self.device)  # by start_row, for any token and for an opening one
+
+    def release(self, numbers: Sequence[int]) -> None:
+        super().release(numbers)
+        for number in numbers:
+            self.texts.pop(number, None)
+            self.unread.pop(number, None)
 
     def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
         entries = super()._entries(rows, torch.ones_like(author))  # whoever writes here is model 1
@@ -271,15 +283,6 @@ class Half(DecodingBatch):
             self.selection.step(slot, torch.tensor([token]))
         return True
 
-    def widen(self, columns: int) -> None:
-        """Make room in the output arrays: a text may have more tokens here than in the other vocabulary."""
-        missing = columns - self.tokens.shape[1]
-        if missing <= 0:
-            return
-        more = max(missing, self.tokens.shape[1] // 4)
-        for name in ("tokens", "authors", "logprobs", "handovers"):
-            setattr(self, name, F.pad(getattr(self, name), (0, more)))
-
     def places(self) -> dict[int, int]:
         """The live row of each number."""
         return {self.rows[i].number: i for i in self.live.nonzero().squeeze(1).tolist()}
@@ -302,17 +305,37 @@ class TwoVocabularies(Half):
         vocabulary: Vocabulary,
         make_partner: MakePartner,
     ) -> None:
+        self._make_partner = make_partner
+        self._partner: Partner | None = None
         super().__init__(decoder, requests, total, senior=True, vocabulary=vocabulary, turns=turns)
-        if turns and self.stop_strings:
-            raise EngineError(
-                "stop strings in an environment with a junior of another vocabulary: there, a turn ends by EOS or a "
-                "limit on tokens; leave them out"
-            )
-        self.partner = make_partner(requests, total)
         self.away: dict[int, Row] = {}
         """By number: the rows that may have a further turn."""
         ends, own = decoder.eos, decoder.tokenizer.eos_token_id
         self.end_of_text = own if own in ends else ends[0]
+
+    def extend(self, requests: Sequence[Request], total: int, *, drafts: bool = False) -> None:
+        super().extend(requests, total, drafts=drafts)
+        if self.turns and self.stop_strings:
+            raise EngineError(
+                "stop strings in an environment with a junior of another vocabulary: there, a turn ends by EOS or a "
+                "limit on tokens; leave them out"
+            )
+        if self._partner is None:
+            self._partner = self._make_partner(requests, total)
+        else:
+            self._partner.extend(requests, total)
+
+    @property
+    def partner(self) -> Partner:
+        assert self._partner is not None
+        return self._partner
+
+    def held(self) -> set[int]:
+        return super().held() | self.partner.held()
+
+    def release(self, numbers: Sequence[int]) -> None:
+        super().release(numbers)
+        self.partner.release(numbers)
 
     def admit(self, new: list[Row]) -> None:
         first = len(self.rows)

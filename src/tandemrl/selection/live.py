@@ -63,7 +63,7 @@ class LiveSelection:
         return senior
 
     def release(self, slots: Sequence[int]) -> None:
-        self._strategy_of[list(slots)] = -1
+        self._strategy_of[[slot for slot in slots if slot < len(self._strategy_of)]] = -1
 
     def step(self, slots: Int64[Tensor, " b"], tokens: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Tell each slot the token that was just written in it, and return whether the senior writes the next one."""

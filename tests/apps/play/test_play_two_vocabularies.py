@@ -21,6 +21,7 @@ from tandemrl.apps.play.problems import Problems, known_problems
 from tandemrl.cli.main import app as command
 from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.rollout.batch_engine import BatchCall
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
@@ -144,17 +145,17 @@ def test_nothing_is_inserted_after_half_a_character(duo: Duo) -> None:
 
 
 def test_an_engine_that_breaks_is_said_and_asked_again(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, generate = Draft(ASKED, 9, WORDS), duo.engine.generate
+    draft, step = Draft(ASKED, 9, WORDS), BatchCall.step
 
     def broken(*requests: Any, **options: Any) -> Any:
         raise EngineError("out of memory")
 
     duo._free_engine()
-    monkeypatch.setattr(duo.engine, "generate", broken)
+    monkeypatch.setattr(BatchCall, "step", broken)
     for _ in range(2):
         with pytest.raises(EngineError, match="out of memory"):
             duo.write(draft, 4)
-    monkeypatch.setattr(duo.engine, "generate", generate)
+    monkeypatch.setattr(BatchCall, "step", step)
     assert duo.write(draft, 4).tokens
 
 

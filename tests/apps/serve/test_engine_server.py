@@ -3,7 +3,9 @@
 import copy
 import importlib.util
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -395,33 +397,57 @@ def test_a_key_opens_it(engine: TorchEngine, words: Any) -> None:
 
 
 class Slow:
-    """An engine whose call waits until it may end, or is aborted."""
+    """An engine whose steps wait until they may go on."""
 
-    def __init__(self, own: TorchEngine, streams: bool = True) -> None:
-        self.own, self.vocabulary, self.context, self.has_junior = own, own.vocabulary, own.context, True
-        self.info = own.info._replace(streams=streams)
-        self.calls: list[int] = []
+    def __init__(self, own: TorchEngine) -> None:
+        self.own, self.vocabulary, self.context, self.has_junior, self.apart = (
+            own,
+            own.vocabulary,
+            own.context,
+            1,
+            False,
+        )
+        self.joined: list[int] = []
         self.aborted: set[int] = set()
-        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.begun, self.steps = threading.Event(), threading.Semaphore(0)
 
-    def generate(self, requests: Sequence[Request], **options: Any) -> Any:
-        assert set(options) == ({"on_tokens"} if self.info.streams else set())
-        self.calls.append(len(requests))
-        self.begun.set()
-        assert self.go_on.wait(60)
-        return self.own.generate(requests, **options)
+    def go_on(self) -> None:
+        self.steps.release(1000)
+
+    def wait_for(self, requests: int) -> None:
+        """Wait until so many have joined."""
+        self.steps.release()
+        while len(self.joined) < requests:
+            time.sleep(0.01)
+
+    @contextmanager
+    def open(self) -> Any:
+        with self.own.open() as call:
+            step, submit = call.step, call.submit
+
+            def slow() -> Any:
+                self.begun.set()
+                assert self.steps.acquire(timeout=60)
+                return step()
+
+            def joins(requests: Sequence[Request]) -> list[int]:
+                self.joined.append(call.written)
+                return submit(requests)
+
+            call.step, call.submit = slow, joins
+            yield call
 
     def abort(self, keys: Any = None) -> None:
         self.aborted |= set(keys or ())
+        self.own.abort(keys)
 
 
 def request_of(seed: int, samples: int = 1) -> Request:
     return Request((2, 3), tuple(mix64(seed + i) for i in range(samples)), Sampling(max_tokens=4), strategy_of(DEFAULT))
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_what_waits_is_written_together_and_told_apart(engine: TorchEngine, streams: bool) -> None:
-    slow = Slow(engine, streams)
+def test_what_comes_later_joins_the_open_call_and_is_told_apart(engine: TorchEngine) -> None:
+    slow = Slow(engine)
     thread = EngineThread(slow)
     told: dict[tuple[int, int], list[int]] = {}
 
@@ -432,15 +458,15 @@ def test_what_waits_is_written_together_and_told_apart(engine: TorchEngine, stre
     assert slow.begun.wait(60)
     others = [thread.submit(request_of(seed, samples=2), hear(seed)) for seed in (10, 20, 30)]
     thread.cancel(others[1:2])  # it has not begun
-    slow.go_on.set()
+    slow.go_on()
     [one] = first.done.result(60)
-    assert one.tokens.tolist() == engine.generate([request_of(1)])[0][0].tokens.tolist()
     for job, seed in ((others[0], 10), (others[2], 30)):
         for number, completion in enumerate(job.done.result(60)):
             assert told.pop((seed, number)) == completion.tokens.tolist()
     assert told == {}
-    assert slow.calls == [1, 2]
+    assert slow.joined == [0, 1, 1]  # after the first token of the first one
     thread.close()
+    assert one.tokens.tolist() == engine.generate([request_of(1)])[0][0].tokens.tolist()
 
 
 def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engine: TorchEngine) -> None:
@@ -448,14 +474,11 @@ def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engin
     thread = EngineThread(slow)
     gate = thread.submit(request_of(0))
     assert slow.begun.wait(60)
-    slow.begun.clear()
     twin, other = thread.submit(request_of(1)), thread.submit(request_of(1, samples=2))
-    slow.go_on.set()
-    gate.done.result(60)
-    slow.go_on.clear()
-    assert slow.begun.wait(60)
+    slow.wait_for(3)
     thread.cancel([other])
-    slow.go_on.set()
+    slow.go_on()
+    gate.done.result(60)
     twin.done.result(60)
     assert slow.aborted == {mix64(2)}
     thread.cancel([other])  # it has ended
@@ -469,24 +492,21 @@ def test_the_prompts_of_a_request_share_keys_and_are_aborted_together(engine: To
     thread = EngineThread(slow)
     gate = thread.submit(request_of(0))
     assert slow.begun.wait(60)
-    slow.begun.clear()
     prompts = [replace(request_of(1, samples=2), prompt=prompt) for prompt in ((2, 3), (3, 2))]
     jobs, twin = [thread.submit(each) for each in prompts], thread.submit(request_of(2))
-    slow.go_on.set()
-    gate.done.result(60)
-    slow.go_on.clear()
-    assert slow.begun.wait(60)
+    slow.wait_for(4)
     thread.cancel(jobs)
     assert slow.aborted == {mix64(1)}  # the twin wants the other
     thread.cancel([twin])
     assert slow.aborted == {mix64(1), mix64(2)}
-    slow.go_on.set()
+    slow.go_on()
+    gate.done.result(60)
     thread.close()
 
 
 def test_an_engine_that_breaks_is_an_error_of_the_server(words: Any, engine: TorchEngine) -> None:
     class Broken(Slow):
-        def generate(self, requests: Sequence[Request], **options: Any) -> Any:
+        def open(self) -> Any:
             raise EngineError("it is broken")
 
     with TestClient(serving(Broken(engine), words), base_url="http://127.0.0.1") as asking:

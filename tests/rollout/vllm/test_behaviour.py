@@ -440,7 +440,7 @@ def test_weights_that_do_not_fit_are_refused(loading):
 
 
 def test_info_names_what_decodes(engine):
-    assert engine.info == EngineInfo("vllm", "float32", adapters=False, streams=False, drops=False)
+    assert engine.info == EngineInfo("vllm", "float32", adapters=False, drops=False)
 
 
 CLOSING = """

@@ -10,7 +10,6 @@ asked for, it begins anew, and writes the same text again, by its seed. After wh
 on from the text up to there, which each model reads in its own tokens.
 """
 
-import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,9 @@ from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import context_of
-from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
+from tandemrl.rollout.batch_engine import BatchEngine
+from tandemrl.rollout.call import Finished, NewTokens
+from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling, StopReason
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, replay, resumed
@@ -93,20 +94,17 @@ class Piece(NamedTuple):
 
 
 class LazyCompletion:
-    """A completion that is written no further than it is asked for, by a thread that waits in between.
+    """A completion that is written no further than it is asked for, in a call that stays open.
 
-    stop: why it ended; None as long as it has not. error: what the engine raised.
+    stop: why it ended; None as long as it has not. broken: whether the engine has failed.
     """
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: BatchEngine, request: Request) -> None:
         self.stop: StopReason | None = None
-        self._engine, self._request = engine, request
+        self.broken = False
         self._tokens: list[int] = []
-        self._wanted, self._left = 0, False
-        self.error: Exception | None = None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._write, name="text", daemon=True)
-        self._thread.start()
+        self._call = engine.open()
+        [self._number] = self._call.submit([request])
 
     def upto(self, count: int) -> tuple[int, ...]:
         """The first ``count`` tokens, or all of them if it ends before.
@@ -114,39 +112,25 @@ class LazyCompletion:
         Raises:
             EngineError: the engine cannot write it.
         """
-        with self._changed:
-            self._wanted = max(self._wanted, count)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._tokens) >= count or self.stop is not None or self.error)
-            if self.error is not None:
-                raise self.error
-            return tuple(self._tokens[:count])
+        try:
+            while len(self._tokens) < count and self.stop is None:
+                self._step()
+        except EngineError:
+            self.broken = True
+            raise
+        return tuple(self._tokens[:count])
+
+    def _step(self) -> None:
+        for event in self._call.step():
+            if isinstance(event, NewTokens):
+                self._tokens += event.tokens
+            elif isinstance(event, Finished):
+                [completion] = self._call.take([event.number])
+                self.stop = completion.stop_reason
 
     def close(self) -> None:
         """Give it up, so that the engine is free."""
-        with self._changed:
-            self._left = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _write(self) -> None:
-        hearing: dict[str, Any] = {"on_tokens": self._hear}  # not every engine has it; one of two vocabularies does
-        try:
-            [[completion]] = self._engine.generate([self._request], **hearing)
-            reason, error = completion.stop_reason, None
-        except Exception as raised:
-            reason, error = None, raised
-        with self._changed:
-            self.stop, self.error = reason, error
-            self._changed.notify_all()
-
-    def _hear(self, number: int, tokens: list[int], logprobs: list[float]) -> None:
-        with self._changed:
-            self._tokens += tokens
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._left or self._wanted > len(self._tokens))
-        if self._left:
-            self._engine.abort()
+        self._call.close()
 
 
 class Duo:
@@ -314,9 +298,10 @@ class Duo:
 
     def _lazy_completion(self, draft: Draft, prompt: Sequence[int]) -> LazyCompletion:
         begun = replace(draft, tokens=draft.tokens[: draft.given], authors=draft.authors[: draft.given])
-        if self._lazy is None or self._lazy[0] != begun or self._lazy[1].error is not None:
+        if self._lazy is None or self._lazy[0] != begun or self._lazy[1].broken:
             request = self._request(begun, prompt, self.longest - len(prompt) - draft.given)
             self._free_engine()
+            assert isinstance(self.engine, BatchEngine)  # those of two vocabularies are
             self._lazy = begun, LazyCompletion(self.engine, request)
         return self._lazy[1]
 

@@ -28,6 +28,7 @@ from tandemrl.models.loading import (
     load_tokenizer,
     resolve_device,
 )
+from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.envs.parsing import CallFormat
 from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
 from tandemrl.rollout.schedule import schedule_of
@@ -94,9 +95,10 @@ def serve(
     def strategy_of(selection: SelectionConfig) -> Strategy:
         return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
 
+    assert isinstance(engine, BatchEngine)  # of the torch engine
     key = api_key or os.environ.get(API_KEY)
     app = application(
-        EngineThread(engine, apart=other is not None),
+        EngineThread(engine),
         Reader(
             tokenizer,
             engine.context,

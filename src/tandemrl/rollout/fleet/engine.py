@@ -138,7 +138,7 @@ class UnitEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return self.own.info._replace(streams=False)
+        return self.own.info
 
     def generate(
         self,

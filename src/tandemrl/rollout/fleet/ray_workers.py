@@ -77,7 +77,7 @@ class RayWorker:
     def describe(self) -> Described:
         e = self.own.engine
         junior = e.fingerprint("junior") if e.has_junior else None
-        told = (e.info._replace(streams=False), e.vocabulary, e.context, e.has_junior, e.policy_version, junior)
+        told = (e.info, e.vocabulary, e.context, e.has_junior, e.policy_version, junior)
         return Described(*told, acts=self.own.acting is not None)
 
     def load(self, version: int, parts: Sequence[Any]) -> int:

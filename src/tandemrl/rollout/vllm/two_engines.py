@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import RolloutConfig
 from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
+from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request
 from tandemrl.rollout.local_partner import LocalPartner
-from tandemrl.rollout.torch_engine import BatchEngine
 from tandemrl.rollout.two_vocabularies import Half, TwoVocabularies, disagreement
 from tandemrl.rollout.vllm.backend import platform_device
 from tandemrl.rollout.vllm.engine import VllmEngine, death_reported, sampling_params
@@ -266,7 +266,6 @@ class VllmTwoEngines(BatchEngine):
         super().__init__(
             decoder, context, max_rows=max_rows, has_junior=True, make_partner=make_partner if apart else None
         )
-        self._aborts = senior._aborts
         self._starts: Tensor | None = None
         if apart:
             self._tell(1, text_tables(senior.tokenizer, senior.vocabulary))
@@ -364,6 +363,11 @@ class VllmTwoEngines(BatchEngine):
                 awake.enter_context(engine.backend.awake())
             return super().generate(requests, **named)
 
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        keys = None if keys is None else [*keys]
+        self.engines[1].abort(keys)  # if the senior writes alone
+        super().abort(keys)
+
     def _check(self, i: int, request: Request) -> None:
         """Refuse a request that asks for something that spans cannot give.
 
@@ -391,7 +395,9 @@ class VllmTwoEngines(BatchEngine):
                 "strategies such as before_word in all steps, or rollout.engine=torch"
             )
 
-    def _batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool) -> DecodingBatch:
+    def make_batch(
+        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
+    ) -> DecodingBatch:
         if self._make_partner is None:
             batch = WholeWords(self._decoder, requests, total, turns=turns)
             batch.writers = self._writers
@@ -428,7 +434,7 @@ class VllmTwoEngines(BatchEngine):
         backend.call("tandem_spans", tables if backend.in_process else cloudpickle.dumps(tables))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        with self._busy:
+        with self.exclusive():
             self.engines[1].load_weights(weights, version)
             self.policy_version = version
 

@@ -1,0 +1,367 @@
+"""Engines that decode a ``DecodingBatch`` step by step, and their open calls."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.rollout.call import Event, Finished, NewTokens, run
+from tandemrl.rollout.control import Aborts
+from tandemrl.rollout.decoding import DecodingBatch
+from tandemrl.rollout.decoding_rows import Decoder, Row
+from tandemrl.rollout.drafting import DraftLength
+from tandemrl.rollout.engine import (
+    Completion,
+    EngineError,
+    EngineInfo,
+    Passes,
+    Reply,
+    Request,
+    Responder,
+    StopReason,
+    Turn,
+    check_request,
+)
+from tandemrl.rollout.partner import MakePartner, check_partnered
+from tandemrl.rollout.two_vocabularies import TwoVocabularies
+from tandemrl.selection import Who
+from tandemrl.selection.words import vocabulary_of
+
+
+class BatchEngine(ABC):
+    """An engine that decodes a ``DecodingBatch``. One call of it is open at a time.
+
+    Args:
+        decoder: what its batches decode with.
+        context: how many tokens prompt and completion may have together.
+        make_partner: makes the junior of a call, if it has a vocabulary of its own.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        context: int,
+        *,
+        max_rows: int,
+        has_junior: bool,
+        policy_version: int = 0,
+        make_partner: MakePartner | None = None,
+    ) -> None:
+        self._decoder, self.vocabulary, self.context = decoder, decoder.vocabulary, context
+        self.max_rows, self.has_junior, self.policy_version = max_rows, has_junior, policy_version
+        self.passes = Passes()
+        self._make_partner = make_partner
+        self._spelling = None if make_partner is None else vocabulary_of(decoder.tokenizer)
+        self._busy, self._owner = threading.Lock(), 0
+        self._call: BatchCall | None = None
+        self._draft_length: DraftLength | None = None
+
+    @property
+    @abstractmethod
+    def info(self) -> EngineInfo: ...
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    @abstractmethod
+    def fingerprint(self, who: Who = "senior") -> int: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def make_batch(
+        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
+    ) -> DecodingBatch:
+        """The empty batch of a call; see ``DecodingBatch`` and ``BatchCall``."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the junior has a vocabulary of its own."""
+        return self._make_partner is not None
+
+    def open(self, *, turns: bool = False) -> "BatchCall":
+        """Open a call, which requests of any kind can join. Close it after use: it is a context.
+
+        A call of another thread is waited for, as ``load_weights`` waits for this one.
+
+        Raises:
+            EngineError: a call of this thread is open.
+        """
+        return self._open(turns=turns, streams=True, anything=True)
+
+    def _open(self, *, turns: bool, streams: bool, anything: bool) -> "BatchCall":
+        self._acquire()
+        self._call = BatchCall(self, turns=turns, streams=streams, anything=anything)
+        return self._call
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        progress: Callable[[int], None] | None = None,
+        responder: Responder | None = None,
+    ) -> list[list[Completion]]:
+        with self._open(turns=responder is not None, streams=False, anything=False) as call:
+            return run(call, requests, progress=progress, responder=responder)
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        if (call := self._call) is not None:
+            call.abort(keys)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """A context in which no call is open.
+
+        Raises:
+            EngineError: a call of this thread is open.
+        """
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _acquire(self) -> None:
+        if self._owner == threading.get_ident():
+            raise EngineError("a call of this engine is open in this thread; end it first")
+        self._busy.acquire()
+        self._owner = threading.get_ident()
+
+    def _release(self) -> None:
+        self._owner, self._call = 0, None
+        self._busy.release()
+
+    def closed(self, call: "BatchCall") -> None:
+        """Hear that a call is over."""
+        if self._call is call:
+            self._release()
+
+    def draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
+        """The function (live rows, passes so far) -> length of the next draft, or None for a call without drafts."""
+        writers = {request.strategy.writers for request in requests}
+        if self._draft_length is None or writers <= {"junior"}:
+            return None
+        length = partial(self._draft_length, solo=writers == {"senior"})
+        # Alone, the senior has no reader beside it unless that pays from the beginning.
+        return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
+
+
+class BatchCall:
+    """A `call.Call`. Between two steps, new rows and rows whose next turn begins join the batch. A row that waits for
+    an answer takes no place in it: its keys and values are kept apart.
+
+    Args:
+        engine: whose lock this call holds until ``close``.
+        turns: whether rows may go on after their turn has ended.
+        streams: whether steps tell of new tokens, too.
+        anything: whether requests of any kind may join later; else those of the first ``submit`` decide.
+    """
+
+    def __init__(self, engine: "BatchEngine", *, turns: bool, streams: bool, anything: bool) -> None:
+        self._engine, self._turns, self._streams, self._anything = engine, turns, streams, anything
+        self._batch: DecodingBatch | None = None
+        self._rows: dict[int, Row] = {}
+        """By number: those that were not taken."""
+        self._waiting: list[Row] = []
+        self._inside: set[int] = set()
+        """The numbers of rows in the batch that have not ended."""
+        self._awaited: dict[int, Row] = {}
+        self._ready: list[tuple[Row, Sequence[int]]] = []
+        """Rows that can go on, each with the tokens of its answer."""
+        self._over: list[Row] = []
+        """Rows that have ended since the last step."""
+        self._aborts, self._aborted = Aborts(), set[int]()
+        self._free, self._size = set[int](), 0
+        self._length: Callable[[int, Passes], int] | None = None
+        self.version, self.steps, self.written = engine.policy_version, 0, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is left, and let others use the engine."""
+        if self._batch is not None:
+            self._engine.passes = self._batch.passes
+        self._engine.closed(self)
+
+    @torch.inference_mode()
+    def submit(self, requests: Sequence[Request]) -> list[int]:
+        engine = self._engine
+        for i, request in enumerate(requests):
+            check_request(i, request, engine)
+            check_partnered(i, request, apart=engine.apart)
+        pairs = [(request, key) for request in requests for key in request.keys]
+        numbers = self._numbers(len(pairs))
+        rows = [Row(request, key, number) for number, (request, key) in zip(numbers, pairs, strict=True)]
+        unfinished = [*self._unfinished(), *rows]
+        length = engine.draft_length_for([row.request for row in unfinished], len(unfinished))
+        if self._batch is None:
+            self._batch = engine.make_batch(
+                requests, self._size, turns=self._turns, drafts=length is not None, anything=self._anything
+            )
+        else:
+            self._batch.extend(requests, self._size, drafts=length is not None)
+        self._length = length
+        self._rows |= {row.number: row for row in rows}
+        self._waiting += rows
+        return numbers
+
+    def _unfinished(self) -> list[Row]:
+        return [row for row in self._rows.values() if not row.over]
+
+    def _numbers(self, count: int) -> list[int]:
+        """Numbers that no row has, the smallest first."""
+        held = set() if self._batch is None else self._batch.held()
+        free = sorted(self._free - held)[:count]
+        self._free -= {*free}
+        numbers = [*free, *range(self._size, self._size + count - len(free))]
+        self._size = max([self._size, *(number + 1 for number in numbers)])
+        return numbers
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        batch = self._batch
+        if batch is None:
+            return []
+        if self._aborts:
+            self._end_aborted(batch)
+            self._drop_ended(batch)
+        self._join(batch)
+        events: list[Event] = []
+        if batch.rows:
+            live = int(batch.live.sum())
+            written, ended = batch.step(self._length(live, batch.passes) if self._length is not None and live else 0)
+            self.steps, self.written = self.steps + 1, self.written + written
+            if written:
+                stamp()
+            if self._streams:
+                events += [NewTokens(*each) for each in batch.news()]
+            if self._turns:
+                events += [self._turn(batch, row) for row in ended]
+            self._drop_ended(batch)
+        over, self._over = self._over, []
+        return [*events, *(Finished(row.number) for row in over)]
+
+    def _drop_ended(self, batch: DecodingBatch) -> None:
+        """Note which rows of the batch have ended, but for those that wait for an answer now."""
+        for row, live in zip(batch.rows, batch.live.tolist(), strict=True):
+            if not live and row.number in self._inside:
+                self._inside.remove(row.number)
+                if row.number not in self._awaited:
+                    row.over = True
+                    self._over.append(row)
+        batch.retire()
+
+    def _join(self, batch: DecodingBatch) -> None:
+        """Let rows into the batch: those with an answer before new ones, so that what has begun comes to its end."""
+        most = self._engine.max_rows
+        if self._ready and (places := most - int(batch.live.sum())):
+            back, self._ready = self._ready[:places], self._ready[places:]
+            batch.resume(back)
+            for row, _ in back:
+                if row.stop_reason is None:
+                    self._inside.add(row.number)
+                else:  # it cannot go on
+                    self._over.append(row)
+        free = min(most - len(batch.rows), self._room)
+        if self._waiting and free > 0 and (not batch.rows or 8 * free >= most):
+            count = whole_groups(self._waiting, free) or (0 if batch.rows else free)
+            new, self._waiting = self._waiting[:count], self._waiting[count:]
+            batch.admit(new)
+            self._inside |= {row.number for row in new}
+
+    @property
+    def _room(self) -> int:
+        """How many more rows may be decoded or wait between two turns."""
+        rows = 0 if self._batch is None else len(self._batch.rows)
+        return 2 * self._engine.max_rows - rows - len(self._awaited) - len(self._ready)
+
+    def _turn(self, batch: DecodingBatch, row: Row) -> Turn:
+        """The ended turn of a row, which waits for an answer from now on."""
+        assert row.stop_reason is not None
+        self._awaited[row.number] = row
+        return Turn(row.number, row.request.task, row.index, batch.own_tokens(row).numpy().copy(), row.stop_reason)
+
+    def answer(self, reply: Reply) -> None:
+        if (row := self._awaited.pop(reply.number, None)) is None:
+            if reply.number in self._aborted:
+                return  # it comes too late
+            raise EngineError(f"a reply to completion {reply.number}, of which no turn waits for one")
+        context, vocabulary = reply.context, self._engine.vocabulary
+        if not context:
+            self._end(row, reply.stop_reason or row.stop_reason)
+        elif row.own_left == 0 or row.observed + len(context) > row.request.observation_tokens:
+            self._end(row, "length")
+        elif min(context) < 0 or max(context) >= vocabulary:
+            raise EngineError(f"completion {row.number}: a reply has a token outside the vocabulary of {vocabulary}")
+        elif isinstance(self._batch, TwoVocabularies) and not reply.junior_context:
+            raise EngineError(
+                f"completion {row.number}: a reply has no context for the junior, which has another vocabulary; set "
+                "junior_context"
+            )
+        else:
+            row.junior_context = reply.junior_context
+            self._ready.append((row, context))
+
+    def _end(self, row: Row, reason: StopReason | None) -> None:
+        row.end(reason)
+        self._over.append(row)
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        self._aborts.add(keys)
+
+    def _end_aborted(self, batch: DecodingBatch) -> None:
+        """End what was aborted. Answers that still come for it are ignored."""
+        keys = self._aborts.take()
+        batch.abort(keys)
+        apart = [*self._awaited.values(), *(row for row, _ in self._ready)]
+        for row in [row for row in (*apart, *self._waiting) if row.key in keys]:
+            self._end(row, "abort")
+            self._aborted.add(row.number)
+            self._awaited.pop(row.number, None)
+        self._ready = [(row, context) for row, context in self._ready if not row.over]
+        self._waiting = [row for row in self._waiting if not row.over]
+
+    @torch.inference_mode()
+    def take(self, numbers: Sequence[int]) -> list[Completion]:
+        batch = self._batch
+        assert batch is not None
+        done = [batch.completion(self._rows.pop(number), self.version) for number in numbers]
+        batch.release(numbers)
+        self._free.update(set(numbers) - self._aborted)  # an answer may still come for an aborted one
+        return done
+
+    @property
+    def awaits(self) -> bool:
+        return bool(self._awaited)
+
+    @property
+    def idle(self) -> bool:
+        return self._batch is None or not self._batch.rows
+
+    @property
+    def blocked(self) -> bool:
+        return self.idle and not (self._ready or self._over or self._aborts or (self._waiting and self._room > 0))
+
+
+def whole_groups(waiting: Sequence[Row], free: int) -> int:
+    """How many of the waiting rows fit into ``free`` places if the rows of a request join together.
+
+    They join together so that their prompt is computed once.
+    """
+    if len(waiting) <= free:
+        return len(waiting)
+    return max((i for i in range(1, free + 1) if waiting[i].request is not waiting[i - 1].request), default=0)

@@ -1,0 +1,127 @@
+"""Requests that join an open call, and leave it, write what they write alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
+from tandemrl.rollout.batch_engine import BatchCall
+from tandemrl.rollout.call import Finished
+from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, bernoulli, solo
+
+
+def engine(**options: object) -> TorchEngine:
+    return TorchEngine(prepared(qwen3()), prepared(small_qwen3()), tokenizer(), **options)
+
+
+def ended(call: BatchCall, numbers: Sequence[int], left: set[int] | None = None) -> list[Completion]:
+    """The completions of these sequences, once all have ended. ``left``: all that have not."""
+    left = set(numbers) if left is None else left
+    while left & set(numbers):
+        left -= {event.number for event in call.step() if isinstance(event, Finished)}
+    return call.take(numbers)
+
+
+def same(found: Sequence[Completion], alone: Sequence[Completion]) -> None:
+    for one, other in zip(found, alone, strict=True):
+        assert (one.key, one.stop_reason) == (other.key, other.stop_reason)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
+
+
+KINDS = {
+    "plain": Sampling(max_tokens=20),
+    "cold": Sampling(max_tokens=30, temperature=0.5),
+    "greedy": Sampling(max_tokens=12, temperature=0.0),
+    "truncated": Sampling(max_tokens=16, top_k=5, top_p=0.8, min_p=0.05),
+    "penalised": Sampling(max_tokens=16, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.2),
+    "stopped": Sampling(max_tokens=40, stop_token_ids=(7, 8), ignore_eos=True),
+    "stopped by text": Sampling(max_tokens=40, stop=("a",)),
+    "longer": Sampling(max_tokens=90, ignore_eos=True),
+}
+
+
+def asked(kind: str, strategy: Strategy, seed: int) -> Request:
+    [prompt] = prompts(1, seed=seed)
+    return Request(prompt, (10 * seed, 10 * seed + 1), KINDS[kind], strategy)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 3}, {"draft_tokens": 3}], ids=["free", "full", "drafts"])
+def test_requests_of_any_kind_join_a_call_that_has_begun(options: dict[str, int]) -> None:
+    """First the senior alone, whose call has no keys and values of the junior yet."""
+    running, strategies = engine(**options), (solo("senior"), bernoulli(0.5), solo("junior"))
+    batch = [asked(kind, strategies[i % 3], seed=i) for i, kind in enumerate(KINDS)]
+    found, left = list[list[int]](), set[int]()
+    with running.open() as call:
+        for request in batch:
+            found.append(call.submit([request]))
+            left |= set(found[-1])
+            for _ in range(5):
+                left -= {event.number for event in call.step() if isinstance(event, Finished)}
+        together = [each for numbers in found for each in ended(call, numbers, left)]
+    same(together, [each for request in batch for each in flat(running.generate([request]))])
+
+
+def test_numbers_stand_for_new_sequences_once_they_were_taken() -> None:
+    running, strategy = engine(max_rows=4), bernoulli(0.5)
+    batch = [asked("plain", strategy, seed=i) for i in range(12)]
+    seen, found = set[int](), list[Completion]()
+    with running.open() as call:
+        for request in batch:
+            numbers = call.submit([request])
+            seen |= set(numbers)
+            found += ended(call, numbers)
+    assert len(seen) < 12
+    same(found, [each for request in batch for each in flat(running.generate([request]))])
+
+
+def test_a_model_that_joins_between_two_turns_reads_what_was_written() -> None:
+    """The turn of the first row ends before the junior's first request."""
+    running = engine()
+    senior = Request((2, 3), (1,), Sampling(max_tokens=12), solo("senior"), turn_tokens=4, observation_tokens=9)
+    both = Request((2, 4), (2,), Sampling(max_tokens=9), bernoulli(0.5), turn_tokens=9, observation_tokens=9)
+
+    def play(*, joined: bool) -> list[int]:
+        with running.open(turns=True) as call:
+            [number], turns = call.submit([senior]), 0
+            while True:
+                for event in call.step():
+                    if isinstance(event, Turn) and event.number == number:
+                        turns += 1
+                        if joined and turns == 1:
+                            call.submit([both])
+                        call.answer(Reply(number, (5, 6) if turns < 3 else ()))
+                    elif isinstance(event, Turn):
+                        call.answer(Reply(event.number))
+                    elif isinstance(event, Finished) and event.number == number:
+                        return call.take([number])[0].tokens.tolist()
+
+    assert play(joined=True) == play(joined=False)
+
+
+def test_what_is_aborted_ends_and_the_others_go_on() -> None:
+    running = engine()
+    batch = requests(prompts(3), Sampling(max_tokens=25, ignore_eos=True), bernoulli(0.5))
+    with running.open() as call:
+        numbers = call.submit(batch)
+        call.step()
+        call.abort([numbers and batch[1].keys[0]])
+        found = ended(call, numbers)
+    assert [c.stop_reason for c in found] == ["length", "abort", "length"]
+    assert [len(c.tokens) for c in found] == [25, 1, 25]
+    same([found[0], found[2]], [flat(running.generate(batch))[i] for i in (0, 2)])
+
+
+def test_an_open_call_has_the_engine_for_itself() -> None:
+    running = engine()
+    weights = [*running.senior.named_parameters()]
+    with running.open():
+        for use in (lambda: running.generate([]), lambda: running.load_weights(weights, 1), running.open):
+            with pytest.raises(EngineError, match="a call of this engine is open in this thread; end it first"):
+                use()
+    running.load_weights(weights, 1)
+    assert running.generate([]) == []
