@@ -77,7 +77,7 @@ def generate(
     rollout, drawn = replace(rollout or RolloutConfig(), engine=engine), Sampling(**sampling)
     given = (senior, senior if junior is None else junior)
     loaded = [model for model in given if isinstance(model, PreTrainedModel)]
-    paths = [model.name_or_path if isinstance(model, PreTrainedModel) else str(model) for model in given]
+    paths = [str(model.name_or_path or "") if isinstance(model, PreTrainedModel) else str(model) for model in given]
     if loaded and not rollout.kind.in_trainer:
         raise EngineError(f"engine={engine}: loads its models itself; pass the folders of senior and junior")
     words = tokenizer or load_tokenizer(paths[0])
@@ -134,7 +134,7 @@ def _ids(tokenizer: Any, prompt: PromptLike, number: int, *, own: bool = True) -
         return chat_tokens(tokenizer, messages_of(prompt, where), where, DEFAULT_ARGUMENTS)
     if not own:
         raise EngineError(f"{where}: token ids are the senior's, and the junior has others; pass a text or messages")
-    return [int(token) for token in prompt]  # type: ignore[call-overload]  # no message among them
+    return [int(token) for token in prompt if not isinstance(token, Mapping)]
 
 
 def _logits(model: Model) -> int:
