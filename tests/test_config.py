@@ -14,6 +14,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError
 from typer.testing import CliRunner
 
 from runs import launch_of
@@ -380,6 +382,21 @@ def test_later_sources_win_and_one_data_source_needs_no_brackets(tmp_path: Path)
     config = load(file, ["train.lr=2e-4", "train.lr=3e-4", "data.eval=b.jsonl"])
     assert (config.train.lr, config.train.steps) == (3e-4, 7)
     assert (config.data.train, config.data.eval) == (("a.jsonl",), ("b.jsonl",))
+
+
+def test_a_mapping_or_a_config_of_omegaconf_is_a_source_too() -> None:
+    own = {"train": {"lr": 1e-5, "steps": 7}, "data": {"train": ["a${b}.jsonl"]}, "model": {"junior": None}}
+    config = load(own, ["train.steps=9"])
+    assert (config.train.lr, config.train.steps, config.model.junior) == (1e-5, 9, None)
+    assert config.data.train == ("a${b}.jsonl",)
+    theirs = OmegaConf.create({"seed": 5, "train": {"seed": "${seed}"}, "output_dir": "runs/${seed}"})
+    del theirs["seed"]
+    with pytest.raises(InterpolationKeyError):
+        load(theirs)
+    theirs = OmegaConf.create({"train": {"seed": 5}, "output_dir": "runs/${train.seed}"})
+    assert (load(theirs).output_dir, load(theirs).train.seed) == ("runs/5", 5)
+    with pytest.raises(ConfigError, match=r"train\.stps"):
+        load({"train": {"stps": 1}})
 
 
 def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> None:

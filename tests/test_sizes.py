@@ -1,4 +1,4 @@
-"""Small enough to hold in the head: no function of the core takes over 10 parameters."""
+"""Small enough to hold in the head: no function of the core takes over 12 parameters."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tandemrl"
 CORE = sorted(path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "apps")
-PARAMETERS = 10
+PARAMETERS = 12
 NOT_OURS = {"models/attention.py:attention"}
 """Functions whose signature somebody else defines: transformers calls this one."""
 

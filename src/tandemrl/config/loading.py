@@ -19,16 +19,17 @@ from tandemrl.config.plain import flatten, to_dict
 from tandemrl.config.reference import expected
 from tandemrl.config.rules import check
 from tandemrl.config.schema import Config
-from tandemrl.config.written import Written, free, read, typed
+from tandemrl.config.written import Written, free, read, tree_of, typed
 from tandemrl.files import hint
 
 
-def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> Config:
     """Load a config: the defaults, changed by a YAML file, changed by ``key=value`` overrides. The result is checked.
 
     Args:
         path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, which
-            stands for its ``config.yaml``. None means the defaults only.
+            stands for its ``config.yaml``; or a mapping of sections, plain or an OmegaConf config, whose interpolations
+            are resolved. None means the defaults only.
         overrides: dotted assignments such as ``train.lr=1e-5``. For a key that takes a text, what
             follows the ``=`` is that text, unless it is ``null`` or in quotes. Lists and mappings are YAML in brackets.
 
@@ -40,7 +41,9 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         1e-05
     """
     sources: list[tuple[str, Any]] = []
-    if path is not None:
+    if isinstance(path, Mapping):
+        sources.append(("the mapping", tree_of(path)))
+    elif path is not None:
         file = str(find_config(path))
         source = read(_text(file), file)
         if not source:

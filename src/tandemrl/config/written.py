@@ -5,6 +5,7 @@ YAML alone reads 0123 as 83 and yes as true. Here a scalar stays the text that w
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -70,6 +71,22 @@ def _tree(node: yaml.Node) -> Tree:
         seen.add(key.value)
     yaml.constructor.SafeConstructor().flatten_mapping(node)  # `<<: *other`
     return {Written(key.value, plain=key.style is None): _tree(value) for key, value in node.value}
+
+
+def tree_of(value: Any) -> Tree:
+    """The tree of plain values, or of an OmegaConf config, whose interpolations are resolved."""
+    if isinstance(value, Mapping):
+        from omegaconf import OmegaConf
+
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        return {Written(str(key), plain=False): tree_of(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [tree_of(each) for each in value]
+    if isinstance(value, str):
+        return Written(value, plain=False)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return Written(text, plain=True)
 
 
 def typed(value: Tree, kind: Any) -> Any:
