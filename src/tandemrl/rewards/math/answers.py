@@ -116,9 +116,12 @@ def gsm8k_statement(text: str, mode: Gsm8kMode) -> str | None:
 
     Without a ``####``, ``flexible`` takes the last number, with what belongs to it, as in "5/6" or "5 million".
     """
-    _, marker, rest = text.rpartition("####")
+    before, marker, rest = text.rpartition("####")
     if marker:
         line = rest.strip().partition("\n")[0].strip()
+        for bold in ("**", "__", "*", "_"):
+            if before.endswith(bold) and line.endswith(bold):  # "**#### 5**"
+                line = line.removesuffix(bold).strip()
         answer = extract_boxed(line) if r"\boxed" in line else line
         if answer and _PROSE_FIRST.match(answer):  # "The answer is 5"
             answer = stated_answer(answer)

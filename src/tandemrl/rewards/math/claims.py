@@ -121,11 +121,13 @@ _CHANGES = _words(
     thousand million billion trillion hundreds thousands millions billions trillions lakh crore least most minimum
     maximum about approximately approx roughly around nearly almost negative minus plus mod modulo multiplied divided
     opposite reciprocal inverse deficit debt loss excluding except versus vs unless neither nor either instead rather
-    but right correct answer
+    but right correct answer cannot
     """
 )
 """Words that change the number before them, or doubt it, wherever they stand."""
-_CHANGES_FIRST = _words("and over under above below isn be equals than k if without off half")
+_CHANGES_FIRST = _words(
+    "and over under above below isn be equals than k if without off half pi grand gross mil kilo mega"
+)
 """Words that change it if they stand next to it."""
 _PARTS = _words(
     """
@@ -244,6 +246,7 @@ _QUALIFIERS = frozenset(
         versus vs any some several itself off kilo either other another else loss debt deficit reciprocal
         inverse opposite between guess eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
         twenty thirty forty fifty sixty seventy eighty ninety doubled tripled halved cannot excluded ruled wrongly
+        pi grand gross mil mega
         """,
     )
 )
