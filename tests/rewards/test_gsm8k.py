@@ -33,8 +33,8 @@ def test_three_steps_resume_export_and_evaluate(tiny_pair: Path, tmp_path: Path)
     ]
     tandemrl(*command, "train.steps=2")
     tandemrl(*command, "train.steps=3")
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps] == [1, 2, 3]
+    first, *steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in (first, *steps)] == [0, 1, 2, 3]
     assert all(line["mismatch/mean_abs"] < 2e-2 for line in steps)
     assert all(0.3 < line["tandem/senior_draw_frac"] < 0.7 for line in steps)
 
