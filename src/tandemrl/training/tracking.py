@@ -177,6 +177,7 @@ class Tracker:
 
     def _log_to_wandb(self, step: int, values: Mapping[str, Any]) -> None:
         write_text(self._logged, str(step))  # before, so that a step which a kill cuts off counts as seen
+        assert self._wandb is not None
         self._wandb.log(values, step=step)
 
     def _within_bound(self, step: int, rollouts: Sequence[Rollout], line: Callable[[Rollout], str]) -> list[str]:
