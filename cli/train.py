@@ -72,7 +72,8 @@ def train(
     from tandemrl.training import loop as training
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
-    training.train(resolved, resume=resume, accept_changed=accept_changed or (), stated=stated_keys(overrides or ()))
+    how = training.checkpoint.Resume(resume, tuple(accept_changed or ()))
+    training.train(resolved, resume=how, stated=stated_keys(overrides or ()))
 
 
 def _plan(config: "Config", ranks: int, device: str | None, times_of: str | None) -> None:

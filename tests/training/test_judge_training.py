@@ -48,11 +48,8 @@ def write_rows(file: Path, rows: list[dict]) -> Path:
 
 
 def text_of(sample: dict) -> str:
-    """As it is scored: without special tokens, wherever they were sampled."""
-    text = sample["text"]
-    for special in tiny.SPECIAL_TOKENS:
-        text = text.replace(special, "")
-    return text.strip()
+    """As the judge reads it: with special tokens, but the end token."""
+    return sample["text"].strip()
 
 
 def changed(before: Path, after: Path) -> bool:

@@ -276,9 +276,8 @@ class Call(NamedTuple):
         for each in self.names:
             if each in LOGS or each in self.optional or (each in known and each not in lacking):
                 continue
-            of_row = (
-                f"which is no field of the row; put it into the row's extra_info. There are {', '.join(sorted(known))}"
-            )
+            there = ", ".join(sorted(known.keys() - {"opened"}))
+            of_row = f"which is no field of the row; put it into the row's extra_info. There are {there}"
             why = {
                 "completion_ids": "and the ids of a text alone are not known; score a samples.jsonl, which has them",
                 "trainer_state": "which only a training run has",

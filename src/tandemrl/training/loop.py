@@ -56,13 +56,12 @@ from tandemrl.types import Metrics
 def train(
     config: Config,
     *,
-    resume: str = "auto",
+    resume: str | checkpoint.Resume = "auto",
     recipe: Recipe | str | None = None,
     strategy: StrategyFunction | Strategy | str | None = None,
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     engine: EngineFactory | str | None = None,
-    accept_changed: Collection[str] = (),
     stated: Collection[str] = (),
     console: Console | None = None,
     quiet: bool = False,
@@ -74,7 +73,8 @@ def train(
 
     Args:
         config: the configuration of the run.
-        resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
+        resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder; or a
+            ``checkpoint.Resume``, which also accepts changed code.
         recipe: a row of ``losses.RECIPES``, or a recipe of your own. It overrides ``loss.recipe``. A name stands for
             ``loss.recipe=NAME``.
         strategy: a function that gives the strategy of a training step, where steps count from 1, or one strategy for
@@ -89,8 +89,6 @@ def train(
             a reward function.
         engine: a class, or a function, that makes the engine of what its parameters name (``rollout.make_engine``),
             instead of ``rollout.engine``. A name stands for ``rollout.engine=NAME``.
-        accept_changed: components whose code may differ from that of the checkpoint, such as a ``reward`` that was
-            repaired (``checkpoint.identity.CODE``). The checkpoints and the model card record it.
         stated: dotted keys of ``reward.*`` that must be used, also without evaluation (``train.eval_every: 0``). Then a
             reward that no training row uses could be one for the rows of ``data.eval``, so others give only a warning.
         console: where to print; see ``Tracker``.
@@ -104,8 +102,9 @@ def train(
             and saved as above.
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
-    checkpoint.check_resume(resume, require_config(config).output_dir)
-    checkpoint.check_accepted(accept_changed)
+    where, accepted = (resume, ()) if isinstance(resume, str) else resume
+    checkpoint.check_resume(where, require_config(config).output_dir)
+    checkpoint.check_accepted(accepted)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
@@ -130,11 +129,11 @@ def train(
                 engine,
                 check_judge,
                 stated,
-                accept_changed,
+                accepted,
             )
             config, silent = run.setup.config, quiet or not world.main
             with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
-                records = checkpoint.restore(run, resume, accept_changed)
+                records = checkpoint.restore(run, where, accepted)
                 with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                     loop(run, tracker, records)
                     checkpoint.wait()

@@ -11,6 +11,7 @@ folder of a checkpoint, with ``tensors`` (models and optimisers), ``manifest`` (
 record). ``export`` writes Hugging Face folders, with their ``card``.
 """
 
+from tandemrl.training.checkpoint.identity import Resume as Resume
 from tandemrl.training.checkpoint.identity import check_accepted as check_accepted
 from tandemrl.training.checkpoint.manifest import CheckpointError as CheckpointError
 from tandemrl.training.checkpoint.manifest import DamagedError as DamagedError

@@ -5,7 +5,7 @@ import json
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandemrl.config import Config, difference
 from tandemrl.config.fields import is_own
@@ -105,6 +105,17 @@ def _read_by_environment(row: Row) -> tuple[str, str]:
 
 CODE = ("reward", "recipe", "strategy", "engine", "environment", "retriever")
 """Components whose code may change within a run, if the user says so (``--accept-changed``), to repair it."""
+
+
+class Resume(NamedTuple):
+    """How a run is resumed.
+
+    where: ``auto``, ``never`` or the folder of a checkpoint. accept_changed: components of `CODE` whose code may differ
+    from that of the checkpoint, such as a reward that was repaired; later checkpoints and the model card record it.
+    """
+
+    where: str = "auto"
+    accept_changed: tuple[str, ...] = ()
 
 
 def check_accepted(names: Collection[str]) -> None:
