@@ -30,6 +30,7 @@ from tandemrl.models.loading import (
     load_tokenizer,
     prepare,
     refusal,
+    stored_eos_token_ids,
     vocabulary_check,
 )
 from tandemrl.models.weight_files import check_weights
@@ -292,15 +293,17 @@ def test_a_junior_has_a_vocabulary_of_its_own_if_a_token_differs(tmp_path):
         junior_tokenizer_of(senior, str(tmp_path / "nowhere"))
 
 
-def test_eos_ids_are_those_of_model_and_tokenizer():
-    model = qwen3()
-    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
-    model.generation_config.eos_token_id = [9, 4]
-    assert eos_token_ids(model.generation_config, tokenizer()) == tuple(sorted({9, 4, IDS[EOS]}))
-    model.generation_config.eos_token_id = None
-    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
-    model.generation_config = None
-    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+def test_eos_ids_are_those_of_model_and_tokenizer(tmp_path: Path):
+    model, own = qwen3(), IDS[EOS]
+    model.config.eos_token_id = 7
+    for named, ends in (([9, 4], {9, 4, own}), (9, {9, own}), (None, {7, own})):
+        model.generation_config.eos_token_id = named
+        assert eos_token_ids(model.generation_config, model.config, tokenizer()) == tuple(sorted(ends))
+        model.save_pretrained(tmp_path)
+        assert stored_eos_token_ids(str(tmp_path), tokenizer()) == tuple(sorted(ends))
+    (tmp_path / "generation_config.json").unlink()
+    assert stored_eos_token_ids(str(tmp_path), tokenizer()) == eos_token_ids(None, model.config, tokenizer())
+    assert stored_eos_token_ids(str(tmp_path), tokenizer()) == tuple(sorted({7, own}))
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -31,8 +31,10 @@ def save_pair(folder: Path, named: str) -> Path:
     junior = save_speaker(folder / "junior", words, ids)
     path = junior / "generation_config.json"
     stated: dict[str, Any] = json.loads(path.read_text()) | {"eos_token_id": IDS["z"]}
-    if named == "config":
+    if named in ("config", "config under a silent generation config"):
         path.unlink()
+        if named != "config":
+            path.write_text(json.dumps({key: value for key, value in stated.items() if key != "eos_token_id"}))
         configured = json.loads((junior / "config.json").read_text()) | {"eos_token_id": IDS[PAD]}
         (junior / "config.json").write_text(json.dumps(configured))
         return folder
@@ -49,7 +51,7 @@ def written(engine: Any, strategy: Strategy, **sampling: Any) -> tuple[list[int]
     return one.tokens.tolist(), one.stop_reason
 
 
-@pytest.mark.parametrize("named", ["number", "list", "tokenizer", "config"])
+@pytest.mark.parametrize("named", ["number", "list", "tokenizer", "config", "config under a silent generation config"])
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_the_junior_s_own_end_ends_a_text_wherever_it_is_named(tmp_path, named, drafts):
     folder = save_pair(tmp_path, named)
@@ -64,8 +66,9 @@ def test_the_junior_s_own_end_ends_a_text_wherever_it_is_named(tmp_path, named, 
     assert written(alone, solo("senior"))[1] == "length"  # a senior without a junior has its own ends alone
 
 
-def test_loaded_models_bring_their_ends_along(tmp_path):
-    folder = save_pair(tmp_path, "list")
+@pytest.mark.parametrize("named", ["list", "config under a silent generation config"])
+def test_loaded_models_bring_their_ends_along(tmp_path, named):
+    folder = save_pair(tmp_path, named)
     models = [load_model(folder / name) for name in ("senior", "junior")]
     engine = TorchEngine(*models, tokenizer())
     assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3

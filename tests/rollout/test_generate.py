@@ -55,6 +55,15 @@ def test_loaded_models_and_a_senior_alone(pair):
     assert (one.text, one.authorship_mask.tolist()) == ("a bc", [0, 0, 0])
 
 
+def test_an_end_of_the_juniors_alone_is_no_text(pair):
+    senior, junior = (tandemrl.load_model(path) for path in pair)
+    junior.generation_config.eos_token_id = IDS["Ġd"]  # an ordinary token
+    options = dict(tokenizer=tokenizer(), max_tokens=8, temperature=0)
+    for strategy in (solo("junior"), alternating()):
+        [[one]] = tandemrl.generate(senior, junior, ["!"], strategy=strategy, **options)
+        assert (one.text, one.tokens[-1], one.stop_reason) == ("a bc", IDS["Ġd"], "eos")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

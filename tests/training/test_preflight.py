@@ -164,7 +164,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if what in DAMAGES:
         shutil.copytree(models / "senior", tmp_path / "damaged")
         DAMAGES[what](tmp_path / "damaged")
-        return ["model.senior=damaged"]
+        return ["model.senior=damaged", *(["model.junior=damaged"] if "eos" in what else [])]
     return {
         "packages": ["model.lora.rank=4"],
         "hub": ["data.monitor=hf:mine/sums:main:heldout"],
@@ -228,8 +228,8 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("no weights", "model.senior", "damaged: no weights are there; expected model.safetensors"),
         ("weight", "model.senior", "the first: model.layers.1.mlp.up_proj.weight is missing"),
         ("shape", "model.senior", "is [48, 32] there, [40, 32] by its config.json"),
-        ("no eos", "vocabularies", "model.senior=damaged: it has no EOS token (none is named)"),
-        ("eos", "vocabularies", "model.senior=damaged: it has no EOS token ((50256,))"),
+        ("no eos", "vocabularies", "model.senior=damaged: no author has an EOS token (none is named)"),
+        ("eos", "vocabularies", "model.senior=damaged: no author has an EOS token ((50256,))"),
         ("space", "output_dir", "GB free in"),
     ],
 )
@@ -253,6 +253,14 @@ def test_what_is_missing_is_found_by_a_dry_run_and_by_train_before_any_weight(
         tandemrl.training.build.build(load("quickstart", overrides))
     assert is_users(refused.value)
     assert reason in " ".join(str(refused.value).split())
+
+
+def test_the_end_of_either_author_is_enough(arguments: list[str], models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "senior", tmp_path / "damaged")
+    without_eos(tmp_path / "damaged")
+    assert "PROBLEM" not in dry_run(*arguments, "model.senior=damaged").stdout
+    alone = dry_run(*arguments, "model.senior=damaged", "selection.strategy=solo").stdout
+    assert "no author has an EOS token" in alone
 
 
 def test_an_evaluation_must_fit_too(arguments: list[str], models: Path) -> None:

@@ -284,9 +284,14 @@ def differing_entries(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
     return sorted(set(one.get_vocab().items()) ^ set(other.get_vocab().items()), key=lambda item: item[1])
 
 
-def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The token ids that end a completion: those of the model's generation config, and the tokenizer's EOS token."""
-    configured = generation.eos_token_id if generation is not None else None
+def eos_token_ids(
+    generation: GenerationConfig | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """The token ids that end a completion: those of a model's generation config, or of its configuration if that names
+    none, and the tokenizer's EOS token."""
+    configured = None if generation is None else generation.eos_token_id
+    if configured is None:
+        configured = GenerationConfig.from_model_config(config).eos_token_id
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return tuple(sorted(i for i in ids if i is not None))
 
@@ -306,10 +311,10 @@ def stored_eos_token_ids(
         return tuple(sorted({*stored_eos_token_ids(path, tokenizer, download=download), *its}))
     try:
         generation = GenerationConfig.from_pretrained(path, local_files_only=not download)
-    except OSError:  # then transformers makes one of the model's configuration
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
-        generation = GenerationConfig.from_model_config(config)
-    return eos_token_ids(generation, tokenizer)
+    except OSError:  # it has none
+        generation = None
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
+    return eos_token_ids(generation, config, tokenizer)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from tandemrl.models.loading import (
 )
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import group_keys, request_key
@@ -112,13 +113,17 @@ def generate(
     partner = None
     if junior is not None:
         partner = source(junior, paths[1], tokenizer=other, whole_words=chosen.starts is not None)
-    ends = sorted({end for model in given for end in _ends(model, words)}) if loaded else None
+    ends = None
+    if loaded:
+        theirs = load_tokenizer(paths[1]) if all(paths) and junior is not None and other is None else words
+        ends = sorted({*_ends(senior, words), *(_ends(given[1], theirs) if other is None else ())})
     made = make_engine(
         rollout, source(senior, paths[0]), partner, words, dtype=dtype, device=on, longest=longest, ends=ends
     )
     with closing(made):
         groups, _ = generate_verified(made, requests, chosen)
-    return [[_with_text(one, words) for one in group] for group in groups]
+    reader = ResponseReader(words)
+    return [[_with_text(one, reader) for one in group] for group in groups]
 
 
 def _ids(tokenizer: Any, prompt: PromptLike, number: int, *, own: bool = True) -> Sequence[int]:
@@ -146,10 +151,10 @@ def _logits(model: Model) -> int:
 
 def _ends(model: Model, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     if isinstance(model, PreTrainedModel):
-        return eos_token_ids(model.generation_config, tokenizer)
+        return eos_token_ids(model.generation_config, model.config, tokenizer)
     return stored_eos_token_ids(str(model), tokenizer)
 
 
-def _with_text(one: Completion, tokenizer: Any) -> Generated:
-    text = tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True)
-    return Generated(**{each.name: getattr(one, each.name) for each in fields(Completion)}, text=text)
+def _with_text(one: Completion, reader: ResponseReader) -> Generated:
+    told = {each.name: getattr(one, each.name) for each in fields(Completion)}
+    return Generated(**told, text=reader.of(one).plain)

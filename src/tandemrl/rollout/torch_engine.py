@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -159,6 +160,7 @@ def _decoder(
         raise EngineError(f"a model has {vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
     steps = {who: step(model) for who, model in models.items()}
     if ends is None:
-        ends = sorted({end for each in models.values() for end in eos_token_ids(each.generation_config, tokenizer)})
+        own = (eos_token_ids(each.generation_config, each.config, tokenizer) for each in models.values())
+        ends = sorted({*chain.from_iterable(own)})
     drawn = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger vocabulary
     return Decoder(models, heads, steps, vocabulary, drawn, tokenizer)

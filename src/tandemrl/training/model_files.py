@@ -121,10 +121,11 @@ def vocabularies(
                 "and use selection.strategy=before_word"
             )
     logits = files.configuration(model.senior).get_text_config().vocab_size
-    ends = stored_eos_token_ids(model.senior, tokenizer, download=files.downloads)
+    one = other is None and model.junior_endpoint.url is None and (passed or not config.selection.kind.solo)
+    ends = stored_eos_token_ids(model.senior, tokenizer, model.junior if one else None, download=files.downloads)
     if not any(0 <= token < logits for token in ends):
         raise ModelError(
-            f"model.senior={model.senior}: it has no EOS token ({ends or 'none is named'}), so that "
+            f"model.senior={model.senior}: no author has an EOS token ({ends or 'none is named'}), so that "
             "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
             "its tokenizer_config.json"
         )

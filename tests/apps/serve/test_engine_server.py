@@ -238,6 +238,20 @@ def test_pieces_of_a_text_are_the_text(text: str, style: dict[str, Any], shown: 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize(("reason", "text"), [("eos", "ab"), ("length", "ab!")])
+def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> None:
+    from tandemrl.apps.serve.asked import Asked, TextStyle
+    from tandemrl.rollout.engine import Completion
+
+    tokens = np.frombuffer(b"ab!", dtype=np.uint8).astype(np.int64)
+    one = Completion(0, tokens, np.ones(3), np.zeros(3), reason)
+    speaker, asked = Speaker(Letters(), "hermes"), Asked(False, (), TextStyle(), True)
+    assert speaker.choice(asked, 0, one, ())["text"] == text
+    stream = TextStream(Letters(), asked.style, {33})
+    pieces = [speaker.piece(asked, stream, tokens[i : i + 1].tolist(), [0.0])["text"] for i in range(3)]
+    assert "".join([*pieces, speaker.last(asked, stream, one)["text"]]) == text
+
+
 @pytest.mark.parametrize(
     ("stop", "pieces", "told"),
     [
@@ -268,7 +282,7 @@ def test_calls_are_read_as_they_are_written(words, stream: bool, text: str, cont
 
     schema = {"type": "function", "function": {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}}
     asked = Asked(True, (), TextStyle(), stream, tools={"look": schema})
-    tokens = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+    tokens = np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(len(tokens)), np.zeros(len(tokens)), "eos")
     speaker = Speaker(Letters(), "hermes")
     if stream:

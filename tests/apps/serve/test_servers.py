@@ -224,7 +224,10 @@ def test_a_client_that_leaves_frees_its_request(client: Any, running: Server) ->
 def test_it_says_what_it_serves_and_where(running: Server, pair: Path) -> None:
     senior, junior = pair / "senior", pair / "junior"
     line = f"serving {senior} (float32) and its junior {junior} (float32) at {running.url}/v1, without an API key"
-    assert line in running.log.read_text()
+    deadline = time.monotonic() + 20
+    while line not in running.log.read_text():  # it is said a moment after the server is healthy
+        assert time.monotonic() < deadline, running.log.read_text()[-4000:]
+        time.sleep(0.05)
 
 
 def test_an_interrupt_ends_it(running: Server) -> None:

@@ -381,6 +381,20 @@ def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() ->
         assert content(ends[1], "length") == "7</tool_response>"
 
 
+def test_after_an_end_that_is_not_the_templates_that_of_the_template_follows() -> None:
+    """As it would after a turn that the template writes."""
+    words, contexts = tokenizer(), []
+    end, other = words.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    for last in (end, other):
+        with on(words, eos_token_ids=[end, other]) as episode_runner:
+            episodes = episode_runner.episodes()
+            episodes.submit(Turn(0, row(), 0, np.array([*words.encode(call("who")), last]), "eos"))
+            [reply] = episodes.replies(wait=True)
+            contexts.append(reply.context)
+            assert words.decode(other) not in str(episodes.transcript(0).messages)
+    assert contexts[1] == (end, *contexts[0])
+
+
 def test_a_message_of_a_tool_in_an_environment_without_tools_is_shown_or_refused() -> None:
     saying = tempers.Saying({"role": "tool", "content": "x"})
     with in_threads(saying) as episode_runner:

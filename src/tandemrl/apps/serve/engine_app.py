@@ -64,7 +64,7 @@ def application(
 
     backend = Backend(Strategies(selection, strategy_of, register), ends, hosts)
     named[DEFAULT_NAME] = backend.strategies[selection]
-    routes = _Routes(thread, reader, speaker, model, named.__getitem__)
+    routes = _Routes(thread, reader, speaker, model, named.__getitem__, ends)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -117,10 +117,16 @@ class _Routes:
     """The endpoints."""
 
     def __init__(
-        self, thread: EngineThread, reader: Reader, speaker: Speaker, model: str, strategy_of: Callable[[str], Strategy]
+        self,
+        thread: EngineThread,
+        reader: Reader,
+        speaker: Speaker,
+        model: str,
+        strategy_of: Callable[[str], Strategy],
+        ends: frozenset[int],
     ) -> None:
         self._thread, self._reader, self._speaker = thread, reader, speaker
-        self._model, self._strategy_of = model, strategy_of
+        self._model, self._strategy_of, self._ends = model, strategy_of, ends
         self._began = int(time.time())
 
     async def health(self, request: HttpRequest) -> Response:
@@ -207,7 +213,7 @@ class _Routes:
     ) -> AsyncIterator[bytes]:
         """The server-sent events of a stream. ``events`` brings tokens, and None for each job that has ended."""
         samples = len(asked.requests[0].keys)
-        streams = [TextStream(self._speaker.tokenizer, asked.style) for _ in range(samples * len(jobs))]
+        streams = [TextStream(self._speaker.tokenizer, asked.style, self._ends) for _ in range(samples * len(jobs))]
         told = [[*asked.requests[index // samples].prompt] for index in range(len(streams))]
 
         def chunk(index: int, said: Mapping[str, Any]) -> bytes:

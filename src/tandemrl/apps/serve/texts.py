@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +16,17 @@ _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "turns": "stop", 
 _REASONS |= dict.fromkeys(LOST, "error")
 
 
-def text_of(tokenizer: Any, tokens: Sequence[int], style: TextStyle) -> tuple[str, str | int | None]:
-    """The text of a completion, and the stop string or id at its end, if there is one."""
+def text_of(
+    tokenizer: Any, tokens: Sequence[int], style: TextStyle, *, eos: bool = False
+) -> tuple[str, str | int | None]:
+    """The text of a completion, and the stop string or id at its end, if there is one.
+
+    Args:
+        eos: whether an author ended it: its last token, special or not, is then no text.
+    """
     tokens = [*tokens]
     ended = tokens[-1] if tokens and tokens[-1] in style.stop_token_ids else None
-    if ended is not None and not style.keep_stop:
+    if (ended is not None or eos) and not style.keep_stop:
         tokens.pop()
     text = tokenizer.decode(tokens, skip_special_tokens=style.skip_special)
     whole = text.rstrip("\ufffd")  # what it ends in may be half of a character
@@ -39,8 +45,9 @@ def _stop_reason(completion: Completion, stop: str | int | None) -> str | int | 
 class TextStream:
     """The text of a completion, piece by piece: no half characters, and nothing of a stop string."""
 
-    def __init__(self, tokenizer: Any, style: TextStyle) -> None:
+    def __init__(self, tokenizer: Any, style: TextStyle, ends: Collection[int] = ()) -> None:
         self.tokenizer, self.style = tokenizer, style
+        self._ends = {*ends, *style.stop_token_ids}
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self._from = self._read = 0  # places in the tokens: a window's begin, and how far its text is told
@@ -53,7 +60,7 @@ class TextStream:
         """The further text that is certain with these tokens."""
         self.tokens += tokens
         self.logprobs += logprobs
-        if self.tokens and self.tokens[-1] in self.style.stop_token_ids:
+        if self.tokens and self.tokens[-1] in self._ends:
             return ""  # `rest` says what is left
 
         def decoded(end: int | None) -> str:
@@ -71,9 +78,9 @@ class TextStream:
         self._told += certain
         return certain
 
-    def rest(self) -> tuple[str, str | int | None]:
+    def rest(self, *, eos: bool = False) -> tuple[str, str | int | None]:
         """The text after all pieces, once the completion has ended, and the stop at its end (see `text_of`)."""
-        text, stop = text_of(self.tokenizer, self.tokens, self.style)
+        text, stop = text_of(self.tokenizer, self.tokens, self.style, eos=eos)
         return text[len(self._told) :], stop
 
 
@@ -94,7 +101,7 @@ class Speaker:
     def choice(self, asked: Asked, index: int, completion: Completion, prompt: Sequence[int]) -> dict[str, Any]:
         """A choice of a whole response."""
         tokens = completion.tokens.tolist()
-        text, stop = text_of(self.tokenizer, tokens, asked.style)
+        text, stop = text_of(self.tokenizer, tokens, asked.style, eos=completion.stop_reason == "eos")
         logprobs = completion.behaviour_logprobs.tolist() if asked.logprobs else None
         choice: dict[str, Any] = {
             "index": index,
@@ -167,10 +174,11 @@ class Speaker:
 
     def last(self, asked: Asked, stream: TextStream, completion: Completion) -> dict[str, Any]:
         """What the chunk says that ends a choice."""
-        text, stop = stream.rest()
+        eos = completion.stop_reason == "eos"
+        text, stop = stream.rest(eos=eos)
         reason, said = _REASONS[completion.stop_reason], dict[str, Any](text=text)
         if asked.chat:
-            whole, _ = text_of(self.tokenizer, stream.tokens, asked.style)
+            whole, _ = text_of(self.tokenizer, stream.tokens, asked.style, eos=eos)
             content, calls = (text, []) if asked.tools is None else self.parsed(asked, whole)
             said = {"delta": {"content": content} if content else {}}
             if calls:
