@@ -30,7 +30,7 @@ AnyRows = Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any n
 Wording = Annotated[
     Template,
     typer.Option(
-        help="base: plain text, for base models. instruct: rendered for Qwen's chat models, with the answer begun. "
+        help="TinyZero's prompts: base, plain text for base models; instruct, rendered for Qwen's chat models. "
         "chat: messages for the model's own chat template."
     ),
 ]

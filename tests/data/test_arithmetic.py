@@ -20,9 +20,9 @@ BASE = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
     "first thinks about the reasoning process in the mind and then provides the user with the answer.\nUser: Using the "
     "numbers [1, 4, 42, 19], create an equation that equals 64. You can use basic arithmetic operations (+, -, *, /) "
-    "and each number can only be used once. Show your complete step-by-step reasoning process that led to the final "
-    "answer within <think> </think> tags. And return the final answer in <answer> </answer> tags, for example <answer> "
-    "(1 + 2) / 3 </answer>.\nAssistant: Let me solve this step by step.\n<think>"
+    "and each number can only be used once. Show your work in <think> </think> tags. And return the final answer in "
+    "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.\n"
+    "Assistant: Let me solve this step by step.\n<think>"
 )
 
 

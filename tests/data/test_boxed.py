@@ -140,6 +140,14 @@ def test_amc_leaves_out_six_answers_and_names_its_parts(copies, tmp_path):
     assert not {row.ground_truth for row in rows} & {record["answer"] for record in AMC24_UNGRADED + AMC25_UNGRADED}
 
 
+def test_amc_of_2024_may_lack_the_exam(copies, tmp_path):
+    records = [{k: v for k, v in record.items() if k != "exam"} for record in COPIES["2024_AMC12"]]
+    jsonl(copies / "2024_AMC12.jsonl", records)
+    build_benchmark("amc23_25", copies, tmp_path)
+    rows = load_rows([str(tmp_path / "amc23_25" / "test.parquet")])
+    assert [row.extra_info["subset"] for row in rows].count("amc24") == 45
+
+
 def test_amc_without_the_answers_to_leave_out_is_another_revision(copies, tmp_path):
     jsonl(copies / "amc12-2025-non-figure.jsonl", [*questions(36), *AMC25_UNGRADED[:1]])
     with pytest.raises(DataError, match="no row has the answer 'k', which is to be left out"):

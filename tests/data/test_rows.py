@@ -344,7 +344,7 @@ WITH_TOOLS = (
 
 
 def test_messages_keep_their_tool_calls_and_what_the_tools_said():
-    asked = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "dropped"}
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1}
     said = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add", "tool_calls": None}
     assert messages_of([asked, said], "here") == (
         {
@@ -363,9 +363,10 @@ def test_prompts_begin_as_the_environment_says_and_name_its_tools():
     with_opening, _ = encode_prompts([row(("user", "one"))], tokenizer(), max_prompt_tokens=99, opening=opening)
     assert with_opening[0].tokens == (3, 4, 0, 1, 4, 5, 2)  # system : 1 user : one assistant
     told, dropped = encode_prompts(
-        [row(("user", "one")), row(("user", "one"), ("user", "one"))], tokenizer(WITH_TOOLS), max_prompt_tokens=2,
+        [row(("user", "one")), row(("user", "one"), ("user", "one"))],
+        tokenizer(WITH_TOOLS.replace("{{ m.role }} ", "{{ m.role }} {{ m.content }} ")), max_prompt_tokens=3,
         tools=TOOLS,
     )  # fmt: skip
-    assert ([prompt.tokens for prompt in told], dropped) == ([(6, 1)], 1)
+    assert ([prompt.tokens for prompt in told], dropped) == ([(6, 1, 5)], 1)
     with pytest.raises(DataError, match=r"row r: its prompt is already rendered, .* rollout\.environment=single"):
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, opening=opening)

@@ -45,8 +45,8 @@ def test_the_template_gets_the_arguments_of_the_config(override: str, begun: lis
 
 
 def test_arguments_may_be_of_any_kind() -> None:
-    chat = words("{% for x in shown %}{{ x }}{% endfor %}{{ n + 1 }}")
-    assert prompt(chat, "data.template_arguments={shown: [b, c], n: 2}") == [IDS[each] for each in "bc3"]
+    chat = words("{{ messages[0].content }}{% for x in shown %}{{ x }}{% endfor %}{{ n + 1 }}")
+    assert prompt(chat, "data.template_arguments={shown: [b, c], n: 2}") == [IDS[each] for each in "abc3"]
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,7 @@ _SYSTEM = (
     "with the answer."
 )
 _OPENING = "Let me solve this step by step.\n<think>"
-_THOROUGH = (
-    "Show your complete step-by-step reasoning process that led to the final answer within <think> </think> tags."
-)
-_BRIEF = "Show your work in <think> </think> tags."
+_WORK = "Show your work in <think> </think> tags."
 
 
 class Puzzle(NamedTuple):
@@ -78,15 +75,14 @@ def calculation(data_source: str, a: int, operation: str, b: int) -> Puzzle:
 def prompt(puzzle: Puzzle, template: Template) -> list[dict[str, str]]:
     """The puzzle as messages.
 
-    ``base`` and ``instruct`` are the rendered prompts of TinyZero and RL-GRPO, for base models and for Qwen's chat
-    models: one message with the whole text, up to an assistant turn that has begun to think. ``chat`` is a system and a
-    user message for the model's own chat template.
+    ``base`` and ``instruct`` are TinyZero's rendered prompts (its ``base`` and ``qwen-instruct``), for base models and
+    for Qwen's chat models; RL-GRPO has the second, too. They are one message with the whole text, up to an assistant
+    turn that has begun to think. ``chat`` is a system and a user message for the model's own chat template.
     """
     answer = f"And return the final answer in <answer> </answer> tags, for example <answer> {puzzle.example} </answer>."
+    asked = f"{puzzle.question} {_WORK} {answer}"
     if template == "base":
-        text = f"{_PREAMBLE}\nUser: {puzzle.question} {_THOROUGH} {answer}\nAssistant: {_OPENING}"
-        return [{"role": "user", "content": text}]
-    asked = f"{puzzle.question} {_BRIEF} {answer}"
+        return [{"role": "user", "content": f"{_PREAMBLE}\nUser: {asked}\nAssistant: {_OPENING}"}]
     if template == "instruct":  # the blank before the question is theirs
         text = (
             f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n {asked}<|im_end|>\n<|im_start|>assistant\n"

@@ -174,7 +174,7 @@ def _aime24(record: Record, origin: Origin, index: int) -> dict[str, Any]:
 
 def _amc(record: Record, origin: Origin, index: int) -> dict[str, Any]:
     subset = _AMC[origin] if origin in _AMC else record.text("subset")
-    if subset == "amc24":
+    if subset == "amc24" and record.fields.get("exam"):  # "2024 AMC 12A"; not every copy says so
         subset += f"_{record.text('exam').split()[-1]}"
     return _boxed(record, "amc23_25", index, ability="MATH", subset=subset)
 

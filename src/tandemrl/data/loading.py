@@ -161,7 +161,8 @@ def _hub(source: str, parts: list[str]) -> Iterator[Row]:
         raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
     repo, config, split = parts
     records = enumerate(load_hub(repo, config, split, where=source), 1)
-    return (parse_row(record, f"{source}, line {line}", line, repo=repo, split=split) for line, record in records)
+    read = _without_nulls
+    return (parse_row(read(record), f"{source}, line {line}", line, repo=repo, split=split) for line, record in records)
 
 
 def _file(path: Path) -> Iterator[Row]:
@@ -174,8 +175,17 @@ def _file(path: Path) -> Iterator[Row]:
         raise DataError(
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
         )
+    read = _without_nulls if path.suffix == ".parquet" else (lambda record: record)
     records = read_records(path)
-    return (parse_row(record, f"{path}, line {line}", line, split=path.stem) for line, record in records)
+    return (parse_row(read(record), f"{path}, line {line}", line, split=path.stem) for line, record in records)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a Parquet file without the fields that are null: its structs have the fields of all rows, so that null
+    stands for a field that a row does not have."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | None = None) -> Row:
@@ -190,6 +200,9 @@ def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | Non
         DataError: the record has none of the known schemas, or is malformed.
     """
     record = object_of(record, where)
+    for name, fix in _UNREAD.items():
+        if record.get(name) not in (None, "", [], {}, ()):
+            raise DataError(f"{where}, field {name!r}: does not reach the prompt; {fix}")
     if "prompt" in record:
         return _verl_row(record, where, line)
     question = record.get("question")
@@ -198,7 +211,7 @@ def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | Non
         try:
             return gsm8k_row(asked, answer, split=split, index=line - 1)
         except DataError as error:
-            raise DataError(f"{where}, field 'answer': {error}") from None
+            raise DataError(f"{where}, field 'answer': {error}, as in GSM8K's files. {_SCHEMA}") from None
     if repo is not None and ("problem" in record or question is not None):
         problem = _text(record, "problem" if "problem" in record else "question", where)
         return Row(
@@ -210,11 +223,25 @@ def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | Non
         )
     raise DataError(
         f"{where}, field 'prompt': missing; expected verl's schema (prompt, data_source, reward_model.ground_truth) or "
-        f"GSM8K's (question, answer), found: {', '.join(sorted(map(str, record))) or 'no fields'}"
+        f"GSM8K's (question, answer), found: {', '.join(sorted(map(str, record))) or 'no fields'}. {_SCHEMA}"
     )
 
 
+_SCHEMA = (
+    'Other rows: write {"data_source": NAME, "prompt": TEXT or messages, "reward_model": {"ground_truth": ANSWER}}; '
+    "see docs/howto/data.md"
+)
+_UNREAD = {
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "models read text; leave it out"),
+    "tools": "name functions in rollout.tools",
+    "chat_template_kwargs": "set data.template_arguments",
+}
+"""Columns that other libraries show to a model."""
+
+
 def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
+    if record.get("data_source") is None:
+        raise DataError(f"{where}, field 'data_source': missing; write a string there. {_SCHEMA}")
     data_source = _text(record, "data_source", where)
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, Mapping):

@@ -12,6 +12,34 @@ Message = Mapping[str, Any]
 """One message of a chat, made of JSON values: ``role``, ``content``, and ``tool_calls`` where a tool is called."""
 
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The fields in which a message may have a thought of the assistant."""
+_UNREAD = ("images", "image", "videos", "video", "audios", "audio", "files", "function_call", "refusal")
+
+
+def text_of(message: Mapping[str, Any]) -> str | None:
+    """The content of a message as text, or None. Parts are joined by line breaks, as vLLM's server joins them.
+
+    Raises:
+        ValueError: it has something other than text, which no prompt could show.
+    """
+    if unread := next((name for name in _UNREAD if message.get(name) not in (None, "", [], {})), None):
+        raise ValueError(f"{unread!r} does not reach the prompt, which is text; leave it out")
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        if not isinstance(content, str | None):
+            raise ValueError(f"expected a text or a list of text parts, found {content!r:.200}")
+        return content
+    texts = []
+    for part in content:
+        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
+        text = part if isinstance(part, str) else part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise ValueError(f"only parts of the type text are possible, found {kind or part!r:.200}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
 def sound(value: Any) -> Any:
     """A copy of a JSON value in which "?" replaces every lone half of a surrogate pair.
 

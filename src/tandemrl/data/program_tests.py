@@ -54,7 +54,7 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
         raise _unusable(row, f"not JSON: {error}") from None
     if not isinstance(truth, Mapping):
         raise _unusable(row, f"expected a JSON object, found {type(truth).__name__}")
-    if "test" in truth:
+    if truth.get("test") is not None:
         return [_check(row, truth)]
     inputs, outputs = truth.get("inputs"), truth.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
@@ -91,7 +91,7 @@ def _lines(value: Any) -> str:
 
 def _arguments(value: Any) -> list[Any]:
     if isinstance(value, str):
-        return [json.loads(line) for line in value.splitlines() if line.strip()]
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
     return value if isinstance(value, list) else [value]
 
 

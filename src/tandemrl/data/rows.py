@@ -2,13 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 from tandemrl.config import ConfigError
-from tandemrl.data.messages import Message
-from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
+from tandemrl.data.controls import END_OF_THOUGHT, THOUGHT, Controls, controls_of
+from tandemrl.data.messages import THOUGHTS, Message, text_of
+from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -150,43 +153,91 @@ def chat_tokens(
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     to_answer: bool = True,
+    continued: bool | None = None,
 ) -> Sequence[int]:
     """The token ids of messages under the tokenizer's chat template, up to where the answer begins.
+
+    Only the template writes control tokens: in contents, names, arguments of calls and tools they become text, as in
+    what an environment says (``rollout.envs.rendering``). Everything else is tokenised as the template's whole text is.
 
     Args:
         where: whose messages they are, for an error.
         arguments: further variables of the template; see `template_variables`.
         tools: the schemas of the tools.
         to_answer: whether the beginning of an answer follows the messages.
+        continued: whether the answer continues the last message. None: it does if that is of the assistant.
 
     Raises:
         ConfigError: the template does not read one of the arguments.
-        DataError: there is no template, or it fails. A template is a program that came with a model, so it may raise
-            anything.
+        DataError: there is no template, it fails, or something of the messages is not in what it writes. A template is
+            a program that came with a model, so it may raise anything.
     """
+    name = f"the chat template of tokenizer {getattr(tokenizer, 'name_or_path', '')!r}"
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
             "model's folder, or set `chat_template` in its tokenizer_config.json"
         )
-    told = {"tools": list(tools)} if tools else {}
-    try:
-        return tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=to_answer,
-            tokenize=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},  # too long a prompt is ours to report
-            **template_variables(tokenizer, arguments, tools),
-            **told,
-        )
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{where}: the chat template of tokenizer {getattr(tokenizer, 'name_or_path', '')!r} failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    if continued is None:
+        continued = to_answer and bool(messages) and messages[-1].get("role") == "assistant"
+    if continued and (messages[-1].get("tool_calls") or not str(messages[-1].get("content") or "").strip()):
+        raise DataError(f"{where}: its last message, of the assistant, has no text to continue; leave it out")
+    template = template_of(tokenizer, tools)
+    variables = template_variables(tokenizer, arguments, tools)
+
+    def render(chat: Sequence[Message], told: Sequence[Any]) -> str:
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    [dict(message) for message in chat],
+                    add_generation_prompt=to_answer and not continued,
+                    continue_final_message=continued,
+                    tokenize=False,
+                    **variables,
+                    **({"tools": list(told)} if told else {}),
+                )
+            )
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise DataError(f"{where}: {name} failed: {type(error).__name__}: {error}") from error
+
+    def encode(text: str) -> Sequence[int]:
+        # too long a prompt is ours to report
+        ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    plain = render(messages, tools)
+    _check_shown(messages, plain, template, where, name)
+    controls = controls_of(tokenizer, template)
+    for role in {message["role"] for message in messages} - _USUAL:
+        named = f"'{role}'" in template or f'"{role}"' in template
+        if controls.occur(role) or (controls.may_join(role) and not named):
+            raise DataError(f"{where}: the role {role!r} may become a control token; write one that {name} knows")
+    if not any_control(tokenizer, messages, tools):
+        return encode(plain)
+    texts = _texts([messages, tools])
+    mark = chr(min({*range(0xE000, 0xF900)} - {*map(ord, plain.join(texts))}))
+
+    def tokens(**how: bool) -> tuple[str, list[int]]:
+        """What the template writes, and its ids if it is cut where the contents are."""
+        pieces = render(*(_cut([*each], mark, controls, **how) for each in (messages, tools))).split(mark)
+        return "".join(pieces), [token for piece in controls.apart(pieces, encode) for token in piece]
+
+    said, ids = tokens()
+    thoughts = said != plain  # the template looks for the thoughts of the assistant
+    if thoughts:
+        ids = tokens(thoughts=True)[1]
+    apart = tokens(thoughts=thoughts, borders=True)[1]
+    joined = sum(token in controls.ids for token in ids) > sum(token in controls.ids for token in apart)
+    return apart if joined else ids
+
+
+def any_control(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+    """Whether a text of messages or tools holds a control token, or may become one with what is beside it."""
+    controls = controls_of(tokenizer, template_of(tokenizer, tools))
+    texts = {*_texts([*messages, *tools])} - _USUAL
+    return any(controls.occur(text) or controls.may_join(text) for text in texts)
 
 
 def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
@@ -209,15 +260,18 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
 
 
 def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
-    """A row's ``prompt`` as messages. A text becomes one user message.
+    """A row's ``prompt`` as messages. A text becomes one user message, a content of text parts a text.
 
-    Beside role and content, messages keep the fields of a tool's message and the calls of tools. Arguments of calls
-    that are JSON text are parsed.
+    Beside role and content, messages keep thoughts, the fields of a tool's message and the calls of tools. Arguments of
+    calls that are JSON text are parsed.
 
     Raises:
-        DataError: it is not a list of messages with a role and a content, or a call names no function.
+        DataError: it is not a list of messages with a role and a content, holds more than text, is JSON text of a list,
+            or a call names no function.
     """
     if isinstance(prompt, str) and prompt:
+        if re.match(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""", prompt):
+            raise DataError(f"{where}, field 'prompt': messages as JSON text; write the list of messages itself")
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(f"{where}, field 'prompt': expected a non-empty string or a list of messages, found {prompt!r}")
@@ -227,6 +281,88 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
 # --------------------------------------------------------------------------------------------------------------------
 
 _CHATML = "<|im_start|>"
+_USUAL = {
+    *(
+        "system",
+        "developer",
+        "user",
+        "assistant",
+        "tool",
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "id",
+        "tool_call_id",
+    ),
+    *("type", "function", "arguments", "description", "parameters", "properties", "required", "items", "enum"),
+    *("object", "array", "string", "integer", "number", "boolean", "null", *THOUGHTS),
+}
+"""Words of messages and schemas that templates look for: parts of control tokens they may be, such as <|user|>."""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, with the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield str(name)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _cut(value: Any, mark: str, controls: Controls, *, thoughts: bool = False, borders: bool = False) -> Any:
+    """A JSON value in which a mark stands wherever its texts have to be cut so that no control token is in them.
+
+    Args:
+        thoughts: without the tags of the thought in a message of the assistant, which the template reads.
+        borders: also around texts that may be one control token with what is beside them.
+    """
+    inner = partial(_cut, mark=mark, controls=controls, thoughts=thoughts, borders=borders)
+    if isinstance(value, Mapping):
+        cut = {inner(name): inner(each) for name, each in value.items()}
+        text = value.get("content")
+        if thoughts and value.get("role") == "assistant" and isinstance(text, str) and END_OF_THOUGHT in text:
+            before, tag, after = text.rpartition(END_OF_THOUGHT)
+            outside, begun, thought = before.partition(THOUGHT)
+            cut["content"] = inner(outside) + begun + inner(thought) + tag + inner(after)
+        return cut
+    if isinstance(value, list | tuple):
+        return [inner(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    splits = [0, *controls.splits(value), len(value)]
+    border = mark if borders and value not in _USUAL and controls.may_join(value) else ""
+    return border + mark.join(value[a:b] for a, b in pairwise(splits)) + border
+
+
+def _check_shown(messages: Sequence[Message], text: str, template: str, where: str, name: str) -> None:
+    """Check that what the messages say is in the text that the template made of them.
+
+    Raises:
+        DataError: it is not; the message names what is missing.
+    """
+    said: list[tuple[str, str]] = []
+    for number, message in enumerate(messages):
+        role, at = message.get("role"), f"{where}, message {number} (role {message.get('role')!r})"
+        if unread := next((field for field in THOUGHTS if message.get(field) and field not in template), None):
+            raise DataError(f"{at}: {name} reads no {unread}; leave it out")
+        content = text_of(message) or ""
+        parts = [content.rpartition(END_OF_THOUGHT)[2] if role == "assistant" else content]
+        parts += [str(message.get("name") or "")] if role != "tool" else []
+        parts += [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        said += [(at, part.strip()) for part in parts if part.strip()]
+    whole = "\0".join(part for _, part in said)
+    for at, part in dict.fromkeys(said):
+        written = json.dumps(part, ensure_ascii=False)[1:-1]
+        if text.count(part) + (written != part and text.count(written)) < whole.count(part):
+            raise DataError(
+                f"{at}: {name} does not show {part[:60]!r} as it is; use a role and fields that it knows, or another "
+                "model"
+            )
 
 
 def _message(message: Any, where: str) -> Message:
@@ -238,11 +374,17 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where}': expected an object, found {message!r}")
     calls = message.get("tool_calls") or ()
-    content = "" if calls and message.get("content") is None else message.get("content")  # as OpenAI writes it
+    try:
+        content = text_of(message)
+    except ValueError as error:
+        raise DataError(f"{where}.content': {error}") from None
+    content = "" if calls and content is None else content  # as OpenAI writes it
     for key, value in (("role", message.get("role")), ("content", content)):
         if not isinstance(value, str):
             raise DataError(f"{where}.{key}': expected a string, found {value!r}")
-    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    if message["role"] == "user" and not (content and content.strip()):
+        raise DataError(f"{where}.content': empty; write what the user says, or leave the message out")
+    kept = {key: message[key] for key in ("name", "tool_call_id", *THOUGHTS) if message.get(key) is not None}
     if calls:
         kept["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]'") for number, call in enumerate(calls)]
     return {"role": message["role"], "content": content, **kept}

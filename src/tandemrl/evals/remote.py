@@ -91,6 +91,8 @@ def play(
             raise EvalError(f"row {episode.row.example_id}: its prompt is rendered, and an endpoint takes messages")
         opening = remote.opening(episode.row).messages
         episode.conversation = [*map(dict, with_suffix(episode.row, opening, config.data.prompt_suffix))]
+        if episode.conversation[-1]["role"] == "assistant":
+            raise EvalError(f"row {episode.row.example_id}: its prompt ends in a begun answer; endpoints do not go on")
         episode.opening = len(episode.conversation)
     table, asked = Episodes(remote), dict[Future[_Said], _Episode]()
     with ThreadPoolExecutor(CONCURRENCY) as pool, remote:

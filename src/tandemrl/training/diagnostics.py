@@ -5,7 +5,6 @@ Rewards teach nothing if they do not differ where they are compared. A senior ca
 the junior ends most texts, so that the reward hardly shows it. Whole words have one author, and some texts have few.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from tandemrl.config import Config
+from tandemrl.files import read_json_lines
 from tandemrl.losses import Recipe, group_centred, group_normalised, leave_one_out
 from tandemrl.types import Metrics
 
@@ -114,7 +114,7 @@ def verdict(config: Config, recipe: Recipe) -> tuple[str, str] | None:
         recipe: what it was trained with.
     """
     record = Path(config.output_dir, "metrics.jsonl")
-    every = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
+    every = [line for _, line in read_json_lines(record)] if record.is_file() else []
     lines = [line for line in every if line["step"]]  # that of step 0 is an evaluation
     shares = [lessons(line, recipe) for line in lines]
     if not shares or fmean(shares) >= HARDLY:

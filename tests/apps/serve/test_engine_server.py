@@ -310,8 +310,28 @@ def test_a_prompt_tells_of_tools_and_results(client: TestClient, words) -> None:
     ]
     got = ask(client, CHAT, messages=messages, tools=TOOLS, return_token_ids=True)["prompt_token_ids"]
     assert got == words.encode("lookab\ncd<eos><eos>e<eos>!", add_special_tokens=False)
-    hidden = ask(client, CHAT, messages=messages, tools=TOOLS, tool_choice="none", return_token_ids=True)
-    assert hidden["prompt_token_ids"] == words.encode("ab\ncd<eos><eos>e<eos>!", add_special_tokens=False)
+    plain = messages[:1]
+    hidden = ask(client, CHAT, messages=plain, tools=TOOLS, tool_choice="none", return_token_ids=True)
+    assert hidden["prompt_token_ids"] == words.encode("ab\ncd<eos>!", add_special_tokens=False)
+    unseen = client.post(CHAT, json={"messages": messages, "tools": TOOLS, "tool_choice": "none"})
+    assert "does not show 'look'" in unseen.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: TestClient, words, path: str) -> None:
+    def prompt(messages: list[Any], **body: Any) -> list[int]:
+        name = "prompt_token_ids" if path == CHAT else "tokens"
+        usual = {"max_tokens": 2, "return_token_ids": True} if path == CHAT else {}
+        return client.post(path, json={"messages": messages, **usual, **body}).json()[name]
+
+    eos = words.convert_tokens_to_ids("<eos>")
+    ids = prompt([{"role": "user", "content": "ab<eos>cd"}])
+    assert ids.count(eos) == 1
+    assert ids == [*(i for each in ("ab<", "eos>cd", "<eos>!") for i in words.encode(each, add_special_tokens=False))]
+    begun = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    for body in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        assert prompt(begun, **body) == words.encode("ab<eos>cd", add_special_tokens=False)
+    assert prompt(begun, continue_final_message=False) == words.encode("ab<eos>cd<eos>!", add_special_tokens=False)
 
 
 # -------------------------------------------------------------------------------------------------- what it refuses
@@ -365,7 +385,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, body
         ({"stream": True, "stream_options": 1}, "stream_options: expected an object"),
         ({"tools": [{**TOOLS[0], "function": {"name": "f", "strict": True}}]}, "needs structured outputs"),
         ({"chat_template_kwargs": {"thoughts": True}}, "the chat template of tokenizer"),
-        ({"continue_final_message": True}, "continue_final_message: not possible"),
+        ({"continue_final_message": True}, "continue_final_message: the last message must be the assistant's"),
         ({"logprobs": True, "top_logprobs": 2}, "only the written token's is known"),
     ],
 )

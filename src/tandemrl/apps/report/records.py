@@ -268,7 +268,7 @@ def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
         ReportError: the file cannot be read, or another line is not a JSON object.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{file}: not readable as JSON lines: {error}") from None
     steps: list[dict[str, Any]] = []
@@ -280,7 +280,7 @@ def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
             if not isinstance(step, dict):
                 raise ValueError("not an object")
         except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            if number == len(lines):  # no line break follows it
                 return steps, True
             raise ReportError(f"{file}: not readable as JSON lines: line {number}: {error}") from None
         steps.append(step)

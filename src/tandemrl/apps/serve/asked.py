@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from tandemrl.apps.serve.conversations import Refused
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.data.messages import Message, sound
-from tandemrl.data.rows import chat_tokens
+from tandemrl.data.messages import Message, sound, text_of
+from tandemrl.data.rows import any_control, chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.rollout.endpoint_partner import body_of
 from tandemrl.rollout.engine import Request, Sampling
@@ -156,11 +156,42 @@ class Reader:
         if given is not None:
             return [*given["prompt_token_ids"]]
         arguments = {**self.template_arguments, **_mapping(body, "chat_template_kwargs")}
-        said = messages_of(body.get("messages"))
-        for name, usual in {"continue_final_message": False, "chat_template": None}.items():
-            if body.get(name) not in (None, usual):
-                raise Refused(f"{name}: not possible with this engine; leave it out")
-        return [*chat_tokens(self.tokenizer, said, "messages", arguments, sound([*tools]), to_answer=to_answer)]
+        if body.get("chat_template") is not None:
+            raise Refused("chat_template: not possible with this engine; leave it out")
+        return self._rendered(self.tokenizer, body, arguments, tools, to_answer=to_answer)
+
+    def guarded_ids(self, body: Mapping[str, Any]) -> list[int] | None:
+        """The ids of a chat for a server that renders chats itself. None: it can do it, without control tokens from
+        contents, and without closing a begun answer.
+
+        Raises:
+            Refused: something of the chat would not reach the prompt.
+        """
+        said, tools = messages_of(body.get("messages")), body.get("tools") or []
+        special = any_control(self.tokenizer, said, tools)
+        if body.get("chat_template") is not None and not special:
+            return None
+        to_answer = body.get("add_generation_prompt") is not False
+        try:
+            ids = self.chat_ids(body, tools, to_answer=to_answer)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        begun = said[-1]["role"] == "assistant" and (to_answer or body.get("continue_final_message"))
+        return ids if special or (begun and body.get("continue_final_message") is not False) else None
+
+    def _rendered(
+        self, tokenizer: Any, body: Mapping[str, Any], arguments: Any, tools: Any, *, to_answer: bool = True
+    ) -> list[int]:
+        """The ids of a chat. The answer continues a last message of the assistant, unless the body says not to."""
+        said, continued = messages_of(body.get("messages")), None
+        if body.get("continue_final_message") is not None:
+            continued = _flag(body, "continue_final_message", False)
+        if continued and (said[-1]["role"] != "assistant" or body.get("add_generation_prompt")):
+            raise Refused(
+                "continue_final_message: the last message must be the assistant's, and add_generation_prompt not true"
+            )
+        how: dict[str, Any] = {"to_answer": to_answer or bool(continued), "continued": continued}
+        return [*chat_tokens(tokenizer, said, "messages", arguments, sound([*tools]), **how)]
 
     def _tools(self, body: Mapping[str, Any]) -> dict[str, Schema]:
         given = body.get("tools") or []
@@ -195,8 +226,7 @@ class Reader:
         if tools and not takes_tools:
             raise Refused(f"tools: the chat template of the junior, which has another vocabulary, knows none; {alone}")
         if chat:
-            said = messages_of(body.get("messages"))
-            ids = [[*chat_tokens(tokenizer, said, "messages", DEFAULT_ARGUMENTS, sound([*tools]))]]
+            ids = [self._rendered(tokenizer, body, DEFAULT_ARGUMENTS, tools)]
         else:
             ids = self.prompts(body, by_junior=True)
         if (longest := max(map(len, ids))) >= context:
@@ -276,14 +306,11 @@ def messages_of(given: Any) -> list[Message]:
     for i, message in enumerate(sound(given)):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(f"messages[{i}]: expected an object with a role")
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-            if len(texts) < len(content):
-                raise Refused(f"messages[{i}].content: only parts of the type text are possible")
-            content = "\n".join(texts)
-        if not isinstance(content, str | None):
+        try:
+            content = text_of(message)
+        except ValueError as error:
+            raise Refused(f"messages[{i}].content: {error}") from None
+        if content is None and message["role"] != "assistant":
             raise Refused(f"messages[{i}].content: expected a text")
         shown = {**message, "content": content or ""}
         if calls := message.get("tool_calls"):

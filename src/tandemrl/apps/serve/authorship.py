@@ -26,6 +26,7 @@ from tandemrl.rollout.vllm.rows import history_arguments
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+TOKENIZE = "/tokenize"
 PATHS = (COMPLETIONS, CHAT)
 GENERATING = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
 """The beginnings of POST paths that start a generation. Only ``PATHS`` have a place for seeds and authors."""
@@ -38,7 +39,9 @@ class Backend(NamedTuple):
 
     strategies: the strategies that the server knows. ends: the token ids that end a turn. hosts: the names under which
     the server is asked (see `apps.asgi.is_ours`). told: those of ``ends`` that the server itself does not know, so that
-    each request has to name them. models: the names under which it answers, for the error of another one.
+    each request has to name them. models: the names under which it answers, for the error of another one. chat: gives
+    the token ids of a chat that the server must not render itself, else None (`asked.Reader.guarded_ids`). context: how
+    many tokens a sequence may have.
     """
 
     strategies: Strategies
@@ -46,6 +49,8 @@ class Backend(NamedTuple):
     hosts: Collection[str]
     told: frozenset[int] = frozenset()
     models: Collection[str] = ()
+    chat: Callable[[Mapping[str, Any]], Sequence[int] | None] = lambda body: None
+    context: int = 0
 
 
 class Authorship:
@@ -86,8 +91,10 @@ class Authorship:
         if scope["type"] == "http":
             receive = limited(receive, scope["headers"], MAX_BODY, self.error)
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or not path.startswith(GENERATING):
+        if scope["type"] != "http" or scope["method"] != "POST" or not path.startswith((TOKENIZE, *GENERATING)):
             await self.app(scope, receive, send)
+        elif path == TOKENIZE:
+            await self._tokenize(self.backend, scope, receive, send)
         elif path in PATHS:
             exchange = _Exchange(self, self.backend, dict(scope), receive, send)
             try:
@@ -96,6 +103,27 @@ class Authorship:
                 exchange.close()
         else:
             await _refusal(f"{path}: a tandem server answers {' and '.join(PATHS)} only")(scope, receive, send)
+
+    async def _tokenize(self, backend: Backend, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer with the ids of a chat, or let the server answer."""
+        read = [await receive()]  # the whole body: see `limited`
+        try:
+            body = json.loads(read[0].get("body", b""))
+            ids = backend.chat(body) if isinstance(body, dict) and "messages" in body else None
+        except Refused as error:
+            await _refusal(str(error))(scope, receive, send)
+            return
+        except (ValueError, RecursionError):  # the server says what is wrong
+            ids = None
+        if ids is not None:
+            answer = {"count": len(ids), "max_model_len": backend.context, "tokens": [*ids], "token_strs": None}
+            await JSONResponse(answer)(scope, receive, send)
+            return
+
+        async def again() -> Message:
+            return read.pop() if read else await receive()
+
+        await self.app(scope, again, send)
 
 
 def hosts_of(host: str, allowed: Collection[str]) -> Collection[str]:
@@ -126,7 +154,7 @@ class _Exchange:
 
     def __init__(self, server: Authorship, backend: Backend, scope: Message, receive: Receive, send: Send) -> None:
         self._server, self._scope, self._strategies, self._ends = server, scope, backend.strategies, backend.ends
-        self._told, self._models = backend.told, backend.models
+        self._told, self._models, self._chat = backend.told, backend.models, backend.chat
         self._receive, self._send = receive, send
         self._read = False
         self._parsed: ParsedRequest | None = None
@@ -177,6 +205,8 @@ class _Exchange:
         if known is not None:
             prompt = await prompt_of(known, known.further(request), partial(self._render, request), self._ends)
             body["kv_transfer_params"] = {"prompt_token_ids": prompt}  # vLLM's way of taking ids instead of messages
+        elif self._scope["path"].endswith(CHAT) and (ids := self._chat(request)) is not None:
+            body["kv_transfer_params"] = {"prompt_token_ids": [*ids]}
         stops = body.get("stop_token_ids") or []
         if self._told and not body.get("ignore_eos") and isinstance(stops, list):
             body["stop_token_ids"] = [*stops, *sorted(self._told)]
@@ -203,7 +233,9 @@ class _Exchange:
         """
         asked = {name: request[name] for name in _RENDERED if name in request}
         asked |= {"messages": messages, "add_generation_prompt": to_write}
-        status, answer = await post(self._server.app, self._scope, "/tokenize", asked)
+        if (ids := self._chat(asked)) is not None:
+            return [*ids]
+        status, answer = await post(self._server.app, self._scope, TOKENIZE, asked)
         if status != 200:
             raise Refused(f"messages: the chat template cannot render them: {json.dumps(answer)}")
         return answer["tokens"]

@@ -9,6 +9,7 @@ import cloudpickle
 from fastapi import HTTPException
 
 from tandemrl.apps.serve.address import API_KEY, announce, check_port
+from tandemrl.apps.serve.asked import Reader
 from tandemrl.apps.serve.authorship import Authorship, Backend, hosts_of
 from tandemrl.apps.serve.registry import Strategies
 from tandemrl.apps.serve.tool_calls import tool_call_parser_of
@@ -121,8 +122,13 @@ def backend_of(state: Any) -> Backend:
     Args:
         state: the state of the server's application.
     """
+    from tandemrl.rollout.vllm.versions import load_chat_template
+
     config, client, args = state.vllm_config, state.engine_client, state.args
-    tokenizer = load_tokenizer(config.model_config.tokenizer)
+    tokenizer, context = load_tokenizer(config.model_config.tokenizer), config.model_config.max_model_len
+    tokenizer.chat_template = load_chat_template(args.chat_template) or tokenizer.chat_template
+    arguments = args.default_chat_template_kwargs or {}
+    reader = Reader(tokenizer, context, defaults={}, template_arguments=arguments, calls=True)
     vocabulary = config.model_config.get_vocab_size()
 
     def build(selection: SelectionConfig) -> Strategy:
@@ -139,7 +145,8 @@ def backend_of(state: Any) -> Backend:
     told = frozenset(stored_eos_token_ids(config.model_config.model, tokenizer, junior)) - known
     models = [*(args.served_model_name or [args.model]), *(each.name for each in args.lora_modules or ())]
     hosts = hosts_of(args.host, args.allowed_hosts)
-    return Backend(Strategies(default, build, register), known | told, hosts, told, models)
+    strategies = Strategies(default, build, register)
+    return Backend(strategies, known | told, hosts, told, models, reader.guarded_ids, context)
 
 
 def kv_cache_is_open(args: Namespace) -> bool:

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from tandemrl.data.controls import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from tandemrl.data.messages import Message
 from tandemrl.rollout.envs.tools import Schema, call_fault
 
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 MAX_DEPTH = 32
 """How deep objects and arrays may be nested in the arguments of a call."""
 MAX_CALLS = 64

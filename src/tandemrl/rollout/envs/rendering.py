@@ -9,7 +9,6 @@ every content.
 """
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from tandemrl.config import ConfigError
+from tandemrl.data.controls import END_OF_THOUGHT, THOUGHT, controls_of
 from tandemrl.data.messages import Message
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
-from tandemrl.rollout.envs.parsing import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.tools import Schema
 
 CUT = "… [cut]"
@@ -88,10 +87,7 @@ class Rendering:
         self._encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._encoder.no_padding()
         self._encoder.no_truncation()
-        controls = _controls(tokenizer, self._template)
-        self._control_ids = frozenset(controls) - {tokenizer.unk_token_id}  # that one may stand for any character
-        texts = "|".join(re.escape(text) for text in controls.values() if len(text) > 1)
-        self._control = re.compile(f"(?={texts})") if texts else None
+        self._controls = controls_of(tokenizer, self._template)
         self._markup = lru_cache(maxsize=1024)(self._markup_of)
         self._roles: set[str] = set()
         self.end_of_turn, self._end_text = self._find_end(eos_token_ids)
@@ -159,11 +155,10 @@ class Rendering:
 
         A control token in the text is split after its first character, and both halves are tokenised apart.
         """
-        splits = [] if self._control is None else [found.start() + 1 for found in self._control.finditer(text)]
-        ids, ends = self._encode_pieces(text, splits)
-        if not self._control_ids.isdisjoint(ids):  # a normaliser made one, or it has only one character
+        ids, ends = self._encode_pieces(text, self._controls.splits(text))
+        if not self._controls.ids.isdisjoint(ids):  # it has only one character
             ids, ends = self._encode_pieces(text, range(1, len(text)))
-            kept = [i for i, token in enumerate(ids) if token not in self._control_ids]
+            kept = [i for i, token in enumerate(ids) if token not in self._controls.ids]
             ids, ends = [ids[i] for i in kept], [ends[i] for i in kept]
         return ids, ends
 
@@ -340,27 +335,6 @@ class _Markup(NamedTuple):
     as_json: bool
 
 
-def _controls(tokenizer: Any, template: str) -> Mapping[int, str]:
-    """The control tokens of a tokenizer and their texts: special tokens, markup of the chat template, tags of calls and
-    thoughts, and tokens that contain one of these.
-
-    Other added tokens, such as words of a small vocabulary, are ordinary text.
-    """
-    added = tokenizer.added_tokens_decoder.values()
-    signs = {CALL, END_OF_CALL, THOUGHT, END_OF_THOUGHT} | {
-        token.content
-        for token in added
-        if token.special or (_is_markup(token.content) and token.content.strip() in template)
-    }
-    holds = re.compile("|".join(map(re.escape, signs)))
-    found = [index for token, index in tokenizer.get_vocab().items() if holds.search(token)]
-    return {index: tokenizer.decode([index], skip_special_tokens=False) for index in found}
-
-
 def _common(one: str, other: str) -> int:
     """The length of the longest common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _is_markup(text: str) -> bool:
-    return any(sign in text for sign in "<>[]{}|") and any(map(str.isalpha, text))

@@ -70,6 +70,16 @@ def make_arg_parser() -> Callable[[Any], Any]:
     return function
 
 
+def load_chat_template(given: Any) -> str | None:
+    """The chat template of ``--chat-template``, which may be a file, or None."""
+    try:
+        module = importlib.import_module("vllm.renderers.chat_utils")
+    except ModuleNotFoundError:  # vLLM 0.27
+        module = importlib.import_module("vllm.entrypoints.chat_utils")
+    loaded: str | None = module.load_chat_template(given)
+    return loaded
+
+
 def configure_logging(args: Namespace) -> None:
     """Configure logging by the options of ``vllm serve``. vLLM 0.27 has environment variables instead."""
     import vllm.logger
