@@ -349,6 +349,36 @@ def test_a_stored_value_is_read_as_it_was(text: str, tags: list[str], scorers: d
     assert yaml.safe_load(written(values))["text"] == text  # to other readers, too
 
 
+def test_a_record_is_read_key_by_key_and_a_name_keeps_its_dots(tmp_path: Path) -> None:
+    """From overrides, from a file, and from a file that overrides change."""
+    record = ["functions.environment.name=mine.Talk (a.py:3)", "functions.environment.signature=0123"]
+    names = [
+        "reward.scorers={a.b: gsm8k}",
+        "reward.weights={acc: 0.5, b.c: 1}",
+        "reward.parameters={a.b: {c.d: 1, e: {f.g: [0x1f.x]}}}",
+        "data.template_arguments={a.b: {c.d: null}}",
+    ]
+    config = load(overrides=[*record, *names])
+    assert config.functions.environment == FunctionRecord("mine.Talk (a.py:3)", "0123")
+    assert config.reward.scorers == {"a.b": "gsm8k"}
+    assert config.reward.weights == {"acc": 0.5, "b.c": 1.0}
+    assert config.reward.parameters == {"a.b": {"c.d": 1, "e": {"f.g": ["0x1f.x"]}}}
+    assert config.data.template_arguments == {"enable_thinking": False, "a.b": {"c.d": None}}
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load(file) == config
+    changed = load(file, ["functions.environment.signature=x", "functions.recipe={name: own}"]).functions
+    assert changed.environment == FunctionRecord("mine.Talk (a.py:3)", "x")
+    assert (changed.recipe, changed.reward) == (FunctionRecord("own"), None)
+    assert load(file, ["functions.environment=null"]).functions == FunctionsConfig()
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'functions\.reward\.nam'.* Did you mean functions\.reward\.name"
+    ):
+        load(overrides=["functions.reward.nam=mine"])
+    with pytest.raises(ConfigError, match=r"leaves a value to you .* functions\.reward\.name=…"):
+        load(overrides=["functions.reward.name=???"])
+
+
 def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = (

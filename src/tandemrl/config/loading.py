@@ -312,16 +312,22 @@ def _typed(tree: dict[str, Any], schema: type, where: str, prefix: str = "") -> 
             meant = next(filter(None, (_of_others(typed_key), *close, _elsewhere(typed_key))), "")
             hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
-        if is_dataclass(inner := known[key]):
-            if not isinstance(value, dict):
-                names = ", ".join(field.name for field in fields(inner))
-                raise ConfigError(f"{where}: {dotted} is a section; set one of: {names}")
-            values[str(key)] = _typed(value, inner, where, f"{dotted}.")  # type: ignore[arg-type]  # a class
+        inner = known[key]
+        if isinstance(value, dict) and (section := _section(inner)):
+            values[str(key)] = _typed(value, section, where, f"{dotted}.")
+        elif is_dataclass(inner):
+            names = ", ".join(field.name for field in fields(inner))
+            raise ConfigError(f"{where}: {dotted} is a section; set one of: {names}")
         elif value == "???" and (value.plain or "string" not in expected(inner)):
             values[str(key)] = value
         else:
             values[str(key)] = _value(value, inner, where, dotted)
     return values
+
+
+def _section(kind: Any) -> Any:
+    """The section that a key of this type has, if not null, or None."""
+    return next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
 
 
 def _value(value: Any, kind: Any, where: str, key: str) -> Any:
@@ -349,8 +355,8 @@ def _changed(section: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         if isinstance(value, Written):  # `???`
             continue
-        old = getattr(section, name)
-        changes[name] = _changed(old, value) if is_dataclass(old) and isinstance(value, dict) else _merged(old, value)
+        old, kind = getattr(section, name), _section(get_type_hints(type(section))[name])
+        changes[name] = _changed(old or kind(), value) if kind and isinstance(value, dict) else _merged(old, value)
     return replace(section, **changes)
 
 

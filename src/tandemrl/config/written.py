@@ -6,10 +6,9 @@ YAML alone reads 0123 as 83 and yes as true. Here a scalar stays the text that w
 
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -116,9 +115,6 @@ def typed(value: Tree, kind: Any) -> Any:
         return tuple(typed(each, kinds[0]) for each in value)
     if origin is dict and isinstance(value, dict):
         return {str(key): typed(each, kinds[1]) for key, each in value.items()}
-    if is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        return kind(**{key: typed(each, hints[key]) for key, each in value.items() if key in hints})  # type: ignore[operator]
     if not isinstance(value, Written) or value.null:
         raise ValueError
     if origin is Literal and value in kinds:
