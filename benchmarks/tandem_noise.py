@@ -97,7 +97,7 @@ def of_arm(runs: Sequence[Path], seeds: Sequence[int], texts: Sequence[str]) -> 
     rollouts = [
         told(line, seed, texts) for run, seed in zip(runs, seeds, strict=True) for line in lines(run / "samples.jsonl")
     ]
-    steps = [[line for line in lines(run / "metrics.jsonl") if line["step"]] for run in runs]
+    steps = [[*lines(run / "metrics.jsonl")] for run in runs]
     numbers = [authors for each in rollouts for authors in each.authors]
     third = max(1, len(steps[0]) // 3)
 

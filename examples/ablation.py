@@ -48,7 +48,7 @@ def successes_only(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("overrides", nargs="*", help="config overrides, e.g. train.steps=20")
-defaults = ["train.steps=5", "train.eval_first=false", "output_dir=runs/ablation"]
+defaults = ["train.steps=5", "output_dir=runs/ablation"]
 config = tandemrl.load("quickstart.yaml", [*defaults, *parser.parse_args().overrides])
 if config.model.senior == "runs/tiny/senior":
     tandemrl.build_tiny_pair(Path("runs/tiny"))  # a minute, once

@@ -54,7 +54,7 @@ if __name__ == "__main__":
         "rollout.max_tokens=192",
         "rollout.observation_tokens=128",
     ]
-    defaults = ["train.steps=5", "train.eval_first=false", "output_dir=runs/calculator", *turns]
+    defaults = ["train.steps=5", "output_dir=runs/calculator", *turns]
     config = tandemrl.load("quickstart.yaml", [*defaults, *parser.parse_args().overrides])
     if config.model.senior == "runs/tiny/senior":
         tandemrl.build_tiny_pair(Path("runs/tiny"))  # a minute, once

@@ -189,14 +189,13 @@ def main() -> None:
         config = tandemrl.load(overrides=[*COMMON, *paths, *overrides, *args.overrides, f"output_dir={args.out}/{arm}"])
         tandemrl.train(config, quiet=True)
         lines = [json.loads(line) for line in (args.out / arm / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if line["step"]]  # that of step 0 is an evaluation
         last = args.out / arm / "hf" / f"step_{config.train.steps}"
         result["arms"][arm] = {
             "overrides": overrides,
             "after": skill(config, last, args.out / arm / "eval"),
             "curve": {line["step"]: line["eval/pass@1"] for line in lines if "eval/pass@1" in line},
-            "reward": {line["step"]: line["reward/mean"] for line in steps if line["step"] % 10 in (0, 1)},
-            "seconds": sum(line["time/step"] for line in steps),
+            "reward": {line["step"]: line["reward/mean"] for line in lines if line["step"] % 10 in (0, 1)},
+            "seconds": sum(line["time/step"] for line in lines),
         }
         print(f"{arm}: {shown(result['arms'][arm]['after'])}", flush=True)
     for file in filter(None, (args.out / "countdown.json", args.json)):

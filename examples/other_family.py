@@ -82,7 +82,7 @@ def main() -> None:
         **evaluated,
         **differences,
         "training": {
-            name: [line[name] for line in lines if line["step"]]
+            name: [line[name] for line in lines]
             for name in ("reward/mean", "tandem/handovers", "tandem/senior_frac", "tandem/untranslatable", "time/step")
         },
     }

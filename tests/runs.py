@@ -29,7 +29,6 @@ SMALL = [
     "rollout.max_tokens=48",
     "train.save_every=2",
     "train.eval_every=2",
-    "train.eval_first=false",
     "train.lr=3e-4",
     "eval.train_problems=4",
     "eval.train_samples=2",

@@ -28,4 +28,4 @@ def test_every_block_of_the_tutorial_runs(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert (tmp_path / "runs" / "first" / "report.html").stat().st_size > 10_000
-    assert (tmp_path / "runs" / "second" / "metrics.jsonl").read_text().count("\n") == 3
+    assert (tmp_path / "runs" / "second" / "metrics.jsonl").read_text().count("\n") == 2

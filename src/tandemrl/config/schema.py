@@ -186,7 +186,7 @@ class TrainConfig:
     in float32; `--dry-run` prints the sum."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
-    eval_first: bool = True
+    eval_first: bool = False
     """Also evaluate before the first step. Its line in metrics.jsonl is that of step 0, and it can be `hf/best`."""
     select_by: Literal["pass@k", "reward"] | None = None
     """What chooses hf/best, averaged over the data sources; of equal ones the later step. `pass@k`: at the largest of

@@ -35,7 +35,6 @@ def config(pair: Path, out: Path, engine: str, *extra: str) -> Config:
             "train.steps=3",
             "train.save_every=1",
             "train.eval_every=3",
-            "train.eval_first=false",
             "eval.train_problems=8",
             "train.threads=1",
             *extra,
