@@ -30,8 +30,8 @@ TOY = [
     *("model.device=cpu", "rollout.vllm.sleep=false", "rollout.vllm.junior_device=null"),  # of CUDA alone
     *("data.monitor=[]", "data.max_prompt_tokens=600", "rollout.max_tokens=12", "rollout.vllm.kv_cache_gb=0.05"),
     *("train.steps=1", "train.prompts_per_step=8", "train.tokens_per_micro_batch=2048", "train.threads=1"),
-    *("train.eval_every=1", "train.eval_first=false", "train.save_every=1", "eval.profile=custom", "eval.max_tokens=12"),
-    *("eval.train_problems=2", "eval.bootstrap=10"),
+    *("train.eval_every=1", "train.save_every=1", "eval.profile=custom", "eval.max_tokens=12"),
+    *("train.eval_first=false", "eval.train_problems=2", "eval.bootstrap=10"),
     *("reward.workers=1", "parallel.timeout_s=500", "train.max_logprob_mismatch=1"),  # of tiny models in bfloat16
 ]
 AGENTS = ["rollout.max_tokens=40", "rollout.turn_tokens=20", "rollout.observation_tokens=60", "rollout.tool_workers=1"]
