@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandemrl.data import hops, word_problems
+from tandemrl.data.messages import MEDIA
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.data.synthetic import PAIRS, SPLITS, generate
 from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines
@@ -232,7 +233,7 @@ _SCHEMA = (
     "see docs/howto/data.md"
 )
 _UNREAD = {
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "models read text; leave it out"),
+    **dict.fromkeys(MEDIA, "models read text; leave it out"),
     "tools": "name functions in rollout.tools",
     "chat_template_kwargs": "set data.template_arguments",
 }
@@ -250,6 +251,9 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
     extra = record.get("extra_info") or {}
     if not isinstance(extra, Mapping):
         raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
+    for name in MEDIA:
+        if extra.get(name) not in (None, "", [], {}, ()):
+            raise DataError(f"{where}, field 'extra_info.{name}': does not reach the prompt; {_UNREAD[name]}")
     index = line if extra.get("index") is None else extra["index"]
     truth, ability = reward_model.get("ground_truth"), record.get("ability")
     if not isinstance(ability, str | None):

@@ -14,7 +14,12 @@ Message = Mapping[str, Any]
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """The fields in which a message may have a thought of the assistant."""
-_UNREAD = ("images", "image", "videos", "video", "audios", "audio", "files", "function_call", "refusal")
+MEDIA = (
+    *("images", "image", "videos", "video", "audios", "audio", "multi_modal_data", "multi_modal_inputs", "mm_data"),
+    *("decoded_image", "pixel_values"),
+)
+"""The names under which data sets and libraries keep what is no text."""
+_UNREAD = (*MEDIA, "content_parts", "files", "function_call", "refusal")
 
 
 def text_of(message: Mapping[str, Any]) -> str | None:

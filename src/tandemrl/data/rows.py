@@ -270,7 +270,7 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
             or a call names no function.
     """
     if isinstance(prompt, str) and prompt:
-        if re.match(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""", prompt):
+        if re.match(r"""\s*\[?\s*\{\s*["'](role|content|from|value|messages|conversations)["']\s*:""", prompt):
             raise DataError(f"{where}, field 'prompt': messages as JSON text; write the list of messages itself")
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or not prompt:
