@@ -52,7 +52,7 @@ def play(
     from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import context_of, junior_tokenizer_of, load_model, load_tokenizer, resolve_device
     from tandemrl.rewards.protocol import GraderError
-    from tandemrl.rollout.factory import ModelSource, make_engine
+    from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
     from tandemrl.rollout.schedule import schedule_of
 
     arguments = arguments_of(template_arguments)
@@ -88,8 +88,11 @@ def play(
     reader = load_model(partner, dtype=dtype, device=on)
     own = ModelSource(senior, lambda: load_model(senior, dtype=dtype, device=on))
     its = ModelSource(partner, lambda: reader, None, None, other)
-    engine = make_engine(rollout, own, its, tokenizer, dtype=dtype, device=on, longest=longest)
-    duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments, junior_tokenizer=other)
+    ends = ends_of(own, its, tokenizer)
+    engine = make_engine(rollout, own, its, tokenizer, dtype=dtype, device=on, longest=longest, ends=ends)
+    duo = Duo(
+        engine, reader, tokenizer, longest=longest, template_arguments=arguments, junior_tokenizer=other, ends=ends
+    )
     # One of the user's own that cannot be made is refused now.
     schedule_of(selection, tokenizer, engine.vocabulary, by_text=other is not None)
     with heartbeat(typer.echo, lambda: "looking for a problem that the pair solves"):

@@ -98,6 +98,12 @@ def test_special_tokens_are_named_and_no_text(duo: Duo) -> None:
     assert duo.text(ids[:2]) == "a"
 
 
+def test_scorers_read_no_end_of_either_author(duo: Duo) -> None:
+    with_ends = Duo(duo.engine, duo.junior, duo.tokenizer, longest=48, ends=[IDS["b"]])
+    draft = Draft("a b", tokens=(IDS["a"], IDS["b"]), authors=(1, 0))
+    assert [each.response(draft).text for each in (duo, with_ends)] == ["ab", "a"]
+
+
 def test_surprisals_are_the_juniors(duo: Duo) -> None:
     draft = Draft("a b", 3)
     piece = duo.write(draft, 5)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
 from tandemrl.apps.serve import engine_server
+from tandemrl.apps.serve.address import announce
 from tandemrl.apps.serve.asked import Reader, TextStyle
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
@@ -640,3 +642,26 @@ def test_half_a_character_is_no_stop_string(words: Any) -> None:
     row = Row(Request([0], (1,), Sampling(stop=("\ufffd",)), solo("senior")), 1, 0)
     written = torch.tensor([IDS[each] for each in ("a", "Ã", "©", "b")])
     assert not any(row.hits_stop_string(written[:count], words.decode) for count in range(1, 5))
+
+
+def test_where_it_serves_is_said_once_it_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    before, others = list[str](), {*threading.enumerate()}
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            before.append(capsys.readouterr().out)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Healthy, bind_and_activate=False) as server:
+        server.server_bind()  # nothing listens yet
+        announce("a pair", "127.0.0.1", port := server.server_address[1], locked=False)
+        [told] = [thread for thread in threading.enumerate() if thread not in others]
+        server.server_activate()
+        server.handle_request()
+        told.join(timeout=20)
+    assert before == [""]
+    assert capsys.readouterr().out == f"serving a pair at http://127.0.0.1:{port}/v1, without an API key\n"

@@ -11,7 +11,7 @@ on from the text up to there, which each model reads in its own tokens.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -144,6 +144,7 @@ class Duo:
         longest: how many tokens the longest text may have, including the prompt.
         template_arguments: further variables of the chat template (``data.template_arguments``).
         junior_tokenizer: that of a junior with a vocabulary of its own. Its chat template gets the default arguments.
+        ends: the ids that end a text, whoever writes it.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Duo:
         longest: int,
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self.engine, self.junior, self.tokenizer, self.longest = engine, junior, tokenizer, longest
         self.apart, self._junior_tokenizer = junior_tokenizer is not None, junior_tokenizer
@@ -163,7 +165,7 @@ class Duo:
         self._lazy: tuple[Draft, LazyCompletion] | None = None
         """The text that is being written, with its draft before the first token."""
         self._template_arguments = template_arguments
-        self._reader_of_responses = ResponseReader(tokenizer)
+        self._reader_of_responses = ResponseReader(tokenizer, ends)
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
         self._special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
