@@ -168,7 +168,9 @@ def test_an_engine_with_devices_of_its_own_sees_them_alone_and_gets_weights_by_f
     assert environment() == ("0", "True")
 
     monkeypatch.setattr(vllm_weights, "export_weights", lambda named: (["handle"], None))
-    monkeypatch.setattr(vllm_weights, "write_weights", lambda named, dtype: tmp_path / "weights")
+    monkeypatch.setattr(
+        vllm_weights, "written_weights", lambda named, dtype: contextlib.nullcontext(str(tmp_path / "weights"))
+    )
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     on_the_gpu = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
     started_engine.load_weights([("w", on_the_gpu)])

@@ -3,6 +3,8 @@
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -375,17 +377,14 @@ def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, dtyp
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_weights_travel_through_a_file(stock, tmp_path, dtype):
-    from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights, write_weights
+    from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights, written_weights
 
     running, model = stock("Llama", "bfloat16"), trainer("Llama", 8)
     for directory in (None, tmp_path):
-        path = write_weights(model.named_parameters(), directory, dtype=dtype)
-        try:
-            assert directory is None or path.parent == directory
-            read = dict(read_weights(str(path)))
-            assert path.stat().st_mode & 0o077 == 0  # for this user only
-        finally:
-            path.unlink()
+        with written_weights(model.named_parameters(), directory, dtype=dtype) as path:
+            read = dict(read_weights(path))
+            assert os.stat(path).st_mode & 0o077 == 0  # for this user only
+            assert not list(tmp_path.iterdir())  # it has no name
         assert read.keys() == dict(model.named_parameters()).keys()
         for name, parameter in model.named_parameters():
             assert torch.equal(read[name], parameter.to(dtype)), name  # mapped: they outlive the name
@@ -393,21 +392,58 @@ def test_weights_travel_through_a_file(stock, tmp_path, dtype):
         assert running.fingerprint() == running.sent(model)
 
 
-def test_a_file_that_could_not_be_written_is_removed(tmp_path):
-    from tandemrl.rollout.vllm.weights import write_weights
+_SEND = """
+import os, signal, torch
+from tandemrl.rollout.vllm import weights
 
-    shared = torch.zeros(3)
-    with pytest.raises(RuntimeError, match="share memory"):
-        write_weights([("a", shared), ("b", shared)], tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def die(path=None):
+    assert path is None or weights.read_weights(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def named(when):
+    yield "a", torch.ones(2**20)
+    if when == "writing":
+        die()
+    yield "b", torch.zeros(())
+
+for when in ("writing", "loading"):
+    if not os.fork():
+        weights.send_weights(named(when), die, in_process=False, shares_gpu=False, dtype=torch.float32)
+    assert os.wait()[1] == signal.SIGKILL
+"""
 
 
-def test_a_small_shared_memory_is_avoided(monkeypatch, tmp_path):
+def test_a_killed_trainer_leaves_no_weights_behind(tmp_path):
+    """Neither while it writes them nor while an engine loads them."""
+
+    def left() -> set[Path]:
+        folders = [tmp_path, *(path for path in [Path("/dev/shm")] if path.is_dir())]
+        return {path for folder in folders for path in folder.iterdir() if path.is_file()}
+
+    before = left()
+    subprocess.run([sys.executable, "-c", _SEND], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
+    assert not [path for path in left() - before if path.stat().st_size >= 2**22]
+
+
+def test_weights_go_on_elsewhere_when_shared_memory_is_full(monkeypatch):
+    """Tensors of all shapes and dtypes arrive, those before and those after."""
     from tandemrl.rollout.vllm import weights as vllm_weights
 
-    monkeypatch.setattr(vllm_weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    monkeypatch.setattr(vllm_weights.tempfile, "tempdir", str(tmp_path))
-    assert vllm_weights.write_weights([("a", torch.zeros(3))]).parent == tmp_path
+    sent = {
+        "a": torch.arange(3, dtype=torch.bfloat16),
+        "b": torch.randn(5, 7),
+        "c": torch.tensor(2.5),
+        "d": torch.ones(0),
+    }
+    for room in ([], [2**30], [2**30] * 3, [2**30] * 9):
+        left = iter(room)
+        monkeypatch.setattr(
+            vllm_weights.shutil, "disk_usage", lambda path, left=left: SimpleNamespace(free=next(left, 0))
+        )
+        with vllm_weights.written_weights(sent.items()) as path:
+            read = dict(vllm_weights.read_weights(path))
+        assert read.keys() == sent.keys()
+        assert all(torch.equal(read[name], sent[name]) and read[name].dtype == sent[name].dtype for name in sent)
 
 
 # -------------------------------------------------------------------------------------------------- tensor parallelism
@@ -593,7 +629,7 @@ def test_a_rank_whose_own_copy_is_outdated_is_noticed(sharded):
 def test_two_worker_processes(kind, monkeypatch, tmp_path):
     import vllm
 
-    from tandemrl.rollout.vllm.weights import write_weights
+    from tandemrl.rollout.vllm.weights import written_weights
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -601,11 +637,8 @@ def test_two_worker_processes(kind, monkeypatch, tmp_path):
     running = Stock(kind, "bfloat16", tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
     for seed in (1, 2):
         model = trainer(kind, seed)
-        path = write_weights(model.named_parameters(), dtype=torch.bfloat16)
-        try:
-            running.engine.collective_rpc(_load_here(), args=(str(path),))
-        finally:
-            path.unlink()
+        with written_weights(model.named_parameters(), dtype=torch.bfloat16) as path:
+            running.engine.collective_rpc(_load_here(), args=(path,))
         assert running.engine.collective_rpc(_fingerprint_here()) == [running.sent(model)] * 2
         assert gaps(model.bfloat16().float(), PROMPTS, running.greedy(PROMPTS)).max() < 0.3
 

@@ -10,15 +10,14 @@ import logging
 import os
 import pickle
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from vllm.config import set_current_vllm_config
@@ -38,6 +37,8 @@ from tandemrl.rollout.vllm.parameters import (
 from tandemrl.rollout.vllm.versions import RELOAD_LOGGERS
 
 SHARED_MEMORY = Path("/dev/shm")
+SPARE_BYTES = 2**20
+ALIGNMENT = 64
 
 
 def send_weights(
@@ -57,20 +58,21 @@ def send_weights(
         shares_gpu: whether the workers are on the GPU of this process.
         dtype: the dtype of the engine's weights.
     """
-    named = list(weights)
     if in_process:
-        load(named)
-    elif shares_gpu and all(tensor.device.type == "cuda" for _, tensor in named):
-        handles, kept = export_weights(named)
+        load(list(weights))
+        return
+    stream = iter(weights)
+    first = list(islice(stream, 1))
+    stream = chain(first, stream)
+    if shares_gpu and all(tensor.device.type == "cuda" for _, tensor in first):
+        handles, kept = export_weights(stream)
         load(handles)
         del kept
         torch.cuda.ipc_collect()
     else:
-        path = write_weights(named, dtype=dtype)
-        try:
-            load(str(path))
-        finally:
-            path.unlink(missing_ok=True)
+        del first
+        with written_weights(stream, dtype=dtype) as path:
+            load(path)
 
 
 def receive_weights(
@@ -84,7 +86,7 @@ def receive_weights(
 
     Args:
         runners: the model runners, by author.
-        handed: named tensors, the path of a file with them (``write_weights``), or CUDA IPC handles of them
+        handed: named tensors, the path of a file with them (``written_weights``), or CUDA IPC handles of them
             (``export_weights``).
         device: the device of the worker.
         adapters: whether the senior is adapters on the junior's weights.
@@ -162,43 +164,56 @@ def _quiet() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------- through a file
 
 
-def write_weights(
+@contextmanager
+def written_weights(
     weights: Iterable[tuple[str, Tensor]], directory: Path | None = None, *, dtype: torch.dtype | None = None
-) -> Path:
-    """Write tensors to a new safetensors file, for ``read_weights`` in other processes of this machine.
+) -> Iterator[str]:
+    """A context with a file of tensors, for ``read_weights`` in other processes of this machine and user.
 
-    The caller must delete the file, also if the other process fails.
+    The file has no name in any folder, so that nothing of it is left if this process is killed. Tensors are taken and
+    written one by one.
 
     Args:
         weights: the tensors with their names.
-        directory: where to write the file. None means shared memory if it exists and has room, else the temporary
+        directory: where the file takes its room. None means shared memory while it has room, else the temporary
             directory.
         dtype: the dtype to cast the tensors to, which halves the file for a bfloat16 engine. None keeps their dtypes.
 
-    Returns:
-        The path of the file.
+    Yields:
+        A path by which it can be opened within the context. What was opened survives it.
     """
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights}
-    if directory is None:
-        size = 2**20 + sum(tensor.nbytes for tensor in tensors.values())
-        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size
-        directory = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
-    handle, name = tempfile.mkstemp(".safetensors", "tandemrl-weights-", directory)
-    os.close(handle)
-    path = Path(name)
-    try:
-        save_file(tensors, path)
-    except BaseException:
-        path.unlink()
-        raise
-    return path
+    shared = directory is None and SHARED_MEMORY.is_dir()
+    with ExitStack() as stack:
+        file = stack.enter_context(TemporaryFile(dir=SHARED_MEMORY if shared else directory))
+        index = []
+        for name, tensor in weights:
+            value = tensor.detach().to("cpu", dtype).contiguous()
+            if shared and shutil.disk_usage(SHARED_MEMORY).free < value.nbytes + SPARE_BYTES:
+                shared, full = False, file
+                file = stack.enter_context(TemporaryFile())
+                full.seek(0)
+                shutil.copyfileobj(full, file, 2**24)
+                full.close()
+            start = file.seek(-file.tell() % ALIGNMENT, os.SEEK_CUR)
+            index.append((name, value.dtype, value.shape, start))
+            file.write(memoryview(value.flatten().view(torch.uint8).numpy()))
+        end = file.tell()
+        pickle.dump(index, file)
+        file.write(end.to_bytes(8, "little"))
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
-def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, mapped into memory. They are read when used, and survive the deletion of the file."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
+def read_weights(path: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, mapped into memory. They are read when used, and survive the end of the context."""
+    with open(path, "rb") as file:
+        file.seek(-8, os.SEEK_END)
+        end = int.from_bytes(file.read(), "little")
+        file.seek(end)
+        index = pickle.load(file)
+    content = torch.from_file(path, size=end, dtype=torch.uint8)
+    for name, dtype, shape, start in index:
+        yield name, content[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 # ------------------------------------------------------------------------------------------------------ by CUDA handles
