@@ -42,7 +42,7 @@ from tandemrl.training import build as build_module
 from tandemrl.training import checkpoint, evaluation, gates, loop
 from tandemrl.training.arguments import resolve_recipe
 from tandemrl.training.build import build
-from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock, restore
+from tandemrl.training.checkpoint import CheckpointError, DamagedError, identity, latest, lock, restore
 from tandemrl.training.evaluation import evaluate
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit, self_difference
 from tandemrl.training.loop import train
@@ -191,11 +191,16 @@ def _empty(folder: Path) -> str:
     return str(path)
 
 
-def test_resume_from_a_named_checkpoint_goes_back(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+def test_resume_from_a_named_checkpoint_goes_back(
+    tiny_pair: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = shutil.copytree(finished, tmp_path / "run")
     assert latest(out) == out / "checkpoints" / "step_6"
+    computed = Mock(side_effect=identity.reward_names)
+    monkeypatch.setattr(identity, "reward_names", computed)
     train(config(tiny_pair, out, "train.steps=6"), resume=str(out / "checkpoints" / "step_4"), quiet=True)
     assert_same_run(finished, out, step=6)
+    assert computed.call_count == 1  # when the run was compared with its past, and not again at each save
 
 
 def flip(file: Path) -> None:

@@ -183,6 +183,8 @@ class Progress:
     """Whose code has changed within the run, and after which step (``--accept-changed``)."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
+    identity: Mapping[str, str] | None = None
+    """See ``checkpoint.identity``; None before it is computed."""
 
 
 class Run(NamedTuple):

@@ -48,9 +48,18 @@ _FREE = {
 _FREE_TO_CHANGE = {"output_dir", *(f"{section}.{name}" for section, names in _FREE.items() for name in names)}
 
 
-def identity(run: Run) -> dict[str, str]:
+def identity(run: Run) -> Mapping[str, str]:
     """What a resumed run must have in common with its past, beside the config: recipe, data, frozen models, judge,
-    scorers and environment."""
+    scorers and environment.
+
+    It is computed once per run, since none of it changes. All processes must call this together.
+    """
+    if run.progress.identity is None:
+        run.progress.identity = _identity(run)
+    return run.progress.identity
+
+
+def _identity(run: Run) -> dict[str, str]:
     setup, models, _ = run
     config, functions = setup.config, setup.config.functions
     fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
