@@ -1,6 +1,7 @@
 """Weights arrive, or it is noticed: every changed, moved or dropped number changes the checksum."""
 
 import copy
+import weakref
 from collections.abc import Iterable
 
 import numpy as np
@@ -244,3 +245,40 @@ def test_a_sync_of_the_same_weights_is_no_change():
     engine = TorchEngine(prepared(model), None, tokenizer())
     before = engine.fingerprint()
     assert sync_weights(copy.deepcopy(model), engine, 3) == before
+
+
+def test_weights_are_gathered_one_by_one(monkeypatch):
+    """Each is in the engine, and nobody holds it, before the next one is gathered."""
+    engine, trainer, gathered = tandem(), prepared(qwen3(9)), list[weakref.ref[Tensor]]()
+    own = dict(engine.senior.named_parameters())
+
+    def copies(model):
+        last = None
+        for name, parameter in model.named_parameters():
+            assert last is None or torch.equal(own[last[0]], last[1])
+            assert sum(each() is not None for each in gathered) <= 1
+            last = name, parameter
+            gathered.append(weakref.ref(whole := parameter.detach().clone()))
+            yield name, whole
+
+    monkeypatch.setattr(sync, "merged_parameters", copies)
+    sync_weights(trainer, engine, 1)
+    assert len(gathered) == len(own)
+
+
+def test_an_engine_whose_load_was_cut_off_writes_nothing_until_the_next_whole_one(monkeypatch):
+    engine, trainer = tandem(), prepared(qwen3(9))
+    batch = requests(prompts(1), Sampling(max_tokens=3), solo("senior"))
+
+    def cut_off(model):
+        yield from list(model.named_parameters())[:3]
+        raise ConnectionError("a rank is gone")
+
+    monkeypatch.setattr(sync, "merged_parameters", cut_off)
+    with pytest.raises(ConnectionError):
+        sync_weights(trainer, engine, 1)
+    with pytest.raises(EngineError, match="some are old and some new; load all of them again"):
+        engine.generate(batch)
+    monkeypatch.undo()
+    sync_weights(trainer, engine, 1)
+    assert engine.generate(batch)

@@ -62,6 +62,7 @@ class BatchEngine(ABC):
         self._busy, self._owner = threading.Lock(), 0
         self._call: BatchCall | None = None
         self._draft_length: DraftLength | None = None
+        self._half_loaded = False
 
     @property
     @abstractmethod
@@ -99,6 +100,9 @@ class BatchEngine(ABC):
 
     def _open(self, *, turns: bool, streams: bool, anything: bool) -> "BatchCall":
         self._acquire()
+        if self._half_loaded:
+            self._release()
+            raise EngineError("a load of weights was cut off, so some are old and some new; load all of them again")
         self._call = BatchCall(self, turns=turns, streams=streams, anything=anything)
         return self._call
 

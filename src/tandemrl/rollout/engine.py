@@ -3,7 +3,7 @@
 Engines have rows in ``config.components.ENGINES``; ``factory.make_engine`` makes the one of a config.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -295,6 +295,8 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the senior's weights in place. The junior is never touched.
 
+        Of ``SentWeights``, an engine in this process takes one tensor after another, without holding all.
+
         In another thread than that of a running ``generate``, this waits for the end of the call.
         """
         ...
@@ -306,6 +308,19 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release the processes and the memory that the engine holds itself. It cannot be used afterwards."""
         ...
+
+
+class SentWeights:
+    """A trainer's weights, which are gathered one by one while they are iterated over.
+
+    shapes: the names and whole shapes of all, known before the first is gathered.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.shapes, self._weights = shapes, weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights
 
 
 def check_request(index: int, request: Request, engine: Engine) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandemrl.models.lora import adapted_layers, is_adapter, merged_parameters
+from tandemrl.models.lora import adapted_layers, base_name, is_adapter, merged_parameters
 from tandemrl.models.sharding import full_parameters
-from tandemrl.rollout.engine import Engine, EngineError
+from tandemrl.rollout.engine import Engine, EngineError, SentWeights
 from tandemrl.selection.draws import mix64
 
 _PART = 2**18  # elements hashed at once: a CPU keeps them in its cache
@@ -98,7 +98,7 @@ def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
             if not engine.info.adapters or is_adapter(name, layers):
                 yield name, tensor
 
-    engine.load_weights(weights(), version)
+    engine.load_weights(SentWeights(_shapes(model, adapters=engine.info.adapters), weights()), version)
     arrived = engine.fingerprint("senior")
     if checksum != arrived or engine.policy_version != version:
         raise EngineError(
@@ -106,3 +106,13 @@ def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
             f"{arrived:#x} (sent {checksum:#x}). The rollouts would come from a stale policy."
         )
     return checksum
+
+
+def _shapes(model: PreTrainedModel, *, adapters: bool) -> dict[str, tuple[int, ...]]:
+    """The names and whole shapes of what is sent: of a model's adapters alone, or of all with the adapters merged."""
+    layers = adapted_layers(model)
+    return {
+        name if adapters else base_name(name): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if is_adapter(name, layers) == adapters
+    }

@@ -19,6 +19,7 @@ from tandemrl.rollout.engine import (
     EngineError,
     EngineInfo,
     Request,
+    SentWeights,
 )
 from tandemrl.rollout.kv_cache import compiled_step, eager_step
 from tandemrl.rollout.local_partner import LocalPartner
@@ -109,19 +110,25 @@ class TorchEngine(BatchEngine):
             for name, parameter in self.senior.named_parameters()
             if not self._adapted or is_adapter(name, self._adapted)
         }
-        new = dict(weights)
-        if own.keys() != new.keys():
-            missing = sorted(own.keys() ^ new.keys())
+        if not isinstance(weights, SentWeights):
+            new = dict(weights)
+            weights = SentWeights({name: tuple(tensor.shape) for name, tensor in new.items()}, iter(new.items()))
+        if own.keys() != weights.shapes.keys():
+            missing = sorted(own.keys() ^ weights.shapes.keys())
             raise EngineError(
                 f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
             )
         for name, parameter in own.items():
-            if parameter.shape != new[name].shape:
-                raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
+            if parameter.shape != weights.shapes[name]:
+                raise EngineError(f"weight {name}: shape {weights.shapes[name]}, expected {tuple(parameter.shape)}")
         with self.exclusive(), torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(new[name])
-            self.policy_version = version
+            self._half_loaded = True
+            left = dict(own)
+            for name, tensor in weights:
+                left.pop(name).copy_(tensor)
+            if left:
+                raise EngineError(f"{len(left)} weights did not come, e.g. {min(left)}; load all of them again")
+            self._half_loaded, self.policy_version = False, version
 
     def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)

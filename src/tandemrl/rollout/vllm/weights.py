@@ -196,7 +196,7 @@ def written_weights(
                 full.close()
             start = file.seek(-file.tell() % ALIGNMENT, os.SEEK_CUR)
             index.append((name, value.dtype, value.shape, start))
-            file.write(memoryview(value.flatten().view(torch.uint8).numpy()))
+            file.write(value.flatten().view(torch.uint8).numpy().data)
         end = file.tell()
         pickle.dump(index, file)
         file.write(end.to_bytes(8, "little"))
