@@ -108,6 +108,7 @@ def test_a_block_in_a_list_or_a_quotation_loses_what_its_fence_has_before_it(pla
         ("~~~python\nx = '''\n```\n'''\n~~~", "x = '''\n```\n'''\n"),
         ("```python\nprint('```')\n```", "print('```')\n"),
         ("```python\nprint(1)```", "print(1)"),
+        ("```python\nif x:\n\xa0\xa0y('\xa0')\n```", "if x:\n  y('\xa0')\n"),
         ("- ```python\n  x\n  ```\n- ```python\n  y\n  ```", "y\n"),
         ("```\nx\n```\nIt prints\n```\n2", "x\n"),
         ("```{.python}\nx\n```", "x\n"),

@@ -32,6 +32,23 @@ RIGHT = r"""
 5 :: 5 \text{ red balls left over}
 5 :: 5 \text{ 30-minute episodes}
 5 :: 5 \text{ quarters}
+5 :: 5 \text{ right angles}
+5 :: 5 \text{ correct answers}
+5 :: 5 \text{ root vegetables}
+5 :: 5 \text{ power plants}
+5 :: 5 \text{ prime numbers}
+5 :: 5 \text{ double rooms}
+5 :: 5 \text{ kilograms}
+5 :: 5 \text{ square feet}
+5 :: 5 \text{ tenth graders}
+5 :: 5 \text{ two-digit numbers}
+4 :: 4^{\text{th}}
+4 :: 4^\text{th}
+6 :: \text{6 p.m.}
+7 :: \text{seven}
+7 :: Seven
+7 :: 7 \text{ (seven)}
+\text{seven} :: 7
 5 :: 5 \text{ dozens of eggs}
 5 :: 5 \text{ fifth graders}
 5 :: 5 \text{ girls are not in the club}
@@ -424,6 +441,68 @@ WRONG = r"""
 5 :: 5 \text{ is wrong}
 5 :: 5 \text{ pi}
 5 :: 5 \text{ grand}
+5 :: 5 \text{ kilo}
+5 :: 5 \text{ mega}
+5 :: 5 \text{ giga}
+5 :: 5 \text{ milli}
+5 :: 5 \text{ micro}
+5 :: 5 \text{ hecto}
+5 :: 5 \text{ centi}
+5 :: 5 \text{ quarter hours}
+5 :: 5 \text{ quarter-hours}
+5 :: 5 \text{ quarter of the cake}
+5 :: 5 \text{ quarters of the cake}
+5 :: 5 \text{ half hours}
+5 :: 5 \text{ twelfths}
+5 :: 5 \text{ three-quarters}
+5 :: 5 \text{ th power}
+5 :: 5 \text{ tenth power}
+5 :: 5 \text{ to the fifth}
+5 :: 5 \text{ to the power of two}
+5 :: 5 \text{ th of the cake}
+5 :: 5 \text{ th root}
+5 :: 5 \text{ square root}
+5 :: 5 \text{ cube root of two}
+5 :: 5 \text{ root}
+5 :: 5 \text{ log of two}
+5 :: 5 \text{ logarithm}
+5 :: 5 \text{ factorials}
+5 :: 5 \text{ reciprocals}
+5 :: 5 \text{ conjugate}
+5 :: 5 \text{ base two}
+5 :: 5 \text{ in binary}
+5 :: 5 \text{ hexadecimal}
+5 :: 5 \text{ remainder two}
+5 :: 5 \text{ repeating}
+5 :: 5 \text{ dot five}
+5 :: 5 \text{ choose two}
+5 :: 5 \text{ in the red}
+5 :: 5 \text{ in the hole}
+5 :: 5 \text{ below zero}
+5 :: 5 \text{ degrees below zero}
+5 :: 5 \text{ overdrawn}
+5 :: 5 \text{ cannot be}
+5 :: 5 \text{ is never}
+5 :: 5 \text{ is unlikely}
+5 :: 5 \text{ quadrillion}
+5 :: 5 \text{ crores}
+5 :: 5 \text{ score years}
+5 :: 5 \text{ thousandfold}
+5 :: 5 \text{ basis points}
+5 :: 5 \text{ prime}
+5 :: 5 \text{ ish}
+5 :: 5 \text{ and counting}
+5 :: 5 th power
+5 :: 5 square root
+5 :: 5 kilo
+5 :: 5 mega
+5 :: 5 quarter hours
+5 :: 5 in the red
+5 :: 4^{\text{th}}
+7 :: \text{6 p.m.}
+6 :: \text{seven}
+7 :: 7 \text{ (six)}
+6 :: 7 \text{ (six)}
 5 :: 5 gross
 5 :: 5 is wrong
 5 :: 5 \text{ is not the answer}
@@ -697,6 +776,9 @@ MARKED = [
         ("5 ", "#### 5", 1),
         ("$5", "#### 5", 1),
     ),
+    *(("5", "#### square root of 5", 0), ("5", "#### the log of 5", 0), ("5", "#### it cannot be 5", 0)),
+    *(("5", "#### it can't be 5", 0), ("5", "#### it should not be 5", 0), ("5", "#### it must be 5", 1)),
+    *(("5", "#### 5 (five)", 1), ("5", "#### 5 (six)", 0), ("5", "#### 5 kilo", 0), ("5", "#### 5 in the red", 0)),
     ("42", "#### 42\n" + "So that is how many there are. " * 12, 1),
     ("42", "#### 43\n" + "So that is how many there are. " * 12, 0),
 ]
@@ -715,7 +797,13 @@ LAST = [
         ("5", "It is 5 million", 0),
         ("5", "5 then 6", 0),
     ),
-    *(("1000", "so $1,000.", 1), ("5", "5e3", 0), ("5", "nothing", 0), ("5", "#### 5\n6 were left", 1)),
+    *(
+        ("1000", "so $1,000.", 1),
+        ("5", "5e3", 0),
+        ("5", "it cannot be 5", 0),
+        ("5", "nothing", 0),
+        ("5", "#### 5\n6 were left", 1),
+    ),
 ]
 
 

@@ -30,6 +30,7 @@ _PYTHON = re.compile(r"\{?\.?(?:python3?|py)\b", re.IGNORECASE)
 _PLACE = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*")
 """What stands before a fence in a quotation or a list."""
 _OPENING = re.compile(r'''(?:\s|#[^\n]*|"""(?:[^"\\]|\\.|"(?!""))*""")*''', re.DOTALL)
+_INDENT = re.compile(r"^[ \t\xa0]+", re.MULTILINE)
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n;#(]*)[ \t;]*", re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?")
 
@@ -91,7 +92,7 @@ def extract_program(text: str) -> str:
     blocks = list(_blocks(text))
     for wanted in (lambda block: _PYTHON.match(block.info), lambda block: block.closed, lambda block: True):
         if chosen := [block.program for block in blocks if wanted(block)]:
-            return chosen[-1]
+            return _INDENT.sub(lambda indent: indent[0].replace("\xa0", " "), chosen[-1])
     return text
 
 

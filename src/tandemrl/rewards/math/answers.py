@@ -129,7 +129,11 @@ def gsm8k_statement(text: str, mode: Gsm8kMode) -> str | None:
     if mode != "flexible":
         return None
     numbers = list(_NUMBER.finditer(visible(text[-SEARCH_CHARS:]).replace("\N{MINUS SIGN}", "-")))
-    return numbers[-1][0] if numbers and not re.search(r"\b(?:or|not) ?$", text[: numbers[-1].start()]) else None
+    return (
+        numbers[-1][0]
+        if numbers and not re.search(r"(?:\bor|not|n['’]t|\bnever)(?: be)? ?$", text[: numbers[-1].start()])
+        else None
+    )
 
 
 def has_guillemets(text: str) -> bool:

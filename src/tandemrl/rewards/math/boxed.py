@@ -249,6 +249,8 @@ def _only_number(clause: str) -> str | None:
     prose = " ".join(before + behind)
     if _PROSE_NUMBER.fullmatch(number) is None or (before and _COUNTED.fullmatch(before[-1])):
         return None
+    if before[-1:] == ["of"] and _CHANGING.fullmatch(before[-2] if before[1:] else ""):  # "square root of 5"
+        return None
     if _PROSE.fullmatch(prose) is None or refused("", prose) or hints_at_a_qualifier(prose):
         return None
     units = itertools.takewhile(lambda word: word.strip(",").lower() in UNITS, behind)
@@ -343,7 +345,7 @@ _PROSE_BEFORE = re.compile(rf"\s*(?:{_PROSE_WORD}\s+)*")
 _PROSE_BEHIND = re.compile(rf"(?: ?\\?%| ?°)?[,.:;]*(?:\s+\(?{_PROSE_WORD}\)?[,.]*)*\s*")
 _VERB = re.compile(r":|\b(?:is|are|was|be|equals?|gets?|gives?|yields?|has|have|obtain)\b")
 _CHANGING = re.compile(
-    r"(?i)\b(?:log|sin|cos|tan|cot|sec|csc|exp|ln|sqrt|roots?|or|and|nor|multiples?|factor|divisor|divisible|congruent"
+    r"(?i)\b(?:log|logarithm|sin|cos|tan|cot|sec|csc|exp|ln|sqrt|roots?|or|and|nor|multiples?|factor|divisor|divisible|congruent"
     r"|power|square|cube|up|times)\b"
 )
 """Words between a verb and an answer that make another value of it, or one of several."""
@@ -355,7 +357,8 @@ _COUNTED = re.compile(
 """What a number behind it counts, so that it is no answer."""
 _CLAUSE_END = re.compile(
     rf"{_FORMULA.pattern}|(?P<end>\.\s|\.$|\n"
-    r"|\b(?i:is|are|be|was|gets?|gives?|equals?|yields?|makes?|so|then|thus|hence|therefore)\b)"
+    r"|(?<!not )(?<!n['’]t )(?<!never )"
+    r"\b(?i:is|are|be|was|gets?|gives?|equals?|yields?|makes?|so|then|thus|hence|therefore)\b)"
 )
 _STATEMENT = re.compile(r"\d|\$|\\[(\[]")
 _DAPO_REMOVED = (

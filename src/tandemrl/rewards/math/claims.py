@@ -7,6 +7,7 @@ itself.
 """
 
 import re
+from typing import NamedTuple
 
 from tandemrl.rewards.math.formula import FUNCTIONS, GREEK
 from tandemrl.rewards.math.notation import (
@@ -46,6 +47,7 @@ def refused(gold: str, answer: str) -> bool:
         or bool(_qualifiers(_removed(gold)) - _qualifiers(answer))
         or (_has_another_number(answer) and not _has_another_number(gold))
         or (_OPEN_END.search(answer) is not None and _OPEN_END.search(gold) is None)
+        or (_is_changed(answer) and not _is_changed(gold) and re.search(r" .*\d", answer) is None)  # "1 or 2" is a list
     )
 
 
@@ -56,52 +58,79 @@ def counted(answer: str) -> tuple[str, str] | None:
         >>> counted(r"5 \text{ more apples}"), counted("5 eggs a day"), counted(r"5 \text{ or more}")
         (('5', 'more apples'), ('5', 'eggs a day'), None)
     """
-    if text := TEXT.fullmatch(answer):
-        answer = text["text"].strip()
-    found = _COUNTED.fullmatch(answer)
-    if found is None:
+    found = _counted(answer)
+    if found is None or _is_product(found) or _is_changed(answer):
         return None
-    words = (found["text"] or found["plain"] or "").strip(" .")
-    plain = found["plain"] is not None and text is None
-    return (found["number"], words) if words and _names_things(words.lower(), plain, found["number"] == "1") else None
+    return found.number, found.words
 
 
-def _names_things(phrase: str, plain: bool, one: bool) -> bool:
-    """Whether words behind a number only say what it counts.
+class _Counted(NamedTuple):
+    number: str
+    words: str
+    plain: bool
+    """The words stand in no macro, where letters in a row may be a product."""
 
-    Args:
-        plain: the words stand in no macro, where letters in a row may be a product.
-        one: the number is 1, as in "1 third".
-    """
-    words = [word.strip(",.()") for word in re.findall(r"[^\s/]+", phrase)]
-    if any(len(word) == 1 and word not in "ai" for word in words) or words[0].split("-")[0] in _CHANGES_FIRST:
-        return False
-    if plain and (
+
+def _counted(answer: str) -> _Counted | None:
+    if text := TEXT.fullmatch(answer):
+        answer = re.sub(r"^(\S+) (.+)$", r"\1 \\text{\2}", text["text"].strip())
+    found = _COUNTED.fullmatch(answer)
+    words = (found["text"] or found["plain"] or "").strip(" .") if found else ""
+    return _Counted(found["number"], words, found["plain"] is not None) if found and words else None
+
+
+def _split(phrase: str) -> list[str]:
+    return [word.strip(",.()") for word in re.findall(r"[^\s/]+", phrase.lower())]
+
+
+def _is_product(found: _Counted) -> bool:
+    """Whether what stands behind the number may be variables and functions."""
+    words = _split(found.words)
+    if any(len(word) == 1 and word not in "ai" for word in words):
+        return True
+    return found.plain and bool(
         _FORMULA_WORDS.intersection(words) or not any(len(word) > 3 or word in _SHORT_WORDS for word in words)
-    ):
+    )
+
+
+def _is_changed(answer: str) -> bool:
+    """Whether a word behind the number of a cleaned answer makes another number of it, or doubts it."""
+    found = _counted(answer)
+    if found is None:
         return False
+    words = _split(found.words)
+    first = words[0].split("-")[0]
+    if _CHANGES_PHRASE.search(" ".join(words)):
+        return True
+    if first in _CHANGES_FIRST or (first in _CHANGES_FIRST_NOT_AS_KINDS and not words[-1].endswith("s")):
+        return True
     things = False
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         head, _, rest = word.partition("-")
-        counts = after.endswith("s")
-        if {word, head, rest} & _CHANGES and not (counts and head in ("wrong", "incorrect")):
-            return False
+        kind = after.endswith("s") and after not in _VERBS
+        unit = word == "squared" and before == "second"
+        if ({word, head, rest} & _CHANGES and not unit) or (head in _CHANGES_NOT_AS_KINDS and not kind):
+            return True
         if (
             rest in _NUMBERS
             or (word == "half" and before in ("a", "and", "one"))
-            or (head in _NUMBERS and not rest and (not before or before in _BEFORE_A_NUMBER))
+            or (head in _NUMBERS and (rest in _PARTS or (not rest and (not before or before in _BEFORE_A_NUMBER))))
         ):
-            return False
-        if head in _PARTS and (rest or (not things and (one or word.endswith("s") or after == "of"))):
-            return False
-        if any(map(str.isdigit, word)) and (plain or not re.fullmatch(r"\d+-[a-z]+", word)):
-            return False
+            return True
+        if (
+            head in _PARTS
+            and (rest or (not things and (found.number == "1" or word.endswith("s") or after == "of")))
+            and (word != "quarters" or after == "of" or kind)
+        ):
+            return True
+        if any(map(str.isdecimal, word)) and (found.plain or not re.fullmatch(r"\d+-[a-z]+", word)):
+            return True
         if (word in _DENIALS and (not things or before in ("is", "was"))) or (
             word.endswith(("n't", "n’t")) and not things and word[:4] not in ("aren", "were")
         ):
-            return False
+            return True
         things |= word.endswith("s") and word not in _VERBS
-    return True
+    return False
 
 
 _COUNTED = re.compile(
@@ -116,32 +145,50 @@ def _words(text: str) -> frozenset[str]:
 
 _CHANGES = _words(
     """
-    or wrong wrongly incorrect incorrectly false untrue excluded ruled impossible guess maybe perhaps possibly probably
-    unknown undefined undetermined squared cubed factorial doubled tripled halved twice thrice triple dozen hundred
-    thousand million billion trillion hundreds thousands millions billions trillions lakh crore least most minimum
-    maximum about approximately approx roughly around nearly almost negative minus plus mod modulo multiplied divided
-    opposite reciprocal inverse deficit debt loss excluding except versus vs unless neither nor either instead rather
-    but right correct answer cannot
+    or wrongly incorrectly false untrue excluded ruled impossible guess maybe perhaps possibly probably unknown
+    undefined undetermined squared cubed factorial doubled tripled halved twice thrice dozen hundred thousand
+    million billion trillion hundreds thousands millions billions trillions lakh crore least most minimum maximum
+    about approximately approx roughly around nearly almost negative minus plus mod modulo multiplied divided
+    opposite reciprocal inverse deficit debt loss excluding except versus vs unless neither nor either instead
+    rather but answer cannot itself quadrillion quintillion sextillion googol crores lakhs lac myriad
+    factorials exponent logarithm reciprocals conjugate complement unlikely mistaken overdrawn overdraft sqrt ln
     """
 )
 """Words that change the number before them, or doubt it, wherever they stand."""
+_CHANGES_NOT_AS_KINDS = _words("right wrong correct incorrect root power log double triple quadruple")
+"""Words that change it unless they say of what kind the things are, as in "5 wrong turns" or "5 power plants"."""
 _CHANGES_FIRST = _words(
-    "and over under above below isn be equals than k if without off half pi grand gross mil kilo mega"
+    """
+    and over under above below isn be equals than k if without off half pi grand gross mil kilo mega giga tera
+    peta hecto deca deka deci centi milli micro nano pico quarter score fold something basis repeating recurring
+    """
 )
 """Words that change it if they stand next to it."""
+_CHANGES_FIRST_NOT_AS_KINDS = _words("ish odd prime cube binary hex hexadecimal octal decimal")
+_CHANGES_PHRASE = re.compile(
+    r"^(?:(?:st|nd|rd|th) of|to (?:the )?(?:power|third|\w+th))\b"
+    r"|\bin the (?:red|hole)$|\bin (?:binary|hex|octal|base)\b|[a-z]fold\b"
+)
 _PARTS = _words(
     """
-    halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth
-    tenths hundredth hundredths thousandth thousandths
+    half halves quarter quarters third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth
+    eighths ninth ninths tenth tenths eleventh elevenths twelfth twelfths sixteenth sixteenths twentieth twentieths
+    hundredth hundredths thousandth thousandths
     """
 )
 _NUMBERS = _words(
     """
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety dozen hundred thousand million
+    zero nil nought naught one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety dozen hundred thousand
+    million
     """
 )
-_BEFORE_A_NUMBER = _words("and or to of is are was be equals equal plus minus times over by point than")
+_BEFORE_A_NUMBER = _words(
+    """
+    and or to of is are was be equals equal plus minus times over by point than below above under base rem remainder
+    dot decimal comma choose pick permute ratio
+    """
+)
 _DENIALS = _words("not no never none cannot")
 _VERBS = _words("is was as this its does has")
 _SHORT_WORDS = _words(

@@ -81,7 +81,15 @@ def clean(answer: str) -> str:
     answer = re.sub(r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", answer).strip()
     answer = SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]}", answer)
     answer = re.sub(r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2", answer)
+    answer = _ORDINAL.sub("", answer)
+    answer = _NUMBER_IN_WORDS.sub(_number_in_words, answer)
     return without_full_stop(answer)
+
+
+def _number_in_words(found: re.Match[str]) -> str:
+    r"""7 for ``\text{seven}`` and "7 (seven)"; "7 (six)" stays."""
+    digits = str(NUMBER_WORDS.index(found["word"].lower()))
+    return digits if found["digits"] in (None, digits) else found[0]
 
 
 def _without_html(answer: str) -> str:
@@ -321,6 +329,15 @@ _SPACING = re.compile(
 _QUOTED = re.compile(r"^(?P<mark>[*_\"`]|__|“|‘)(?P<inside>[^*_\"`“”‘’]+)(?:(?P=mark)|[”’])$")
 _PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _ASCII = frozenset(string.printable)
+NUMBER_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+_ORDINAL = re.compile(r"(?<=\d) ?\^ ?(?:\{ ?\\(?:text|mathrm) ?\{(?:st|nd|rd|th)\} ?\}|\\text ?\{(?:st|nd|rd|th)\})$")
+_NUMBER_IN_WORDS = re.compile(
+    rf"^(?:(?P<digits>\d+) ?(?=\\text ?\{{ ?\(|\())?(?:\\text ?\{{ ?)?\(?(?P<word>{'|'.join(NUMBER_WORDS)})\)?\}}?$",
+    re.IGNORECASE,
+)
 _UNSEEN = {"Cc", "Cf", "Co", "Cs", "Cn"}
 _SCALES = {
     "dozen": "12",
