@@ -51,6 +51,7 @@ def evaluate(
     model: str | Path,
     out: str | Path,
     phases: Sequence[Phase] | None = None,
+    leave_out: Collection[Phase] = (),
     limit: int | None = None,
     stated: Collection[str] | None = None,
     environment: Environment | None = None,
@@ -68,6 +69,7 @@ def evaluate(
         model: Hugging Face folder or hub id of the senior.
         out: a folder. For a single phase it may also be the result file itself, ending in ``.json``.
         phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``).
+        leave_out: of all phases, those that are not run.
         limit: how many rows of ``data.eval`` are used (of all sources, in order). None means all.
         stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
         environment: what the authors act in, instead of ``rollout.environment``.
@@ -92,7 +94,8 @@ def evaluate(
     _refuse_unknown_environment(config, environment)
     out = Path(out)
     reasons = left_out(config)
-    chosen = [phase for phase in PHASES if phase not in reasons] if phases is None else list(phases)
+    every = [phase for phase in PHASES if phase not in (*reasons, *leave_out)]
+    chosen = every if phases is None else list(phases)
     for phase in chosen:
         if phase not in PHASES:
             raise EvalError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}")

@@ -84,9 +84,12 @@ def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> Non
     assert len(said) == 2 * (1 + 3) + 1
     assert re.search(r"^  tandem GRPO +\d\.\d+ \[", said[-1], re.MULTILINE)
     assert [(row["pair"], row["arm"], row["seed"]) for row in results["rows"]] == [
-        ("plain", arm, seed) for arm in (BASE, "grpo", "tandem") for seed in (0, 1)
+        ("plain", arm, seed) for arm in (BASE, "grpo", "tandem", "junior") for seed in (0, 1)
     ]
-    for row in results["rows"]:
+    once = [out / "plain" / f"seed-{seed}" / "eval" / BASE / "junior.json" for seed in (0, 1)]
+    assert sorted(out.rglob("junior.json")) == once  # not for every arm
+    assert (out / "report.md").read_text().count("| junior alone |") > 0
+    for row in results["rows"][:6]:
         folder = out / "plain" / f"seed-{row['seed']}" / "eval" / row["arm"]
         stored = {phase: json.loads((folder / f"{phase}.json").read_text()) for phase in ("pass-at-k", "legibility")}
         assert row["solo/pass@1"] == stored["pass-at-k"]["metrics"]["macro"]["pass@1"]

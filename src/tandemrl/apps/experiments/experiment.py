@@ -8,7 +8,7 @@ when it is started again.
     OUT/experiment.json             what was asked for
     OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
     OUT/PAIR/seed-N/ARM/            a training run
-    OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training
+    OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training, and the junior alone
     OUT/results.json                a row per pair, seed and arm; contrasts between arms; claims; the command,
                                     the date, and the commits that made them
     OUT/report.html, report.md
@@ -398,7 +398,12 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         *experiment.evaluation_overrides,
         *(item for item in experiment.overrides if any(key.startswith(OF_TASK) for key in stated_keys([item]))),
     ]
-    phases = evals.evaluate(load(experiment.evaluation, settings), model=model, out=home / "eval" / job.arm.name)
+    phases = evals.evaluate(
+        load(experiment.evaluation, settings),
+        model=model,
+        out=home / "eval" / job.arm.name,
+        leave_out=() if job.arm.name == BASE else ("junior",),  # the same for all arms
+    )
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
