@@ -492,7 +492,9 @@ def collect_results(experiment: Experiment, out: Path, *, refused: Mapping[Job, 
         "versions": versions(),
         "numerics": numerics(),
         "refused": [{"pair": job.pair, "seed": job.seed, "reason": reason} for job, reason in refused.items()],
-        "evaluated_by": evaluated_by(out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows),
+        "evaluated_by": evaluated_by(
+            out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows if row["arm"] != JUNIOR
+        ),
         "rows": rows,
         "contrasts": contrasts,
         "claims": claims,
