@@ -398,11 +398,12 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         *experiment.evaluation_overrides,
         *(item for item in experiment.overrides if any(key.startswith(OF_TASK) for key in stated_keys([item]))),
     ]
+    leave_out: tuple[evals.Phase, ...] = () if job.arm.name == BASE else ("junior",)  # the same for all arms
     phases = evals.evaluate(
         load(experiment.evaluation, settings),
         model=model,
         out=home / "eval" / job.arm.name,
-        leave_out=() if job.arm.name == BASE else ("junior",),  # the same for all arms
+        leave_out=leave_out,
     )
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
