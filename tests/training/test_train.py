@@ -131,7 +131,7 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
     run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
     score, exported = {4: 0.25, 3: 0.75}, []
 
-    def graded(_: object, prompts: Sequence[object], __: object) -> EvalResult:
+    def graded(_: object, prompts: Sequence[object], *_rest: object) -> EvalResult:
         values = dict.fromkeys(("pass@1", "pass@2", "reward", "length", "truncation_rate"), score[len(prompts)])
         return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
 
