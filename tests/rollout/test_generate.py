@@ -28,7 +28,7 @@ def of_all_kinds():
 
 
 def test_all_kinds_of_prompts_get_texts_with_their_authors(pair):
-    groups = tandemrl.generate(*pair, of_all_kinds(), strategy=alternating(), n=2, max_tokens=8, temperature=0)
+    groups = tandemrl.generate(*pair, of_all_kinds(), strategy=alternating(), n=2, max_tokens=8, temperature=0.0)
     assert [[one.text for one in group] for group in groups] == [[TEXT, TEXT]] * 3
     for one in (one for group in groups for one in group):
         assert (one.tokens.tolist(), one.stop_reason) == ([IDS[each] for each in WRITTEN[1:]], "eos")
@@ -47,7 +47,7 @@ def test_a_seed_repeats_and_another_does_not(pair):
 
 def test_loaded_models_and_a_senior_alone(pair):
     senior, junior = (tandemrl.load_model(path) for path in pair)
-    options = dict(tokenizer=tokenizer(), max_tokens=3, temperature=0)
+    options = dict(tokenizer=tokenizer(), max_tokens=3, temperature=0.0)
     senior.name_or_path = ""  # as one that was never stored
     [[one]] = tandemrl.generate(senior, None, ["!"], **options)
     assert (one.text, one.authorship_mask.tolist(), one.stop_reason) == ("a bc", [1, 1, 1], "length")
@@ -58,7 +58,7 @@ def test_loaded_models_and_a_senior_alone(pair):
 def test_an_end_of_the_juniors_alone_is_no_text(pair):
     senior, junior = (tandemrl.load_model(path) for path in pair)
     junior.generation_config.eos_token_id = IDS["Ġd"]  # an ordinary token
-    options = dict(tokenizer=tokenizer(), max_tokens=8, temperature=0)
+    options = dict(tokenizer=tokenizer(), max_tokens=8, temperature=0.0)
     for strategy in (solo("junior"), alternating()):
         [[one]] = tandemrl.generate(senior, junior, ["!"], strategy=strategy, **options)
         assert (one.text, one.tokens[-1], one.stop_reason) == ("a bc", IDS["Ġd"], "eos")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -187,7 +186,7 @@ class BatchCall:
         self._length: Callable[[int, Passes], int] | None = None
         self.version, self.steps, self.written = engine.policy_version, 0, 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "BatchCall":
         return self
 
     def __exit__(

@@ -3,7 +3,7 @@ server and ``tandemrl play``."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.rollout.engine import Completion, Reply, Request, Responder, Turn
@@ -29,6 +29,7 @@ Event = Turn | NewTokens | Finished
 """What a step brought. A ``Turn`` is in calls with turns only, and its sequence waits for ``Call.answer``."""
 
 
+@runtime_checkable
 class Call(Protocol):
     """Sequences that an engine is decoding. Nothing but ``abort`` may be called from two threads at once."""
 

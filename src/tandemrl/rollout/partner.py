@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request
@@ -47,6 +47,7 @@ class Span(NamedTuple):
     end: SpanEnd
 
 
+@runtime_checkable
 class Partner(Protocol):
     """A junior, for one call of ``generate``. counts: whether it does not draw authors itself, and has to be told how
     many words to write, or that it is to finish a step."""
