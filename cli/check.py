@@ -15,6 +15,7 @@ PACKAGES = {
     "torch": ("torch", True, "everything", "pip install torch"),
     "transformers": ("transformers", True, "models", "pip install 'transformers>=5.16,<5.20'"),
     "math-verify": ("math_verify", True, "grading", "pip install math-verify"),
+    "omegaconf": ("omegaconf", True, "configs from Python", "pip install omegaconf"),
     "PyYAML": ("yaml", True, "configs", "pip install pyyaml"),
     "pyarrow": ("pyarrow", True, "Parquet files", "pip install pyarrow"),
     "httpx": ("httpx", True, "judges over HTTP", "pip install httpx"),

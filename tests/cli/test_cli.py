@@ -131,13 +131,14 @@ def test_a_config_key_typed_as_an_option_is_told_apart() -> None:
 
 def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.training.loop
+    from tandemrl.training.checkpoint import Resume
 
     train = Recorder(Path("runs/x"))
     monkeypatch.setattr(tandemrl.training.loop, "train", train)
     result = run("train", "-c", "quickstart", "train.lr=1e-5", "--resume", "never")
     assert result.exit_code == 0, result.output
     assert train.arguments[0].train.lr == 1e-5
-    assert train.keywords == {"resume": "never", "stated": {"train.lr"}}
+    assert train.keywords == {"resume": Resume("never"), "stated": {"train.lr"}}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def save_pair(folder: Path, named: str) -> Path:
 
 
 def written(engine: Any, strategy: Strategy, **sampling: Any) -> tuple[list[int], str]:
-    [[one]] = engine.generate([Request([IDS["!"]], (1,), Sampling(max_tokens=8, temperature=0.0, **sampling), strategy)])
+    [[one]] = engine.generate(
+        [Request([IDS["!"]], (1,), Sampling(max_tokens=8, temperature=0.0, **sampling), strategy)]
+    )
     return one.tokens.tolist(), one.stop_reason
 
 

@@ -335,7 +335,7 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics\.jsonl: .*line 2"),
         ("metrics.jsonl", "[1]\n", r"metrics\.jsonl: .*line 1: not an object"),
-        ("config.yaml", "a: [", r"config\.yaml: not readable as YAML"),
+        ("config.yaml", "a: [", r"config\.yaml, line 1: not readable as YAML"),
         ("tandem.json", "{", r"tandem\.json: not readable"),
         ("tandem.json", '{"schema": 9}', r"tandem\.json: not an evaluation result of schema 1"),
         ("tandem.json", '{"schema": 1, "phase": "tandem"}', r"tandem\.json: not an evaluation result: 'metrics'"),
@@ -429,7 +429,7 @@ def test_an_arm_looks_the_same_everywhere(experiment: Path, tmp_path: Path) -> N
     write_run(tmp_path / "q" / "aaa")
     here, there = styles(discover(tmp_path)), styles(discover(experiment))
     assert here["tandem"] == there["tandem"]
-    assert len({*map(str, (styles(discover(experiment)) | here).values())}) == 5  # base, grpo, kl, tandem, aaa
+    assert len({*map(str, (styles(discover(experiment)) | here).values())}) == 6  # base, grpo, kl, tandem, aaa, junior
 
 
 def test_text_from_files_is_escaped(page: str, experiment: Path) -> None:
