@@ -26,7 +26,7 @@ COMMANDS: dict[Command, str] = {
     "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token and per byte, in "
     "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
     "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
-    "junior": "The junior alone: pass@k, and the cross-entropy of its texts in nats.",
+    "junior": "The junior alone: pass@k, and cross-entropy in nats.",
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
 

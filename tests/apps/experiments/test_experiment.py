@@ -338,7 +338,7 @@ def test_a_refused_pair_is_counted_and_the_others_are_compared(
     refused = {1}
     monkeypatch.setitem(PAIRS, "plain", PAIRS["plain"]._replace(build=build))
     found = run_experiment(small, out, workers=1, say=lambda line: None)
-    assert [row["seed"] for row in found["rows"]] == [0, 0, 0]
+    assert [row["seed"] for row in found["rows"]] == [0, 0, 0, 0]  # three arms and the junior
     assert found["refused"] == [{"pair": "plain", "seed": 1, "reason": f"{out}/plain/seed-1/pair: refused"}]
     assert [(claim["bar"], claim["values"], claim["verdict"]) for claim in found["claims"]] == [("<= 0", [1], "fails")]
     assert "refused" in (out / "report.md").read_text()
