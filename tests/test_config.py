@@ -658,14 +658,15 @@ def test_musique_has_the_published_values() -> None:
     assert c.longest_sequence <= 8192 + 1024 + 128
     assert (c.rollout.group_size, c.rollout.temperature, c.rollout.top_p, c.rollout.top_k) == (8, 0.5, 0.95, 0)
     assert c.rollout.engine == "vllm"
+    assert (c.train.prompts_per_step, c.train.steps) == (24, 19_938 // 24)  # 3 trainers x 8 x 8 accumulated / 8
     assert (c.retrieval.retriever, c.retrieval.merge, c.retrieval.top_n) == ("hybrid", "halves", 2)
     assert c.retrieval.url == "http://localhost:8931"
     assert (c.train.lr, c.train.schedule, c.train.warmup_steps) == (1e-5, "constant", 10)
     assert (c.train.betas, c.train.grad_clip) == ((0.9, 0.99), 0.1)
-    assert (c.train.save_every, c.train.eval_every, c.train.steps) == (100, 100, 19_938 // 8)
+    assert (c.train.save_every, c.train.eval_every, c.train.steps) == (100, 100, 19_938 // 24)
     assert (c.loss.recipe, c.loss.kl_coef, c.reward.musique) == ("dr_grpo", 0.0, "head")
     plan = batch_plan(c)
-    assert (plan.prompts, plan.rollouts, plan.updates) == (8, 64, 1)  # 8 a device, 8 of them accumulated
+    assert (plan.prompts, plan.rollouts, plan.updates) == (24, 192, 1)  # 3 trainers x 8 x 8 accumulated
     assert (c.data.order, c.eval.temperature, c.eval.max_tokens) == ("by_hops", 0.5, c.rollout.max_tokens)
     tandem = load("musique_tandem")
     # With two models on a card, half as many rows fit; neither tokens nor updates depend on it.
