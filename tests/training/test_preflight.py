@@ -486,3 +486,14 @@ def test_a_reward_that_is_passed_is_tried_before_any_weight(
     monkeypatch.setattr(tandemrl.training.build, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(GraderError, match=r"^reward reward, row math500/1: ZeroDivisionError"):
         train(load("quickstart", arguments), reward=lambda row, text: 1 / 0, quiet=True)
+
+
+def test_a_dry_run_asks_the_retrieval_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [*MULTIHOP, "retrieval.retriever=search", "retrieval.url=http://127.0.0.1:9", "retrieval.timeout_s=1"]
+    config = load("quickstart", [*keys, "data.train=[synthetic:hops:train:4]"])
+    dry = Preflight(config, downloads=False)
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 \(retrieval\.url\) failed 1 time"):
+        dry.checks["retrieval.url"]()
+    monkeypatch.setattr("tandemrl.training.preflight.make_retriever", lambda config: lambda row, query, count: [query])
+    assert "1 document(s) for the question of row synthetic/hops/train/0" in dry.checks["retrieval.url"]()
+    assert "retrieval.url" not in Preflight(config).checks

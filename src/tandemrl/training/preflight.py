@@ -43,6 +43,7 @@ from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environmen
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
+from tandemrl.rollout.envs.retrieval import make_retriever
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
@@ -113,6 +114,7 @@ class Preflight:
             **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
+            **({"retrieval.url": self.retrieval} if self._asks_a_service else {}),
             "data.train": self.train_data,
             **({"data.eval": lambda: self.evaluated_data(self.heldout)} if config.train.eval_every else {}),
             **({"data.monitor": lambda: self.evaluated_data(self.monitored)} if config.data.monitor else {}),
@@ -333,6 +335,22 @@ class Preflight:
             raise ConfigError(str(error)) from None
         reading.warn(path)
         return f"{path}: {configuration.model_type}, {reading.words()}"
+
+    @property
+    def _asks_a_service(self) -> bool:
+        """Whether a dry run is to ask the retrieval service. (A run asks it with its first query.)"""
+        config = self.config
+        return not self.downloads and config.rollout.environment_kind.searches and config.retrieval.url is not None
+
+    def retrieval(self) -> str:
+        """Ask the retrieval service one query, about the first row."""
+        config, row = self.config.retrieval, self.rows[0]
+        query = str(row.messages[-1]["content"])
+        try:
+            found = make_retriever(replace(config, retries=0))(row, query, 1)
+        except BrokenEnvironmentError as error:
+            raise ConfigError(str(error)) from None
+        return f"{config.url}: {len(found)} document(s) for the question of row {row.example_id}"
 
     @property
     def _ranks_here(self) -> bool:
