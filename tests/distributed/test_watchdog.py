@@ -25,7 +25,7 @@ from tandemrl.rewards import scoring
 from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout import torch_engine
+from tandemrl.rollout import batch_engine
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -175,7 +175,7 @@ def ask_a_judge() -> int:
 def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of decoding, a program, a reply: a phase of many of them may take longer than the time-out."""
     counted = Counted()
-    for module in (torch_engine, scoring, http_client):
+    for module in (batch_engine, scoring, http_client):
         monkeypatch.setattr(module, "stamp", counted.stamp)
     monkeypatch.setattr(http_client, "WATCHDOG", counted)
     parts = work()
