@@ -115,7 +115,7 @@ def verdict(config: Config, recipe: Recipe) -> tuple[str, str] | None:
     """
     record = Path(config.output_dir, "metrics.jsonl")
     every = [line for _, line in read_json_lines(record)] if record.is_file() else []
-    lines = [line for line in every if line["step"]]  # that of step 0 is an evaluation
+    lines = [line for line in every if line.get("step") != 0]  # that of step 0 is an evaluation
     shares = [lessons(line, recipe) for line in lines]
     if not shares or fmean(shares) >= HARDLY:
         return None
