@@ -50,8 +50,8 @@ def test_special_tokens_stay_and_the_ends_of_both_authors_go(thinker: PreTrained
 
 @pytest.mark.parametrize("opened", ["", "<think>\n", "<think>\n\n</think>\n\n"])
 def test_what_the_template_opens_is_told(thinker: PreTrainedTokenizerFast, opened: str) -> None:
-    asked = [{"role": "user", "content": "a\nAssistant: b"}, {"role": "assistant", "content": "a"}] * 2
-    ids = chat_tokens(thinker, asked, "row", {"opened": opened})
+    asked = [{"role": "user", "content": "a\nAssistant: b"}, {"role": "assistant", "content": "a"}]
+    ids = chat_tokens(thinker, [*asked, asked[0]], "row", {"opened": opened})
     assert ResponseReader(thinker).opened(ids) == opened
     text = "User: a\nAssistant: b.\n<think>"
     rendered = Row("r", ({"role": "user", "content": text},), "x", "1", {RENDERED: True})

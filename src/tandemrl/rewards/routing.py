@@ -247,7 +247,7 @@ def reward_names(options: RewardConfig) -> list[str]:
     return list(dict.fromkeys(name for rewards in named for name in _names(rewards)))
 
 
-def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Score:
+def score_text(row: Row, text: str | Response, options: RewardConfig | None = None) -> Score:
     r"""Score one response in this process. It may run for ever on hostile LaTeX: `scoring.Scorer` has a time limit.
 
     Raises:

@@ -1,6 +1,6 @@
 """Scores finished completions, and groups them by prompt."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -42,14 +42,14 @@ class ResponseReader:
             turns[-1].pop()
         return self.of_turns(turns, completion.tokens.tolist(), opened)
 
-    def of_turns(self, turns: Sequence[Any], ids: Sequence[int], opened: str = "") -> Response:
+    def of_turns(self, turns: Sequence[Any], ids: Iterable[Any], opened: str = "") -> Response:
         """The response of turns, of which all tokens after the prompt are ``ids``."""
         written = [*map(self._ended, turns)]
         text = "\n".join(self._tokenizer.batch_decode(written))
         plain = text
         if not self._special.isdisjoint(chain(*written)):
             plain = "\n".join(self._tokenizer.batch_decode(written, skip_special_tokens=True))
-        return Response(text, plain, opened, tuple(ids))
+        return Response(text, plain, opened, tuple(map(int, ids)))
 
     def opened(self, prompt: Sequence[int], row: Row | None = None) -> str:
         """What a prompt holds after the markup before an answer: the beginning of the response."""
@@ -63,12 +63,12 @@ class ResponseReader:
             return opened if found else ""
         return ""
 
-    def _ended(self, turn: Sequence[int]) -> list[int]:
+    def _ended(self, turn: Iterable[Any]) -> list[int]:
         """A turn without its end and without padding."""
-        turn, kept = [*map(int, turn)], len(turn)
-        while kept and turn[kept - 1] in self._ends:
-            kept -= 1
-        return turn[:kept]
+        ids = [*map(int, turn)]
+        while ids and ids[-1] in self._ends:
+            ids.pop()
+        return ids
 
 
 def _header(tokenizer: Any) -> str:
