@@ -164,7 +164,7 @@ def test_whole_turns_are_drawn_in_training_and_evaluated(strangers: Path, tmp_pa
 def test_episodes_of_both_are_evaluated(strangers: Path, tmp_path: Path) -> None:
     settings = config(strangers, tmp_path, *SETTINGS, *EVALUATED)
     found = evals.evaluate(settings, model=strangers / "senior", out=tmp_path)
-    assert list(found) == ["pass-at-k", "tandem", "handoff", "legibility"]
+    assert list(found) == ["pass-at-k", "tandem", "handoff", "legibility", "junior"]
     for phase in ("tandem", "handoff"):
         read = evals.read_samples(tmp_path / f"{phase}.samples.jsonl")
         assert {sample.turns for sample in read} > {1}

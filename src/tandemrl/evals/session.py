@@ -207,7 +207,8 @@ class Session:
             settings = "rollout.engine=torch and rollout.draft_tokens=0"
             return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
         if self.has_episodes and (why := self._acting[1]) is not None:
-            return reasons | dict.fromkeys(BY_TEXT, f"needs both in the environment: {why}")
+            phases: tuple[Phase, ...] = (*BY_TEXT, "junior")
+            return reasons | dict.fromkeys(phases, f"needs both in the environment: {why}")
         able = WRITTEN_TOGETHER if self.endpoint is not None else BY_TEXT  # a server gives no log-probs of a text
         return {phase: reason for phase, reason in reasons.items() if phase not in able}
 

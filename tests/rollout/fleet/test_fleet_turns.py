@@ -161,7 +161,7 @@ def test_a_worker_makes_the_environment_of_the_config_or_has_a_copy_of_one_that_
         assert runner is not None
         made = pickle.loads(pickle.dumps(runner.elsewhere(config)))()
         assert type(made.caller) is type(runner.caller) is kind
-        assert made._ends == runner._ends
+        assert made.ends == runner.ends
         assert type(made.environment) is small_world.Talk
         assert made.environment is not runner.environment
         for rendering, same in ((made.rendering, runner.rendering), (made.junior_rendering, runner.junior_rendering)):
