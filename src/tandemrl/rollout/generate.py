@@ -106,7 +106,7 @@ def generate(
     def source(model: Model, path: str, **more: Any) -> ModelSource:
         def load() -> PreTrainedModel:
             own = isinstance(model, PreTrainedModel)
-            return prepare(model) if own else load_model(path, dtype=dtype, device=on)  # type: ignore[arg-type]
+            return prepare(model) if own else load_model(path, dtype=dtype, device=on)  # type: ignore[arg-type]  # narrowed by `own`
 
         return ModelSource(path, load, **more)
 
