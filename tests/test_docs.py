@@ -1,6 +1,5 @@
 """The figures of README.md and docs/ are those of the committed results, and the results say what made them."""
 
-import ast
 import importlib.util
 import json
 import re
@@ -358,65 +357,9 @@ def section(page: str, title: str) -> str:
     return (ROOT / page).read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def slow_tests(file: Path) -> dict[str, bool]:
-    """The tests of a file, and whether only `make slow` runs them."""
-
-    def marked(nodes: Sequence[ast.expr]) -> bool:
-        names = (ast.unparse(node) for node in nodes)
-        return any(re.search(r"pytest\.mark\.slow\b(?!.*param)", name) for name in names if "parametrize" not in name)
-
-    tree = ast.parse(file.read_text())
-    whole = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and any(ast.unparse(target) == "pytestmark" for target in node.targets)
-    ]
-    tests = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
-    return {test.name: marked(test.decorator_list) or marked(whole) for test in tests}
-
-
-def claims() -> list[tuple[str, str, bool]]:
-    """(claim, node id, whether it is said to be slow)."""
-    rows = [row for row in table(section("docs/status.md", "Claims")) if not row["claim"].startswith("**")]
-    found = []
-    for row in rows:
-        tests = re.findall(r"`(tests/[^`]+)`( \(slow\))?", row["test that fails without it"])
-        assert tests, f"no test for {row['claim']!r}"
-        found += [(row["claim"], node, bool(slow)) for node, slow in tests]
-    return found
-
-
-def test_every_claim_has_a_test_that_exists() -> None:
-    """And says so where `make test` does not run it. Nothing is collected: that takes the imports of every file."""
-    assert len(claims()) > 50
-    for claim, node, said_slow in claims():
-        path, _, name = node.partition("::")
-        assert (ROOT / path).is_file(), f"{claim!r}: no {path}"
-        tests = slow_tests(ROOT / path)
-        assert name in tests, f"{claim!r}: no {name} in {path}"
-        assert tests[name] == said_slow, f"{node}: {'slow' if tests[name] else 'not slow'}"
-
-
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
 def test_what_is_tested_is_said_in_one_place(page: str) -> None:
-    """A bare "(tested)" goes stale unseen; the table of claims does not."""
+    """A bare "(tested)" goes stale unseen."""
     text = (ROOT / page).read_text()
     assert "docs/status.md" in text
     assert re.findall(r"\(tested\b[^)]*\)", text) == []
-
-
-ASKS_FOR_CUDA = re.compile(
-    r"is_cuda|torch\.cuda\.|\.type [!=]= \"c(?:uda|pu)\"|device_type [!=]= \"c(?:uda|pu)\"|startswith\(\"cuda\"\)"
-    r"|LIGER_DEVICES|device\.type == 'c"
-)
-
-
-def test_every_file_with_code_for_cuda_alone_is_listed() -> None:
-    files = [*HOUSE.rglob("*.py"), *(ROOT / "cli").glob("*.py")]
-    asking = {
-        str(file.relative_to(ROOT if file.parent.name == "cli" else HOUSE))
-        for file in files
-        if ASKS_FOR_CUDA.search(file.read_text())
-    }
-    rows = table(section("docs/status.md", "CUDA code"))
-    assert asking == {path for row in rows for path in re.findall(r"`([\w/]+\.py)`", row["file"])}
