@@ -1,41 +1,25 @@
 """Engines that decode a ``DecodingBatch`` step by step, and their open calls."""
 
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 
 import torch
-from torch import Tensor
 
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.rollout.call import Event, Finished, NewTokens, run
-from tandemrl.rollout.control import Aborts
+from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import DraftLength
-from tandemrl.rollout.engine import (
-    Completion,
-    EngineError,
-    EngineInfo,
-    Passes,
-    Reply,
-    Request,
-    Responder,
-    StopReason,
-    Turn,
-    check_request,
-)
+from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Turn
+from tandemrl.rollout.open_call import CallEngine, OpenCall
 from tandemrl.rollout.partner import MakePartner, check_partnered
 from tandemrl.rollout.two_vocabularies import TwoVocabularies
-from tandemrl.selection import Who
 from tandemrl.selection.words import vocabulary_of
 
 
-class BatchEngine(ABC):
-    """An engine that decodes a ``DecodingBatch``. One call of it is open at a time.
+class BatchEngine(CallEngine):
+    """An engine that decodes a ``DecodingBatch``.
 
     Args:
         decoder: what its batches decode with.
@@ -53,28 +37,14 @@ class BatchEngine(ABC):
         policy_version: int = 0,
         make_partner: MakePartner | None = None,
     ) -> None:
+        super().__init__()
         self._decoder, self.vocabulary, self.context = decoder, decoder.vocabulary, context
         self.max_rows, self.has_junior, self.policy_version = max_rows, has_junior, policy_version
         self.passes = Passes()
         self._make_partner = make_partner
         self._spelling = None if make_partner is None else vocabulary_of(decoder.tokenizer)
-        self._busy, self._owner = threading.Lock(), 0
-        self._call: BatchCall | None = None
         self._draft_length: DraftLength | None = None
         self._half_loaded = False
-
-    @property
-    @abstractmethod
-    def info(self) -> EngineInfo: ...
-
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
-
-    @abstractmethod
-    def fingerprint(self, who: Who = "senior") -> int: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     @abstractmethod
     def make_batch(
@@ -87,65 +57,14 @@ class BatchEngine(ABC):
         """Whether the junior has a vocabulary of its own."""
         return self._make_partner is not None
 
-    def open(self, *, turns: bool = False) -> "BatchCall":
-        """Open a call, which requests of any kind can join. Close it after use: it is a context.
+    def check(self, index: int, request: Request) -> None:
+        super().check(index, request)
+        check_partnered(index, request, apart=self.apart)
 
-        A call of another thread is waited for, as ``load_weights`` waits for this one.
-
-        Raises:
-            EngineError: a call of this thread is open.
-        """
-        return self._open(turns=turns, streams=True, anything=True)
-
-    def _open(self, *, turns: bool, streams: bool, anything: bool) -> "BatchCall":
-        self._acquire()
+    def make_call(self, *, turns: bool, streams: bool, anything: bool) -> "BatchCall":
         if self._half_loaded:
-            self._release()
             raise EngineError("a load of weights was cut off, so some are old and some new; load all of them again")
-        self._call = BatchCall(self, turns=turns, streams=streams, anything=anything)
-        return self._call
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
-    ) -> list[list[Completion]]:
-        with self._open(turns=responder is not None, streams=False, anything=False) as call:
-            return run(call, requests, progress=progress, responder=responder)
-
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        if (call := self._call) is not None:
-            call.abort(keys)
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """A context in which no call is open.
-
-        Raises:
-            EngineError: a call of this thread is open.
-        """
-        self._acquire()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _acquire(self) -> None:
-        if self._owner == threading.get_ident():
-            raise EngineError("a call of this engine is open in this thread; end it first")
-        self._busy.acquire()
-        self._owner = threading.get_ident()
-
-    def _release(self) -> None:
-        self._owner, self._call = 0, None
-        self._busy.release()
-
-    def closed(self, call: "BatchCall") -> None:
-        """Hear that a call is over."""
-        if self._call is call:
-            self._release()
+        return BatchCall(self, turns=turns, streams=streams, anything=anything)
 
     def draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
         """The function (live rows, passes so far) -> length of the next draft, or None for a call without drafts."""
@@ -157,7 +76,7 @@ class BatchEngine(ABC):
         return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
 
 
-class BatchCall:
+class BatchCall(OpenCall[Row]):
     """A `call.Call`. Between two steps, new rows and rows whose next turn begins join the batch. A row that waits for
     an answer takes no place in it: its keys and values are kept apart.
 
@@ -168,34 +87,19 @@ class BatchCall:
         anything: whether requests of any kind may join later; else those of the first ``submit`` decide.
     """
 
-    def __init__(self, engine: "BatchEngine", *, turns: bool, streams: bool, anything: bool) -> None:
-        self._engine, self._turns, self._streams, self._anything = engine, turns, streams, anything
+    def __init__(self, engine: BatchEngine, *, turns: bool, streams: bool, anything: bool) -> None:
+        super().__init__(engine, turns=turns, streams=streams)
+        self._engine, self._anything = engine, anything
         self._batch: DecodingBatch | None = None
-        self._rows: dict[int, Row] = {}
-        """By number: those that were not taken."""
         self._waiting: list[Row] = []
         self._inside: set[int] = set()
         """The numbers of rows in the batch that have not ended."""
-        self._awaited: dict[int, Row] = {}
         self._ready: list[tuple[Row, Sequence[int]]] = []
         """Rows that can go on, each with the tokens of its answer."""
-        self._over: list[Row] = []
-        """Rows that have ended since the last step."""
-        self._aborts, self._aborted = Aborts(), set[int]()
         self._free, self._size = set[int](), 0
         self._length: Callable[[int, Passes], int] | None = None
-        self.version, self.steps, self.written = engine.policy_version, 0, 0
-
-    def __enter__(self) -> "BatchCall":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
-        """Give up what is left, and let others use the engine."""
         if self._batch is not None:
             self._engine.passes = self._batch.passes
         self._engine.closed(self)
@@ -204,8 +108,7 @@ class BatchCall:
     def submit(self, requests: Sequence[Request]) -> list[int]:
         engine = self._engine
         for i, request in enumerate(requests):
-            check_request(i, request, engine)
-            check_partnered(i, request, apart=engine.apart)
+            engine.check(i, request)
         pairs = [(request, key) for request in requests for key in request.keys]
         numbers = self._numbers(len(pairs))
         rows = [Row(request, key, number) for number, (request, key) in zip(numbers, pairs, strict=True)]
@@ -298,43 +201,19 @@ class BatchCall:
         self._awaited[row.number] = row
         return Turn(row.number, row.request.task, row.index, batch.own_tokens(row).numpy().copy(), row.stop_reason)
 
-    def answer(self, reply: Reply) -> None:
-        if (row := self._awaited.pop(reply.number, None)) is None:
-            if reply.number in self._aborted:
-                return  # it comes too late
-            raise EngineError(f"a reply to completion {reply.number}, of which no turn waits for one")
-        context, vocabulary = reply.context, self._engine.vocabulary
-        if not context:
-            self._end(row, reply.stop_reason or row.stop_reason)
-        elif row.own_left == 0 or row.observed + len(context) > row.request.observation_tokens:
-            self._end(row, "length")
-        elif min(context) < 0 or max(context) >= vocabulary:
-            raise EngineError(f"completion {row.number}: a reply has a token outside the vocabulary of {vocabulary}")
-        elif isinstance(self._batch, TwoVocabularies) and not reply.junior_context:
+    def _go_on(self, row: Row, reply: Reply) -> None:
+        if isinstance(self._batch, TwoVocabularies) and not reply.junior_context:
             raise EngineError(
                 f"completion {row.number}: a reply has no context for the junior, which has another vocabulary; set "
                 "junior_context"
             )
-        else:
-            row.junior_context = reply.junior_context
-            self._ready.append((row, context))
-
-    def _end(self, row: Row, reason: StopReason | None) -> None:
-        row.end(reason)
-        self._over.append(row)
-
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        self._aborts.add(keys)
+        row.junior_context = reply.junior_context
+        self._ready.append((row, reply.context))
 
     def _end_aborted(self, batch: DecodingBatch) -> None:
-        """End what was aborted. Answers that still come for it are ignored."""
         keys = self._aborts.take()
         batch.abort(keys)
-        apart = [*self._awaited.values(), *(row for row, _ in self._ready)]
-        for row in [row for row in (*apart, *self._waiting) if row.key in keys]:
-            self._end(row, "abort")
-            self._aborted.add(row.number)
-            self._awaited.pop(row.number, None)
+        self._end_apart(keys, [*self._awaited.values(), *(row for row, _ in self._ready), *self._waiting])
         self._ready = [(row, context) for row, context in self._ready if not row.over]
         self._waiting = [row for row in self._waiting if not row.over]
 
@@ -346,10 +225,6 @@ class BatchCall:
         batch.release(numbers)
         self._free.update(set(numbers) - self._aborted)  # an answer may still come for an aborted one
         return done
-
-    @property
-    def awaits(self) -> bool:
-        return bool(self._awaited)
 
     @property
     def idle(self) -> bool:

@@ -66,6 +66,10 @@ class Call(Protocol):
         """The completions of sequences that have ended. Their numbers may then stand for new sequences."""
         ...
 
+    def close(self) -> None:
+        """Give up what is left, and let others use the engine."""
+        ...
+
     @property
     def awaits(self) -> bool:
         """Whether a sequence waits for an answer."""
