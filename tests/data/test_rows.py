@@ -102,6 +102,21 @@ def test_bad_row_names_file_line_and_field(tmp_path, record, field):
     assert field in str(error.value)
 
 
+@pytest.mark.parametrize("reward", [{}, {"reward_model": {}}, {"reward_model": {"ground_truth": None}}])
+def test_ungraded_rows_need_no_ground_truth(tmp_path, reward):
+    record = {name: value for name, value in verl().items() if name != "reward_model"} | reward
+    [row] = load_rows([jsonl(tmp_path / "rows.jsonl", record)], graded=False)
+    assert (row.ground_truth, row.raw_ground_truth) == ("", None)
+    assert row.messages == load_rows([jsonl(tmp_path / "one.jsonl", verl())])[0].messages
+
+
+def test_ungraded_rows_keep_what_they_have_and_are_checked_otherwise(tmp_path):
+    whole = jsonl(tmp_path / "whole.jsonl", verl())
+    assert load_rows([whole], graded=False) == load_rows([whole])
+    with pytest.raises(DataError, match="'data_source'"):
+        load_rows([jsonl(tmp_path / "one.jsonl", {"prompt": "q"})], graded=False)
+
+
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{oops\n')
     (tmp_path / "b.jsonl").write_text(json.dumps(verl()) + "\n{oops\n")

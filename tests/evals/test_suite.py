@@ -45,7 +45,7 @@ from tandemrl.config import (
     load,
 )
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import Prompt, Row, encode_prompts
+from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.loading import load_tokenizer, prepare
@@ -118,6 +118,16 @@ def test_result_file_has_the_schema(phase, tmp_path, name):
         authors = [int(who) for who, count in (run.split(":") for run in runs) for _ in range(int(count))]
         assert len(authors) == sample.length
         assert np.mean(authors) == pytest.approx(sample.senior_share)
+
+
+def test_what_grades_nothing_needs_no_ground_truths(phase, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"data_source": "mine", "prompt": "How many?"}\n')
+    unscored = {name: phase(name, data=[str(file)])["metrics"]["macro"] for name in ("legibility", "drift")}
+    assert [metrics["samples"] for metrics in unscored.values()] == [2, 2]
+    for name in ("pass-at-k", "tandem", "junior"):
+        with pytest.raises(DataError, match=r"rows\.jsonl, line 1, field 'reward_model'"):
+            phase(name, data=[str(file)])
 
 
 def test_with_equal_weights_handing_over_changes_no_text(phase, pair, tmp_path):

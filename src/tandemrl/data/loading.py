@@ -17,7 +17,7 @@ from tandemrl.data.synthetic import PAIRS, SPLITS, generate
 from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines
 
 
-def load_rows(sources: Sequence[str]) -> list[Row]:
+def load_rows(sources: Sequence[str], *, graded: bool = True) -> list[Row]:
     """All rows of all sources, in order, with ids that are unique over the whole list.
 
     A row's id is ``data_source[/split]/index``, where the index is ``extra_info.index`` or else the line (from 1). The
@@ -26,6 +26,8 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
     Args:
         sources: each a ``.jsonl`` or ``.parquet`` file in verl's row schema or GSM8K's raw one,
             ``synthetic:PAIR:SPLIT[:COUNT]``, or ``hf:REPO:CONFIG:SPLIT``.
+        graded: whether responses to the rows will be graded. If not, rows in verl's schema and those of the hub need no
+            ground truth; one that is missing is the empty text.
 
     Raises:
         DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
@@ -41,7 +43,7 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
         first[file] = source
     rows: list[Row] = []
     for source in sources:
-        loaded = list(_load(str(source)))
+        loaded = list(_load(str(source), graded))
         if not loaded:
             raise DataError(f"{source}: no rows; give a file with a problem on each line")
         rows += loaded
@@ -138,13 +140,13 @@ def load_hub(repo: str, config: str | None, split: str | None, *, where: str) ->
         raise DataError(f"{where}: could not be loaded: {type(error).__name__}: {error}") from error
 
 
-def _load(source: str) -> Iterator[Row]:
+def _load(source: str, graded: bool) -> Iterator[Row]:
     kind, _, rest = source.partition(":")
     if kind == "synthetic":
         return _synthetic(source, rest.split(":"))
     if kind == "hf":
-        return _hub(source, rest.split(":"))
-    return _file(Path(source).expanduser())
+        return _hub(source, rest.split(":"), graded)
+    return _file(Path(source).expanduser(), graded)
 
 
 def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
@@ -157,16 +159,16 @@ def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
     return iter(generated_rows(pair, split, count, 0))
 
 
-def _hub(source: str, parts: list[str]) -> Iterator[Row]:
+def _hub(source: str, parts: list[str], graded: bool) -> Iterator[Row]:
     if len(parts) != 3 or not all(parts):
         raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
     repo, config, split = parts
     records = enumerate(load_hub(repo, config, split, where=source), 1)
-    read = _without_nulls
-    return (parse_row(read(record), f"{source}, line {line}", line, repo=repo, split=split) for line, record in records)
+    parse = partial(parse_row, split=split, repo=repo, graded=graded)
+    return (parse(_without_nulls(record), f"{source}, line {line}", line) for line, record in records)
 
 
-def _file(path: Path) -> Iterator[Row]:
+def _file(path: Path, graded: bool) -> Iterator[Row]:
     if not path.is_file():
         known = next((name for name in BUILT if name in str(path).lower()), None)
         build = f"; build it with `tandemrl data build {known}`" if known else ""
@@ -177,8 +179,8 @@ def _file(path: Path) -> Iterator[Row]:
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
         )
     read = _without_nulls if path.suffix == ".parquet" else (lambda record: record)
-    records = read_records(path)
-    return (parse_row(read(record), f"{path}, line {line}", line, split=path.stem) for line, record in records)
+    parse = partial(parse_row, split=path.stem, graded=graded)
+    return (parse(read(record), f"{path}, line {line}", line) for line, record in read_records(path))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -189,13 +191,16 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | None = None) -> Row:
+def parse_row(
+    record: Any, where: str, line: int, *, split: str, repo: str | None = None, graded: bool = True
+) -> Row:
     """The row of a record, whose schema is recognised by its fields.
 
     Args:
         where: the beginning of an error message.
         line: the number of the record, from 1, which stands for a missing index.
         repo: the repository on the hub, which becomes the ``data_source`` of records with just a problem and an answer.
+        graded: see `load_rows`.
 
     Raises:
         DataError: the record has none of the known schemas, or is malformed.
@@ -205,7 +210,7 @@ def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | Non
         if record.get(name) not in (None, "", [], {}, ()):
             raise DataError(f"{where}, field {name!r}: does not reach the prompt; {fix}")
     if "prompt" in record:
-        return _verl_row(record, where, line)
+        return _verl_row(record, where, line, graded)
     question = record.get("question")
     if repo in (None, GSM8K) and question is not None:
         answer, asked = _text(record, "answer", where), _text(record, "question", where)
@@ -219,7 +224,7 @@ def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | Non
             example_id=f"{repo}/{split}/{line - 1}",
             messages=({"role": "user", "content": problem},),
             data_source=repo,
-            ground_truth=_ground_truth(record.get("answer"), f"{where}, field 'answer'"),
+            ground_truth=_ground_truth(record.get("answer"), f"{where}, field 'answer'", graded),
             extra_info={"split": split, "index": line - 1},
         )
     raise DataError(
@@ -240,11 +245,13 @@ _UNREAD = {
 """Columns that other libraries show to a model."""
 
 
-def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
+def _verl_row(record: Mapping[str, Any], where: str, line: int, graded: bool) -> Row:
     if record.get("data_source") is None:
         raise DataError(f"{where}, field 'data_source': missing; write a string there. {_SCHEMA}")
     data_source = _text(record, "data_source", where)
     reward_model = record.get("reward_model")
+    if reward_model is None and not graded:
+        reward_model = {}
     if not isinstance(reward_model, Mapping):
         found = 'missing; write {"ground_truth": ANSWER}' if reward_model is None else f"found {reward_model!r}"
         raise DataError(f"{where}, field 'reward_model': expected an object with ground_truth, {found}")
@@ -262,16 +269,18 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
         example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
         messages=messages_of(record["prompt"], where),
         data_source=data_source,
-        ground_truth=_ground_truth(truth, f"{where}, field 'reward_model.ground_truth'"),
+        ground_truth=_ground_truth(truth, f"{where}, field 'reward_model.ground_truth'", graded),
         extra_info=dict(extra),
         ability=ability or "",
         raw_ground_truth=None if isinstance(truth, str) else truth,
     )
 
 
-def _ground_truth(value: Any, where: str) -> str:
+def _ground_truth(value: Any, where: str, graded: bool) -> str:
     """A ground truth as text: strings as they are, numbers in Python's notation, structures as JSON."""
     if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+        if not graded:
+            return ""
         raise DataError(f"{where}: missing, empty or NaN; write the correct answer there, or leave the row out")
     if isinstance(value, str):
         return value

@@ -37,6 +37,7 @@ WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift", "junior")
 BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
 """Those of them in which the two may have vocabularies of their own."""
+UNSCORED: tuple[Phase, ...] = ("legibility", "drift")
 _TRAINING_ONLY = ("train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -62,6 +63,7 @@ class Session:
         self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
         self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
+        self._graded = self.has_episodes or any(phase not in UNSCORED for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
@@ -214,8 +216,8 @@ class Session:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """All rows of the data, before ``limit``."""
-        return load_rows(self.config.data.eval)
+        """All rows of the data, before ``limit``. They need ground truths if a phase grades, or an environment may."""
+        return load_rows(self.config.data.eval, graded=self._graded)
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:

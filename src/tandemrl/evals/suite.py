@@ -25,7 +25,7 @@ from tandemrl.evals.protocol import (
 )
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.remote import Endpoint, play
-from tandemrl.evals.session import NEED_JUNIOR, WRITTEN_TOGETHER, Session
+from tandemrl.evals.session import NEED_JUNIOR, UNSCORED, WRITTEN_TOGETHER, Session
 from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import ThreadCalls
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -37,8 +37,6 @@ from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
 """The phases that evaluate the texts of ``pass-at-k``. They use its samples if they exist, and else write the same."""
-
-UNSCORED: tuple[Phase, ...] = ("legibility", "drift")
 
 Progress = Callable[[str, int, int], None]
 """A function that is called with ``(what, done, total)``, such as ``("tandem: tokens", 512, 4096)``. The total of
