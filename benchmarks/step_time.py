@@ -47,10 +47,11 @@ from _common import (
 )
 
 from tandemrl.config import Config, load
+from tandemrl.data.messages import Response
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
 from tandemrl.rewards.math.boxed import Score
-from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.scoring import Answer, Graded, Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request
 from tandemrl.training.build import build
 from tandemrl.training.loop import loop
@@ -220,8 +221,8 @@ def shorter(completion: Completion, length: int) -> Completion:
 class DigitScorer(Scorer):
     """Fraction of digits in the text."""
 
-    def score(self, items: Sequence[tuple[Row, str]], transcripts: object = None) -> list[Score]:
-        return [Score(digit_fraction(text), {}, None) for _, text in items]
+    def graded(self, items: Sequence[Answer], *_: object, **__: object) -> list[Graded]:
+        return [Graded(Score(digit_fraction(Response.of(text).text), {}, None)) for _, text in items]
 
 
 class Stopwatch(Tracker):
