@@ -191,9 +191,7 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def parse_row(
-    record: Any, where: str, line: int, *, split: str, repo: str | None = None, graded: bool = True
-) -> Row:
+def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | None = None, graded: bool = True) -> Row:
     """The row of a record, whose schema is recognised by its fields.
 
     Args:
