@@ -70,8 +70,9 @@ docs: .venv/.docs
 
 # The figures of README.md and docs/ from the committed results; first those of RUNS, finished experiments, are taken over:
 # make figures RUNS="runs/paper-claims runs/ablations"
-figures: .venv/.core
+figures: .venv/.dev
 	$(BIN)/python docs/refresh.py $(RUNS)
+	$(BIN)/python docs/plots.py
 
 # The outputs of the notebooks, by executing them: a quarter of an hour on two cores.
 notebooks: .venv/.dev

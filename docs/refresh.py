@@ -12,7 +12,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,25 +20,14 @@ from tandemrl.apps.experiments.experiment import SCHEMA
 from tandemrl.apps.report import read_results
 from tandemrl.apps.report.records import Setting
 from tandemrl.apps.report.tables import (
-    ACCEPTANCE,
-    DRIFT,
-    HANDOFF,
-    JARGON_RATE,
     JUNIOR_CE,
     JUNIOR_FIRST,
-    LENGTH,
-    REPAIRS,
     SENIOR_FIRST,
-    SENIOR_THEN_JUNIOR,
-    SENIOR_TURN_FIRST,
     SOLO,
     TANDEM,
     Column,
-    claims_table,
-    differences_table,
     headline_table,
     markdown_table,
-    seeds_table,
 )
 from tandemrl.data.loading import load_rows
 from tandemrl.evals.files import read_samples
@@ -49,7 +37,7 @@ from tandemrl.files import write_text
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BENCHMARKS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "speed.md")
+PAGES = (ROOT / "README.md", DOCS / "speed.md")
 PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
     ("quickstart", ("jargon",)): "quickstart_three_seeds.json",
@@ -71,9 +59,6 @@ TEXTS = 5
 """Of how many problems texts are kept."""
 
 CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
-OF_AGENTS = (SOLO, TANDEM, SENIOR_THEN_JUNIOR, SENIOR_TURN_FIRST, JUNIOR_CE)
-BY_HOPS = (Column("solo, 2 hops", "", "solo/hops=2/pass@1"), Column("solo, 3 hops", "", "solo/hops=3/pass@1"))
-REPAIRED = Column("slips repaired by the next line", "", "handoff/repaired")
 
 
 # --------------------------------------------------------------------------------------------------------- experiments
@@ -116,12 +101,6 @@ def headline(name: str, *more: Column, columns: Sequence[Column] = CORE) -> str:
     return headline_table(results(name)[1].arms, (*columns, *more)) + "\n" + source(name)
 
 
-def differences(
-    name: str, columns: Sequence[Column] = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE)
-) -> str:
-    return differences_table(results(name)[1], columns)
-
-
 def _environments() -> list[dict[str, Any]]:
     """The results of the headline on each numeric environment, that of the main table first."""
     every = [DOCS / PUBLISHED[HEADLINE], *sorted(ENVIRONMENTS.glob("*.json"))]
@@ -141,34 +120,6 @@ SPREADS = {
     "handoff pass@1, tandem − GRPO": ("tandem", "handoff/pass@1", "grpo"),
     "solo pass@1, tandem − GRPO": ("tandem", "solo/pass@1", "grpo"),
 }
-
-
-def environments() -> str:
-    """The headline on every numeric environment: a row for each, with its lowest and its highest seed."""
-    rows = []
-    for content in _environments():
-        seeds = sorted({row["seed"] for row in content["rows"]})
-        verdicts = [claim["verdict"] for claim in content["claims"]]
-        failing = [claim["claim"] for claim in content["claims"] if claim["verdict"] == "fails"]
-        rows.append(
-            [
-                ", ".join(map(str, content["numerics"].values())),
-                ", ".join(map(str, seeds)) + _refused(content),
-                f"{len(content['refused'])} of {len(seeds) + len(content['refused'])}",
-                *(" to ".join(f"{end:.3f}" for end in _spread(content, *what)) for what in SPREADS.values()),
-                f"{verdicts.count('holds')} of {len(verdicts) - verdicts.count('not asked of one seed')}"
-                + (f"; fails: {'; '.join(failing)}" if failing else ""),
-            ]
-        )
-    if not rows:
-        return "Not measured yet.\n"
-    head = ["CPU, instructions, settings", "seeds", "pairs refused", *SPREADS, "claims that hold"]
-    commits = sorted({_commits(content) for content in _environments()})
-    return (
-        markdown_table(head, rows, left=2)
-        + "\nLowest and highest seed. `tandemrl experiment paper-claims`, with the settings as environment variables, "
-        f"at {' and '.join(commits)}: files in `docs/environments/`.\n"
-    )
 
 
 def environments_sentence() -> str:
@@ -618,179 +569,12 @@ def turns() -> str:
     )
 
 
-def countdown() -> str:
-    content = json.loads((BENCHMARKS / "countdown.json").read_text())
-    arms = {"before": content["before"]} | {arm.upper(): each["after"] for arm, each in content["arms"].items()}
-    sizes = list(content["problems"])
-
-    def cell(values: Mapping[str, float], size: str) -> str:
-        mean, low, high = (values[f"countdown/{size}/pass@1{end}"] for end in ("", "/low", "/high"))
-        return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-
-    rows = [[title, *(cell(values, size) for size in sizes)] for title, values in arms.items()]
-    held = content["problems"][sizes[0]]["heldout"]
-    return (
-        markdown_table(["", *(f"{size} numbers, pass@1" for size in sizes)], rows)
-        + f"\n`{content['command']}` at commit {_commit(content['versions'])}, Python "
-        f"{content['versions']['python']}, torch {content['versions']['torch']}; one seed; {held} held-out problems of "
-        f"each size × 4 samples, 95 % intervals over problems; {_file('countdown.json')}.\n"
-    )
-
-
 def _by_fifths(fifths: Mapping[str, float]) -> str:
     return " and ".join(f"{value:.0f}" for value in fifths.values())
 
 
 def _file(name: str) -> str:
     return f"[{name}]({{root}}benchmarks/results/{name})"
-
-
-def smollm2_first() -> str:
-    content = json.loads((BENCHMARKS / "smollm2_first.json").read_text())
-    shown = sorted({int(step) for run in content["runs"] for step in run["heldout"]})
-    rows = [
-        [
-            run["title"],
-            f"{run['prompts_per_step']} × 8" if run["steps"] else "—",
-            *(f"{run['heldout'][str(step)]:.3f}" if str(step) in run["heldout"] else "—" for step in shown),
-            f"{run['pass@1']['mean']:.3f} [{run['pass@1']['low']:.3f}, {run['pass@1']['high']:.3f}]",
-        ]
-        for run in content["runs"]
-    ]
-    head = ["run", "rollouts per step", *(f"held out, step {step}" for step in shown), "afterwards"]
-    return (
-        markdown_table(head, rows)
-        + "\nHeld out: solo pass@1, 128 problems × 2. Afterwards: 256 problems × 2, with its bootstrap interval over "
-        f"problems, of the last weights. One seed. {content['models']} ({versions_of([content])}; "
-        f"{_file('smollm2_first.json')}).\n"
-    )
-
-
-def _signed(difference: Mapping[str, float]) -> str:
-    return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**difference).replace("-", "−")
-
-
-def smollm2_solo(name: str) -> str:
-    """Solo skill of the models before and after training, on more samples than the table of all phases has."""
-    content = json.loads((BENCHMARKS / name).read_text())
-    titles = {
-        "base": "before",
-        "grpo": "GRPO",
-        "grpo_8": "GRPO, half of the prompts",
-        "tandem_self": "tandem GRPO beside its copy",
-        "tandem": "tandem GRPO",
-        "sentence": "tandem GRPO by steps",
-    }
-    pairs = [(each["A"], each["B"]) for each in content["contrasts"] if each["metric"] == "pass@1"]
-    seeds = sorted({row["seed"] for row in content["rows"]})
-    arms = [arm for arm in titles if any(row["arm"] == arm for row in content["rows"])]
-
-    def cells(
-        metric: str, which: Sequence[int], interval: Callable[[Mapping[str, Any]], Mapping[str, float]]
-    ) -> list[str]:
-        values = [
-            fmean(row[metric] for row in content["rows"] if row["arm"] == arm and row["seed"] in which) for arm in arms
-        ]
-        of = {(each["A"], each["B"]): interval(each) for each in content["contrasts"] if each["metric"] == metric}
-        return [*(f"{value:.3f}" for value in values), *(_signed(of[pair]) for pair in pairs)]
-
-    rows = []
-    for metric in ("pass@1", "pass@4"):
-        for i, seed in enumerate(seeds):
-            rows.append([f"{metric}, seed {seed}", *cells(metric, [seed], lambda each, i=i: each["per_seed"][i])])
-        rows.append([f"{metric}, mean", *cells(metric, seeds, itemgetter("difference"))])
-    head = ["solo", *(titles[arm] for arm in arms), *(f"{titles[a]} − {titles[b]}" for a, b in pairs)]
-    return (
-        markdown_table(head, rows)
-        + "\nThe models of the tables above on 256 problems × 4. Intervals of a seed are over problems, those of means "
-        f"over seeds (`{content['command']}`; {versions_of([content])}; {_file(name)}).\n"
-    )
-
-
-def smollm2_longer() -> str:
-    """Solo pass@1 of GRPO by seed, where it went on."""
-    longer, shorter = (
-        json.loads(file.read_text()) for file in (BENCHMARKS / "smollm2_24_steps.json", DOCS / "smollm2.json")
-    )
-
-    def solo(content: Mapping[str, Any], arm: str) -> dict[int, float]:
-        return {row["seed"]: row["solo/pass@1"] for row in content["rows"] if row["arm"] == arm}
-
-    after = solo(longer, "grpo")
-    rows = [
-        [str(seed), *(f"{each[seed]:.3f}" for each in (solo(shorter, "base"), solo(shorter, "grpo"), after))]
-        for seed in sorted(after)
-    ]
-    return (
-        markdown_table(["seed", "before training", "GRPO, 12 steps", "GRPO, 24 steps"], rows)
-        + f"\n`{longer['command']}` at {_commits(longer)}, which went on from the checkpoints of step 12; solo pass@1, "
-        f"{longer['experiment']['problems']} problems × {longer['experiment']['samples']} "
-        f"({_file('smollm2_24_steps.json')}).\n"
-    )
-
-
-def smollm2_settings() -> str:
-    """Solo pass@1 of tandem GRPO at settings of which each changes one thing, one seed."""
-    usual = {
-        (row["arm"], row["seed"]): row["solo/pass@1"] for row in json.loads((DOCS / "smollm2.json").read_text())["rows"]
-    }
-    rows = []
-    contents = json.loads((BENCHMARKS / "smollm2_settings.json").read_text())
-    for content in contents:
-        [arm], [seed] = content["experiment"]["arms"], content["experiment"]["seeds"]
-        [after] = [row["solo/pass@1"] for row in content["rows"] if row["arm"] == arm["name"]]
-        [gain] = [
-            each["difference"]
-            for each in content["contrasts"]
-            if (each["A"], each["B"], each["phase"], each["metric"]) == (arm["name"], "base", "pass-at-k", "pass@1")
-        ]
-        changed = ", ".join(f"`{word}`" for word in shlex.split(content["command"]) if "=" in word)
-        rows.append([changed, arm["title"], f"{after:.3f}", _signed(gain), f"{usual[arm['name'], seed]:.3f}"])
-    [made_at] = {_commits(each) for each in contents}
-    head = ["changed", "arm", "solo pass@1", "− before training", "unchanged"]
-    return (
-        markdown_table(head, rows)
-        + f"\nSeed {contents[0]['experiment']['seeds'][0]}, 12 steps, 128 problems × 1, 95 % intervals over problems "
-        f"({made_at}; {_file('smollm2_settings.json')}).\n"
-    )
-
-
-def other_family() -> str:
-    content = json.loads((BENCHMARKS / "other_family.json").read_text())
-    shown = {
-        "solo pass@1": ("pass-at-k", "pass@1"),
-        "tandem pass@1": ("tandem", "pass@1"),
-        "junior CE of solo texts (nats/byte)": ("legibility", "cross_entropy_per_byte"),
-    }
-
-    def measured(when: str, phase: str, name: str) -> str:
-        each = content[when][phase]
-        return f"{each[name]:.3f} [{each[f'{name}/low']:.3f}, {each[f'{name}/high']:.3f}]"
-
-    def difference(to: str, phase: str, name: str) -> str:
-        return _signed(content[to][f"{phase}/{name}"])
-
-    rows = [
-        [
-            title,
-            *(measured(when, *metric) for when in ("before", "after")),
-            difference("differences", *metric),
-            measured("control", *metric),
-            difference("differences_to_control", *metric),
-        ]
-        for title, metric in shown.items()
-    ]
-    head = ["held out", "before", "after", "after − before", "GRPO alone, 12 steps", "after − GRPO alone"]
-    training = content["training"]
-    rewards, lost = training["reward/mean"], max(training["tandem/untranslatable"])
-    return (
-        markdown_table(head, rows)
-        + f"\n{len(rewards)} steps; mean reward of the first ten {fmean(rewards[:10]):.2f}, of the last ten "
-        f"{fmean(rewards[-10:]):.2f}; "
-        f"{fmean(training['tandem/handovers']):.1f} handovers per rollout; at most {lost:.0%} of a step's rollouts "
-        f"untranslatable; {sum(training['time/step']) / 60:.0f} minutes. 128 problems × 1, 95 % intervals over "
-        f"problems, one seed (commit {_commit(content['versions'])}; {_file('other_family.json')}).\n"
-    )
 
 
 SMOLLM2_ARMS = {
@@ -804,85 +588,6 @@ SMOLLM2_ARMS = {
 """Arms on a pretrained model, as README names them."""
 
 
-def gradient_signal() -> str:
-    """How much of a gradient is signal, and whether the signals of tandem and solo rollouts point the same way."""
-    content = json.loads((BENCHMARKS / "gradient_signal.json").read_text())
-    titles = {
-        "solo": "the senior alone",
-        "self": "beside a copy of it",
-        "weak": "beside the weaker junior",
-        "weak_group": "the same, authors drawn once for a group",
-    }
-
-    def shown(each: Mapping[str, float]) -> str:
-        return f"{each['value']:.2f} ± {each['standard_error']:.2f}"
-
-    rows = [
-        [
-            title,
-            f"{found['senior_tokens']:.1f}",
-            f"{found['reward']:.2f}",
-            shown(found["signal_share"]),
-            "—" if name == "solo" else shown(content["cosines"][f"solo, {name}"]),
-        ]
-        for name, title in titles.items()
-        for found in [content["conditions"][name]]
-    ]
-    head = [
-        "rollouts",
-        "trained tokens each",
-        "reward",
-        "signal in the gradient's square",
-        "cosine with the signal alone",
-    ]
-    return (
-        markdown_table(head, rows)
-        + f"\nGradients of {content['blocks']} batches of 8 × 8 rollouts at the weights of the first seed before "
-        "training; all rows have the same prompts. ± is a standard error (jackknife over batches). A cosine is a ratio "
-        f"of estimates, which can exceed 1 ({versions_of([content])}; {_file('gradient_signal.json')}).\n"
-    )
-
-
-def tandem_noise() -> str:
-    """What the authors' draws do to the rewards of the runs on a pretrained model."""
-    content = json.loads((BENCHMARKS / "tandem_noise.json").read_text())
-
-    def both(each: Mapping[str, float], how: str) -> str:
-        return f"{each['first']:{how}} → {each['last']:{how}}"
-
-    def explained(arm: Mapping[str, Any], of: str) -> str:
-        return f"{arm['explained'][of]['share']:.1%}" if "explained" in arm else "—"
-
-    rows = [
-        [
-            arm["title"],
-            f"{arm['senior_tokens']:,.0f}",
-            both(arm["entropy"], ".3f"),
-            both(arm["truncated"], ".1%"),
-            f"{arm['split_numbers']} of {arm['numbers']:,}" if "split_numbers" in arm else "—",
-            explained(arm, "tokens"),
-            explained(arm, "results"),
-        ]
-        for arm in content["arms"].values()
-    ]
-    head = [
-        "arm",
-        "trained tokens per step",
-        "entropy (nats), first → last third",
-        "truncated, first → last third",
-        "numbers with two authors",
-        "reward variance in a group that goes with the senior's share of tokens",
-        "… of results",
-    ]
-    every = [each for arm in content["arms"].values() for each in arm.get("explained", {}).values()]
-    chance = max(each["by_chance"] for each in every)
-    return (
-        markdown_table(head, rows)
-        + "\nAll rollouts of the runs above, three seeds. With rewards permuted within groups the last two columns "
-        f"would be at most {chance:.2%} ({versions_of([content])}; {_file('tandem_noise.json')}).\n"
-    )
-
-
 def step_shares() -> str:
     """Where the time of a step goes, in the runs on a pretrained model."""
     content = json.loads((BENCHMARKS / "tandem_noise.json").read_text())
@@ -894,22 +599,6 @@ def step_shares() -> str:
         markdown_table(["arm", "rollout", "update", "sync"], rows)
         + f"\nShares of the wall time of all steps ({versions_of([content])}; {_file('tandem_noise.json')}).\n"
     )
-
-
-def texts(name: str, which: Sequence[int]) -> str:
-    """Texts of all arms side by side, for some of the first held-out problems."""
-    content = json.loads(_texts_file(name).read_text())
-    parts = []
-    for each in (content["problems"][i] for i in which):
-        rows = [
-            [title, " ".join(found["text"].split()).replace("*", "×"), "yes" if found["correct"] else "no"]
-            for title, found in each["texts"].items()
-        ]
-        parts.append(
-            f"> {each['problem']} (*{each['answer']}*)\n\n" + markdown_table(["", "text", "correct"], rows, left=2)
-        )
-    said = f"Solo, seed {content['seed']}; lines are joined, and × stands for \\* ({_file(_texts_file(name).name)})."
-    return "\n".join([*parts, said]) + "\n"
 
 
 def smollm2_table() -> str:
@@ -930,55 +619,15 @@ README_COLUMNS = (SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "readme-claims": lambda: headline("paper_claims_jargon.json", columns=README_COLUMNS),
-    "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
-    "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
-    "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
-    "two-steps-ahead": lambda: headline("two_steps_ahead.json", JARGON_RATE),
-    "two-steps-ahead-verdicts": lambda: claims_table(results("two_steps_ahead.json")[1].claims),
-    "two-tokenizers": lambda: headline("two_tokenizers.json", JARGON_RATE),
-    "two-tokenizers-differences": lambda: differences("two_tokenizers.json"),
-    "two-tokenizers-verdicts": lambda: claims_table(results("two_tokenizers.json")[1].claims),
-    "environments": environments,
     "readme-environments": environments_sentence,
-    "ablations": lambda: headline("ablations.json", JARGON_RATE),
-    "ablations-differences": lambda: differences("ablations.json"),
-    "ablations-seeds": lambda: seeds_table(results("ablations.json")[1], (SOLO,)),
-    "repair": lambda: headline("repair.json", REPAIRS),
-    "repair-differences": lambda: differences("repair.json"),
-    "repair-seeds": lambda: seeds_table(results("repair.json")[1], (HANDOFF, REPAIRED)),
-    "hops-jargon": lambda: headline("hops_jargon.json", *BY_HOPS, JARGON_RATE, columns=OF_AGENTS),
-    "hops-jargon-differences": lambda: differences("hops_jargon.json", OF_AGENTS),
-    "hops-jargon-verdicts": lambda: claims_table(results("hops_jargon.json")[1].claims),
-    "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
-    "hops-differences": lambda: differences("hops.json", OF_AGENTS),
-    "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
     "readme-smollm2": smollm2_table,
-    "smollm2-first": smollm2_first,
-    "smollm2": lambda: headline("smollm2.json"),
-    "smollm2-more": lambda: headline_table(results("smollm2.json")[1].arms, (ACCEPTANCE, DRIFT, LENGTH)),
-    "smollm2-differences": lambda: differences("smollm2.json"),
-    "smollm2-solo": lambda: smollm2_solo("smollm2_solo.json"),
-    "smollm2-terse-solo": lambda: smollm2_solo("smollm2_terse_solo.json"),
-    "smollm2-longer": smollm2_longer,
-    "smollm2-settings": smollm2_settings,
-    "gradient-signal": gradient_signal,
-    "tandem-noise": tandem_noise,
     "step-shares": step_shares,
-    "smollm2-texts": lambda: texts("smollm2.json", (0, 1, 2)),
-    "smollm2-terse-texts": lambda: texts("smollm2_terse.json", (1, 2)),
-    "smollm2-verdicts": lambda: claims_table(results("smollm2.json")[1].claims),
-    "three-seeds": lambda: headline("quickstart_three_seeds.json", JARGON_RATE),
-    "three-seeds-verdicts": lambda: claims_table(results("quickstart_three_seeds.json")[1].claims),
-    "smollm2-terse": lambda: headline("smollm2_terse.json"),
-    "smollm2-terse-differences": lambda: differences("smollm2_terse.json"),
-    "countdown": countdown,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "speed-sentence": speed_sentence,
     "decoding": decoding,
     "two-vocabularies": two_vocabularies,
     "fleet-throughput": fleet_throughput,
-    "other-family": other_family,
     "pretrained-speed": pretrained_speed,
     "pretrained-drafts": pretrained_drafts,
     "drafting": drafting,

@@ -17,7 +17,7 @@ from tandemrl.config import Config, expected, leaves
 from tandemrl.config.loading import ELSEWHERE
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/results.md", "docs/speed.md")
+PAGES = ("README.md", "docs/speed.md")
 HEADLINE = {
     "solo pass@1": "solo/pass@1",
     "tandem pass@1": "tandem/pass@1",
@@ -99,9 +99,6 @@ def test_the_figures_are_those_of_the_committed_results(refresh: ModuleType, pag
     ("page", "name", "file"),
     [
         ("README.md", "readme-claims", "paper_claims_jargon"),
-        ("docs/results.md", "paper-claims", "paper_claims_jargon"),
-        ("docs/results.md", "ablations", "ablations"),
-        ("docs/results.md", "repair", "repair"),
     ],
 )
 def test_headline_tables_are_means_and_intervals_of_the_rows(page: str, name: str, file: str) -> None:
@@ -114,29 +111,6 @@ def test_headline_tables_are_means_and_intervals_of_the_rows(page: str, name: st
             highest = 1.0 if "pass@1" in column or "handoff, " in column or "rate" in column else np.inf
             values = of_arm(content, title, HEADLINE[column])
             assert_shows(cell, over_seeds(values, lowest=0.0, highest=highest))
-
-
-@pytest.mark.parametrize(("name", "file"), [("paper-claims", "paper_claims_jargon"), ("repair", "repair")])
-def test_differences_are_those_of_the_seeds(name: str, file: str) -> None:
-    content = json.loads((ROOT / "docs" / f"{file}.json").read_text())
-    rows = table(block("docs/results.md", f"{name}-differences"))
-    assert len(rows) >= 2
-    for row in rows:
-        a, b = row.pop("difference").split(" − ")
-        for column, cell in row.items():
-            sides = (of_arm(content, title, HEADLINE[column]) for title in (a, b))
-            differences = [x - y for x, y in zip(*sides, strict=True)]
-            assert_shows(cell, over_seeds(differences, within=errors_of(content, differences)))
-
-
-def errors_of(content: Mapping[str, Any], differences: list[float]) -> list[float]:
-    """The standard errors within the seeds of the contrast that has these differences."""
-    [seeds] = {
-        tuple((each["high"] - each["low"]) / 2 / stats.norm.ppf(0.975) for each in contrast["per_seed"])
-        for contrast in content["contrasts"]
-        if np.allclose([each["mean"] for each in contrast["per_seed"]], differences, rtol=0, atol=1e-12)
-    }
-    return list(seeds)
 
 
 def over_rounds(rounds: list[float]) -> list[float]:
@@ -166,15 +140,32 @@ def test_step_times_are_those_of_the_benchmark(name: str) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "docs").glob("*.json")))
-def test_results_name_the_commit_that_made_them_and_the_tables_name_it_too(refresh: ModuleType, file: str) -> None:
+def test_results_name_the_commit_that_made_them_and_have_a_picture(refresh: ModuleType, file: str) -> None:
     content = json.loads((ROOT / "docs" / file).read_text())
     assert file in refresh.PUBLISHED.values()
     made_by = content.get("evaluated_by", [content["versions"]])
     assert all(re.fullmatch(r"[0-9a-f]{40}", each["git_revision"]) for each in made_by)
     text = (ROOT / "docs" / "results.md").read_text()
-    [line] = [line for line in text.splitlines() if f"[{file}]({file})" in line]
-    assert all(f"`{each['git_revision'][:7]}`" in line for each in made_by)
-    assert ("uncommitted" in line) == any(each["git_dirty"] for each in made_by)
+    assert f"[{file}]({file})" in text
+    if file != "quickstart_three_seeds.json":
+        assert f"](images/results/{file.removesuffix('.json')}.svg)" in text
+
+
+def test_a_picture_has_a_dot_for_every_seed_and_the_mean_of_each_arm() -> None:
+    """The file in docs/ has as many dots as the committed results have numbers."""
+    spec = importlib.util.spec_from_file_location("plots", ROOT / "docs" / "plots.py")
+    assert spec is not None
+    assert spec.loader is not None
+    plots = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plots)
+    for plot in plots.PLOTS:
+        content = json.loads((ROOT / "docs" / f"{plot.name}.json").read_text())
+        arms = len({row["arm"] for row in content["rows"]})
+        shown = sum(measure in row for row in content["rows"] for measure in plot.measures)
+        drawn = (ROOT / "docs" / "images" / "results" / f"{plot.name}.svg").read_text()
+        titles = {plots.NAMES[row["arm"]] for row in content["rows"]}
+        assert all(f">{title}<" in drawn for title in titles), plot.name
+        assert len(re.findall(r"<use [^>]*style=\"fill: #[0-9a-f]{6}", drawn)) == shown + arms * len(plot.measures)
 
 
 def test_the_readme_is_short_and_its_two_commands_are_targets() -> None:
