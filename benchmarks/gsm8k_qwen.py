@@ -92,10 +92,10 @@ def train_command(o: argparse.Namespace, arm: str, seed: int) -> list[str]:
 
 def eval_command(o: argparse.Namespace, phase: str, model: Path | str, out: Path) -> list[str]:
     """The senior alone; by words (tandem); or by steps (handoff, either author first)."""
-    limit = o.solo if phase == "pass-at-k" else o.together
+    limit, rows = (o.solo, 512) if phase == "pass-at-k" else (o.together, 256)
     own = ["--model", str(model), "--data", f"{o.data}/test.parquet", "--samples", "1"]
     junior = [] if phase == "pass-at-k" else ["--junior", str(o.model)]
-    where = ["--limit", str(limit), "--out", str(out), "rollout.max_rows=256"]
+    where = ["--limit", str(limit), "--out", str(out), f"rollout.max_rows={rows}"]
     return [sys.executable, "-m", "tandemrl", "eval", phase, *common(o), *own, *junior, *where]
 
 
