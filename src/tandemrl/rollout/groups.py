@@ -1,7 +1,6 @@
 """Scores finished completions, and groups them by prompt."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -9,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.rows import RENDERED, Prompt, Row
-from tandemrl.rewards.protocol import TrainerState
-from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.protocol import Score, TrainerState
+from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.types import Author, Group, Response, Rollout
@@ -99,39 +98,51 @@ def score_rollouts(
         ends: see `ResponseReader`.
         state: how far the run has come, for reward functions that ask for it.
     """
-    reader, groups, places = ResponseReader(tokenizer, ends), [], list[tuple[int, int]]()
+    reader, read = ResponseReader(tokenizer, ends), dict[tuple[int, int], Response]()
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
-        opened, rollouts = reader.opened(prompt.tokens, prompt.row), []
-        for index, completion in enumerate(completions):
-            rollout = replace(
-                unscored(prompt, completion, group=g, index=index), response=reader.of(completion, opened)
-            )
-            if completion.stop_reason in LOST:
-                rollout = replace(rollout, reward_parts={"unscored": 1.0})
-            else:
-                places.append((g, index))
-            rollouts.append(rollout)
-        groups.append(rollouts)
-    found = [groups[g][index] for g, index in places]
+        opened = reader.opened(prompt.tokens, prompt.row)
+        read |= {(g, index): reader.of(each, opened) for index, each in enumerate(completions)}
+    whole = [(g, index) for g, index in read if batch.completions[g][index].stop_reason not in LOST]
     graded = scorer.graded(
-        [(batch.prompts[g].row, r.response or "") for (g, _), r in zip(places, found, strict=True)],
-        [rollout.transcript for rollout in found],
-        groups=[g for g, _ in places],
+        [(batch.prompts[place[0]].row, read[place]) for place in whole],
+        [batch.completions[g][index].transcript for g, index in whole],
+        groups=[g for g, _ in whole],
         state=state,
     )
-    logged = [dict[str, list[float]]() for _ in groups]
-    for (g, index), rollout, each in zip(places, found, graded, strict=True):
-        groups[g][index] = replace(rollout, reward=each.score.value, reward_parts=each.score.parts, logged=each.extra)
-        for name, values in each.metrics.items():
-            logged[g].setdefault(name, []).extend(values)
-    return [
-        Group(prompt.row.example_id, tuple(rollouts), said)
-        for prompt, rollouts, said in zip(batch.prompts, groups, logged, strict=True)
-    ]
+    found, groups = dict(zip(whole, graded, strict=True)), []
+    for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
+        rollouts, logged = [], dict[str, list[float]]()
+        for index, completion in enumerate(completions):
+            each = found.get((g, index), _LOST)
+            rollouts.append(
+                rollout_of(
+                    prompt,
+                    completion,
+                    group=g,
+                    index=index,
+                    reward=each.score.value,
+                    reward_parts=each.score.parts,
+                    logged=each.extra,
+                    response=read[g, index],
+                )
+            )
+            for name, values in each.metrics.items():
+                logged.setdefault(name, []).extend(values)
+        groups.append(Group(prompt.row.example_id, tuple(rollouts), logged))
+    return groups
 
 
-def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) -> Rollout:
-    """The rollout of a prompt and a completion, with a reward of 0 until it is scored."""
+_LOST = Graded(Score(0.0, {"unscored": 1.0}, None))
+
+
+def rollout_of(
+    prompt: Prompt, completion: Completion, *, group: int, index: int, reward: float = 0.0, **scored: Any
+) -> Rollout:
+    """The rollout of a prompt and a completion.
+
+    Args:
+        scored: other fields that are known once it is scored.
+    """
     context, told = np.full(len(prompt.tokens), Author.CONTEXT), completion.handover_logprobs
     return Rollout(
         example_id=prompt.row.example_id,
@@ -141,10 +152,11 @@ def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) 
         tokens=np.concatenate([prompt.tokens, completion.tokens]),
         author=np.concatenate([context, completion.author]),
         behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
-        reward=0.0,
+        reward=reward,
         stop_reason=completion.stop_reason,
         turns=max(1, len(completion.turns)),
         transcript=completion.transcript,
         policy_version=completion.policy_version,
         handover_logprobs=None if told is None else np.concatenate([np.zeros(len(context)), told]),
+        **scored,
     )

@@ -34,7 +34,7 @@ from tandemrl.models.sharding import exchanged, trained_parts
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.rollout.fleet.shared import Fleet, SharedFleet
-from tandemrl.rollout.groups import unscored
+from tandemrl.rollout.groups import rollout_of
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
 from tandemrl.training.update import logprob_mismatch
@@ -294,7 +294,7 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
     """The mismatch of the policy's present weights on the first completions with tokens of the senior, one micro-batch
     for each data rank."""
     pairs = [(p, c) for p, group in zip(completions.prompts, completions.completions, strict=True) for c in group]
-    rollouts = [unscored(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
+    rollouts = [rollout_of(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
     rollouts = [r for r in rollouts if (r.author == Author.SENIOR).any()]
     budget, world = setup.config.train.tokens_per_micro_batch, setup.world
     sample = first_within([len(r.tokens) for r in rollouts], budget, rank=world.data_rank, size=world.data_size)
