@@ -68,6 +68,23 @@ def index(
     typer.echo(f"{write_corpus(corpus, out)} documents in {out}")
 
 
+@app.command()
+def serve(
+    index: Annotated[Path, typer.Argument(help="Folder that `tandemrl data index` wrote.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8100,
+) -> None:
+    """Serve an index for retrieval.url. POST /search with query and top_n, as rlvr's service for Wikipedia."""
+    from tandemrl.config import ConfigError
+    from tandemrl.files import pip_install
+
+    try:
+        from tandemrl.apps.serve import corpus
+    except ImportError as error:
+        raise ConfigError(f"tandemrl data serve: {error.name} is missing; {pip_install('serve')}") from None
+    corpus.serve(index, host=host, port=port)
+
+
 @build.command()
 def gsm8k(
     out: Out,

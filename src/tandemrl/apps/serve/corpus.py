@@ -1,0 +1,79 @@
+"""Serves an index of documents by the protocol that ``retrieval.retriever=search`` asks: POST /search, as rlvr's."""
+
+import json
+import socket
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tandemrl.apps.asgi import LOOPBACK, limited, refused_host
+from tandemrl.apps.serve.address import check_port
+from tandemrl.data.documents import with_title
+from tandemrl.rollout.envs.bm25 import Corpus
+
+LONGEST = 1 << 20
+"""Bytes of a request's body, at most."""
+
+
+def application(corpus: Corpus, host: str = "127.0.0.1") -> Starlette:
+    """``POST /search`` with ``query`` and ``top_n``, in the address or as a JSON object, and ``GET /health``.
+
+    Args:
+        host: where it listens, for the names under which it is asked.
+    """
+    names = {*LOOPBACK, socket.gethostname(), socket.getfqdn(), host}
+
+    async def search(request: Request) -> Response:
+        if (other := refused_host(request.scope, names)) is not None:
+            raise HTTPException(403, f"host {other}: not this machine")
+        receive = limited(request.receive, request.scope["headers"], LONGEST, HTTPException)
+        asked = dict(request.query_params) or _object(await Request(request.scope, receive).body())
+        query, count = asked.get("query"), str(asked.get("top_n", ""))
+        if not isinstance(query, str) or not (count.isascii() and count.isdigit() and int(count) > 0):
+            raise HTTPException(400, f"expected a text as query and a number above 0 as top_n, found {asked!r:.200}")
+        found = await run_in_threadpool(corpus.search, query, int(count))
+        documents = [  # with the text as it is searched, which this library's clients take
+            {
+                "id": each.id,
+                "title": each.title,
+                "text": each.text,
+                "body": each.text.removeprefix(with_title(each.title, "")),
+            }
+            for each in found
+        ]
+        return JSONResponse({"results": [{"document": each} for each in documents]})
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    return Starlette(routes=[Route("/search", search, methods=["POST"]), Route("/health", health)])
+
+
+def _object(body: bytes) -> dict[str, object]:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {}
+
+
+def serve(index: Path, *, host: str, port: int) -> None:
+    """Run the server until it is interrupted.
+
+    Raises:
+        BrokenEnvironmentError: the folder has no index. EngineError: nothing can listen at the port.
+    """
+    app = application(Corpus(index), host)
+    check_port(host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listening:
+        where = f"[{host}]" if ":" in host else host
+        address = f"http://{where}:{listening.getsockname()[1]}"
+        print(f"serving {index}: retrieval.retriever=search retrieval.url={address} (Ctrl-C ends it)", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])
