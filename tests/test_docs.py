@@ -120,23 +120,20 @@ def over_rounds(rounds: list[float]) -> list[float]:
     return [round(float(value), 4) for value in (np.median(ordered), ordered[k - 1], ordered[n - k])]  # as stored
 
 
-@pytest.mark.parametrize("name", ["step_time", "step_time_lognormal"])
-def test_step_times_are_those_of_the_benchmark(name: str) -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for line in content["lines"]:
-        lines.setdefault(line["who"], []).append(line)
-    wall, cpu, throughput = table(block("docs/speed.md", name.replace("_", "-")))
-    for row, key in ((wall, "s_per_step_all"), (cpu, "cpu_s_per_step_all")):
-        row.pop("relative to TRL's solo step")
-        for who, cell in row.items():
-            turns = zip(lines[who], lines["trl"], strict=True)
+def test_the_ratios_of_speed_are_those_of_the_rounds() -> None:
+    rows = table(block("docs/speed.md", "speed"))
+    assert 10 <= len(rows) <= 20
+    for name in ("step_time", "step_time_lognormal"):
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for line in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["lines"]:
+            lines.setdefault(line["who"], []).append(line)
+        shown = {row["ratio of CPU time"]: row["median"] for row in rows if f"[{name}.json]" in row["file"]}
+        assert set(shown) == {"solo / trl", "tandem / trl"}
+        for pair, cell in shown.items():
+            turns = zip(lines[pair.removesuffix(" / trl")], lines["trl"], strict=True)
+            key = "cpu_s_per_step_all"
             ratios = [np.array(a[key][a["warmup"] :]) / np.array(b[key][b["warmup"] :]) for a, b in turns]
             assert_shows(cell, over_rounds([float(np.median(each)) for each in ratios]))
-    throughput.pop("relative to TRL's solo step")
-    for who, cell in throughput.items():
-        per_second = [[line["update_tokens_per_s"] for line in lines[each]] for each in (who, "trl")]
-        assert_shows(cell, over_rounds([a / b for a, b in zip(*per_second, strict=True)]))
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "docs").glob("*.json")))
@@ -176,13 +173,6 @@ def test_the_readme_is_short_and_its_two_commands_are_targets() -> None:
     for command in ("quickstart", "test"):
         assert f"make {command} " in first_screen
         assert re.search(rf"^{command}:", makefile, re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_no_result_stands_outside_of_the_tables(page: str) -> None:
-    """A figure with three decimals or an interval is a result, and would go stale in prose."""
-    prose = re.sub(r"<!-- figures: .*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    assert re.findall(r"(?<![\d.])\d?\.\d{3}(?!\d)|\[[+−-]?\d?\.\d+, ", prose) == []
 
 
 def test_every_block_is_on_a_page_and_an_unknown_one_is_named(refresh: ModuleType, tmp_path: Path) -> None:
