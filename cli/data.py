@@ -1,14 +1,14 @@
 """``tandemrl data``: look at rows, and build data sets as files."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 app = typer.Typer(help="Look at data, build data sets.", no_args_is_help=True)
-build = typer.Typer(help="Write a data set as Parquet files in verl's row schema.", no_args_is_help=True)
-app.add_typer(build, name="build")
 
 
 class Template(StrEnum):
@@ -19,24 +19,42 @@ class Template(StrEnum):
     chat = "chat"
 
 
-Out = Annotated[Path, typer.Option(help="Folder to write to.")]
-OutAbove = Annotated[Path, typer.Option(help="Folder to write to; each set gets a folder with its name in it.")]
-Source = Annotated[Path | None, typer.Option(help="A local copy, a file or a folder; default: the hub.")]
-Copies = Annotated[
-    Path | None,
-    typer.Option(help="Folder with local copies, each named like its repository on the hub; default: the hub."),
-]
-AnyRows = Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any number of rows.")]
-Wording = Annotated[
-    Template,
-    typer.Option(
-        help="TinyZero's prompts: base, plain text for base models; instruct, rendered for Qwen's chat models. "
-        "chat: messages for the model's own chat template."
+class Builder(NamedTuple):
+    """A row of the registry. function: ``module:name`` in `data/`, whose parameters are the options of the command.
+    fixed: other arguments of it. needs: options without a default. sets: evaluation sets, each in its own folder."""
+
+    about: str
+    function: str
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    needs: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+
+
+CALCULATIONS = "builders:generate_calculations"
+INSTRUCT = {"template": "instruct"}
+BUILDERS = {
+    "gsm8k": Builder("GSM8K: 6,973 training, 500 held-out and 1,319 test problems", "builders:build_gsm8k"),
+    "synthetic": Builder("generated word problems for a tiny pair", "builders:build_synthetic"),
+    "deepscaler": Builder("DeepScaleR: 39,309 training and 1,000 held-out problems", "boxed:build_deepscaler"),
+    "countdown": Builder(
+        "Countdown with 3 or 4 numbers: TinyZero's, or --generate", "builders:build_countdown", INSTRUCT
     ),
-]
-Train = Annotated[int, typer.Option(min=1, help="Training rows.")]
-Test = Annotated[int, typer.Option(min=1, help="Test rows.")]
-Seed = Annotated[int, typer.Option(help="Seed of the generator.")]
+    "multiply": Builder("generated products, as in TinyZero", CALCULATIONS, INSTRUCT | {"data_source": "multiply"}),
+    "arithmetic": Builder(
+        "generated sums, differences and products", CALCULATIONS, INSTRUCT | {"data_source": "arithmetic"}
+    ),
+    "eurus": Builder("Eurus-2-RL-Data: maths, and code with tests, as far as gradable", "eurus:build_eurus"),
+    "polaris": Builder("problems with criteria, for the rrm configs", "rubric:build_polaris", needs=("source",)),
+    "rrm": Builder("responses and scores, for rrm_train", "rubric:build_rubric", needs=("source",)),
+    "musique": Builder("MuSiQue: 19,938 training, 2,417 validation questions", "musique:build_musique"),
+    "aime": Builder("AIME 2024, 2025 and 2026, 30 each", "boxed:build_benchmark", sets=("aime24", "aime25", "aime26")),
+    "amc": Builder("AMC 2023 to 2025: amc23_25, 121 problems", "boxed:build_benchmark", sets=("amc23_25",)),
+    "math500": Builder("MATH-500: 500 problems", "boxed:build_benchmark", sets=("math500",)),
+    "minerva": Builder("Minerva: 272 problems", "boxed:build_benchmark", sets=("minerva",)),
+    "olympiad": Builder("Olympiad: 581 problems, from a file", "boxed:build_benchmark", sets=("olympiad",)),
+    "eval-all": Builder("the sets of the five above", "boxed:build_benchmark"),
+}
+"""What ``tandemrl data build NAME`` can build."""
 
 
 @app.command()
@@ -85,259 +103,99 @@ def serve(
     corpus.serve(index, host=host, port=port)
 
 
-@build.command()
-def gsm8k(
-    out: Out,
-    source: Annotated[Path | None, typer.Option(help="Folder with its train and test files; default: the hub.")] = None,
-    expect_rows: AnyRows = None,
-) -> None:
-    """GSM8K: 6,973 training, 500 held-out and 1,319 test problems. The held-out ones are from its training split."""
-    from tandemrl.data.builders import GSM8K_ROWS, build_gsm8k
-
-    _report(out, build_gsm8k(source, out, expect_rows=GSM8K_ROWS if expect_rows is None else 0))
-
-
-@build.command()
-def synthetic(
-    out: Out,
-    pair: Annotated[str, typer.Option(help="The tiny pair the problems are for.")] = "plain",
-    train: Train = 2048,
-    heldout: Annotated[int, typer.Option(min=1, help="Held-out rows.")] = 512,
-    seed: Seed = 0,
-) -> None:
-    """Generated word problems. Training and held-out problems are disjoint."""
-    from tandemrl.data.builders import build_synthetic
-
-    _report(out, build_synthetic(pair, out, {"train": train, "heldout": heldout}, seed))
-
-
-@build.command()
-def deepscaler(out: Out, source: Source = None, expect_rows: AnyRows = None) -> None:
-    """DeepScaleR: 39,309 training and 1,000 held-out problems."""
-    from tandemrl.data.boxed import DEEPSCALER_ROWS, build_deepscaler
-
-    _report(out, build_deepscaler(source, out, expect_rows=DEEPSCALER_ROWS if expect_rows is None else 0))
-
-
-@build.command()
-def countdown(
-    out: Out,
-    source: Source = None,
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Make problems that have a solution, instead of the published ones.")
-    ] = False,
-    template: Wording = Template.instruct,
-    train: Train = 327_680,
-    test: Test = 1024,
-    seed: Annotated[int | None, typer.Option(help="Seed of --generate; default 0.")] = None,
-) -> None:
-    """Countdown with 3 or 4 numbers. TinyZero's published problems, or generated ones."""
-    from tandemrl.data.builders import build_countdown, generate_countdown
-    from tandemrl.data.rows import DataError
-
-    counts = {"train": train, "test": test}
-    if generate and source is not None:
-        raise DataError("--generate makes its own problems: give it or --source, not both")
-    if generate:
-        _report(out, generate_countdown(out, template=template.value, counts=counts, seed=seed or 0))
-    else:
-        if seed is not None:
-            raise DataError("--seed is of --generate: the published problems are taken in their order; leave it out")
-        _report(out, build_countdown(source, out, template=template.value, counts=counts))
-
-
-@build.command()
-def multiply(
-    out: Out,
-    template: Wording = Template.instruct,
-    digits: Annotated[int, typer.Option(min=1, max=18, help="Digits of each number.")] = 3,
-    train: Train = 32_768,
-    test: Test = 4096,
-    seed: Seed = 0,
-) -> None:
-    """Generated products of two numbers, as in TinyZero."""
-    _calculations("multiply", out, template, digits, train, test, seed)
-
-
-@build.command(name="arithmetic")
-def calculations(
-    out: Out,
-    template: Wording = Template.instruct,
-    digits: Annotated[int, typer.Option(min=1, max=18, help="Digits of each number.")] = 3,
-    train: Train = 32_768,
-    test: Test = 4096,
-    seed: Seed = 0,
-) -> None:
-    """Generated sums, differences and products, as in TinyZero."""
-    _calculations("arithmetic", out, template, digits, train, test, seed)
-
-
-@build.command()
-def eurus(
-    out: Out,
-    source: Annotated[
-        Path | None, typer.Option(help="Folder with train and validation Parquet files; default: the hub.")
-    ] = None,
-    tokenizer: Annotated[
-        str, typer.Option(help="Folder or hub id of the tokenizer that measures prompts.")
-    ] = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-    max_tokens: Annotated[int, typer.Option(min=0, help="Longest prompt; 0 keeps all, and needs no tokenizer.")] = 1000,
-    system_prompt: Annotated[
-        bool, typer.Option("--system-prompt", help="Keep the system message with its [ASSESS] [ADVANCE] … actions.")
-    ] = False,
-    expect_rows: AnyRows = None,
-) -> None:
-    """Eurus-2-RL-Data: maths, and code with tests. Without the rows that cannot be graded."""
-    from tandemrl.data.eurus import EURUS_ROWS, build_eurus
-
-    manifest = build_eurus(
-        source,
-        out,
-        tokenizer=tokenizer,
-        max_tokens=max_tokens,
-        system_prompt=system_prompt,
-        expect_rows=EURUS_ROWS if expect_rows is None else 0,
-    )
-    _report(out, manifest)
-
-
-RubricSource = Annotated[
-    Path, typer.Option(help="Folder with the published files, or with custom train and test files.")
-]
-
-
-@build.command()
-def polaris(out: Out, source: RubricSource) -> None:
-    """Polaris problems with marking criteria, for the rrm configs. Files: train_polaris, test_polaris."""
-    from tandemrl.data.rubric import build_polaris
-
-    _report(out, build_polaris(source, out))
-
-
-@build.command()
-def rrm(
-    out: Out,
-    source: RubricSource,
-    full_marks: Annotated[
-        float, typer.Option(min=1e-9, help="Maximum score, for rows that are not in verl's schema.")
-    ] = 1.0,
-) -> None:
-    """Responses and the scores to give them, for rrm_train. Files: train_rrm, test_rrm."""
-    from tandemrl.config import JudgeConfig
-    from tandemrl.data.rubric import build_rubric
-    from tandemrl.rewards.judge.rubric import template_of
-
-    _report(out, build_rubric(source, out, template=template_of(JudgeConfig(prompt="rrm")).text, full_marks=full_marks))
-
-
-@build.command()
-def musique(
-    out: Out,
+@app.command(epilog="\b\nNAME:\n" + "\n".join(f"  {name:11} {each.about}" for name, each in BUILDERS.items()))
+def build(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of those below.")],
+    out: Annotated[Path, typer.Option(help="Folder to write to; an evaluation set gets a folder in it.")],
     source: Annotated[
         Path | None,
-        typer.Option(help="Folder with train and validation files, or the official ones; default: the hub."),
+        typer.Option(
+            help="A local copy, a file or a folder; of several sets, a folder of copies named like their "
+            "repositories; default: the hub. polaris and rrm need the published files."
+        ),
+    ] = None,
+    expect_rows: Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any number of rows.")] = None,
+    train: Annotated[int | None, typer.Option(min=1, help="Training rows, of generated sets and countdown.")] = None,
+    test: Annotated[int | None, typer.Option(min=1, help="Test rows, likewise.")] = None,
+    heldout: Annotated[int | None, typer.Option(min=1, help="synthetic: held-out rows.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what is generated; musique: of the paragraphs kept.")] = None,
+    pair: Annotated[str | None, typer.Option(help="synthetic: the tiny pair the problems are for.")] = None,
+    template: Annotated[
+        Template | None,
+        typer.Option(
+            help="TinyZero's prompts: base, plain text for base models; instruct (default), rendered for Qwen's chat "
+            "models. chat: messages for the model's own chat template."
+        ),
+    ] = None,
+    digits: Annotated[int | None, typer.Option(min=1, max=18, help="multiply, arithmetic: of each number.")] = None,
+    generate: Annotated[bool, typer.Option("--generate", help="countdown: make problems with a solution.")] = False,
+    tokenizer: Annotated[str | None, typer.Option(help="eurus: folder or hub id; measures prompts.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="eurus: longest prompt; 0 keeps all.")] = None,
+    system_prompt: Annotated[
+        bool, typer.Option("--system-prompt", help="eurus: keep the system message with its actions.")
+    ] = False,
+    full_marks: Annotated[
+        float | None, typer.Option(min=1e-9, help="rrm: maximum score, outside of verl's schema.")
     ] = None,
     noise_rate: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Probability of keeping a paragraph that supports no answer.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of which are kept.")] = 0,
-    expect_rows: AnyRows = None,
-) -> None:
-    """MuSiQue: 19,938 training and 2,417 validation questions. With 2 to 4 hops, and their paragraphs."""
-    from tandemrl.data.musique import MUSIQUE_ROWS, build_musique
-
-    manifest = build_musique(
-        source, out, noise_rate=noise_rate, seed=seed, expect_rows=MUSIQUE_ROWS if expect_rows is None else 0
-    )
-    _report(out, manifest)
-
-
-@build.command()
-def math500(out: OutAbove, source: Source = None, expect_rows: AnyRows = None) -> None:
-    """MATH-500: 500 problems."""
-    _benchmarks(["math500"], source, out, expect_rows)
-
-
-@build.command()
-def aime(out: OutAbove, source: Copies = None, expect_rows: AnyRows = None) -> None:
-    """AIME 2024, 2025 and 2026, 30 problems each. Copies: aime24, aime25, aime_2026."""
-    _benchmarks(["aime24", "aime25", "aime26"], source, out, expect_rows)
-
-
-@build.command()
-def amc(out: OutAbove, source: Copies = None, expect_rows: AnyRows = None) -> None:
-    """AMC 2023 to 2025: amc23_25, 121 problems. Copies: amc23, 2024_AMC12, amc12-2025-non-figure."""
-    _benchmarks(["amc23_25"], source, out, expect_rows)
-
-
-@build.command()
-def minerva(out: OutAbove, source: Source = None, expect_rows: AnyRows = None) -> None:
-    """Minerva: 272 problems."""
-    _benchmarks(["minerva"], source, out, expect_rows)
-
-
-@build.command()
-def olympiad(
-    out: OutAbove,
-    source: Annotated[Path | None, typer.Option(help="The published test.parquet; it is not on the hub.")] = None,
-    expect_rows: AnyRows = None,
-) -> None:
-    """Olympiad: 581 problems, from a file."""
-    _benchmarks(["olympiad"], source, out, expect_rows)
-
-
-@build.command()
-def eval_all(
-    out: OutAbove,
-    source: Copies = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="A set to leave out, e.g. olympiad, which is not on the hub; repeatable.")
+        float | None, typer.Option(min=0, max=1, help="musique: probability of keeping a paragraph without support.")
     ] = None,
-    expect_rows: AnyRows = None,
+    skip: Annotated[list[str] | None, typer.Option(help="eval-all: a set to leave out; repeatable.")] = None,
 ) -> None:
-    """All seven evaluation sets. Copies: as for each of them, and MATH-500, minervamath, olympiad."""
-    from tandemrl.data.boxed import BENCHMARK_ROWS
+    """Write a data set as Parquet files in verl's row schema."""
+    given = {key: value for key, value in locals().items() if key not in ("name", "out")}
+    given = {key: value for key, value in given.items() if value is not None and value is not False}
+    if skip and name == "eval-all":
+        del given["skip"]
+    if generate and name == "countdown":
+        del given["generate"]
+    _build(name, out, given, generate=generate, skip=skip or [])
+
+
+def _build(name: str, out: Path, given: dict[str, Any], *, generate: bool, skip: list[str]) -> None:
+    """Call the builder of a set with the options that were given, and say what it wrote."""
+    from importlib import import_module
+    from inspect import signature
+
     from tandemrl.data.rows import DataError
 
-    if unknown := set(skip or ()) - set(BENCHMARK_ROWS):
-        raise DataError(f"--skip {', '.join(sorted(unknown))}: known sets are {', '.join(BENCHMARK_ROWS)}")
-    if source is None and "olympiad" not in (skip or ()):
-        raise DataError("olympiad is not on the hub: leave it out with --skip olympiad, or give copies of all sets")
-    _benchmarks([name for name in BENCHMARK_ROWS if name not in (skip or ())], source, out, expect_rows, alone=False)
+    if name not in BUILDERS:
+        raise DataError(f"data build {name}: no such set; known: {', '.join(BUILDERS)}")
+    builder = BUILDERS[name]
+    module, function = builder.function.split(":")
+    if generate and "source" in given:
+        raise DataError("--generate makes its own problems: give it or --source, not both")
+    if name == "countdown" and not generate and "seed" in given:
+        raise DataError("--seed is of --generate: the published problems are taken in their order; leave it out")
+    call = getattr(import_module(f"tandemrl.data.{module}"), "generate_countdown" if generate else function)
+    parameters = signature(call).parameters
+    default = parameters["counts"].default if "counts" in parameters else {}
+    options = [*parameters, *default]
+    if unknown := [f"--{key.replace('_', '-')}" for key in given if key not in options]:
+        raise DataError(f"data build {name} has no {', '.join(unknown)}; tandemrl data build --help says who has which")
+    if missing := [key for key in builder.needs if key not in given]:
+        raise DataError(f"data build {name} needs --{', --'.join(missing)}")
+    counts = {split: given.pop(split, rows) for split, rows in default.items()}
+    arguments: dict[str, Any] = {"source": None} if "source" in parameters else {}
+    arguments |= {**builder.fixed, **given} | ({"counts": counts} if counts else {})
+    if name == "rrm":
+        from tandemrl.config import JudgeConfig
+        from tandemrl.rewards.judge.rubric import template_of
 
-
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _calculations(
-    data_source: Literal["multiply", "arithmetic"],
-    out: Path,
-    template: Template,
-    digits: int,
-    train: int,
-    test: int,
-    seed: int,
-) -> None:
-    from tandemrl.data.builders import generate_calculations
-
-    options: dict[str, Any] = {"template": template.value, "digits": digits, "seed": seed}
-    _report(out, generate_calculations(out, data_source=data_source, counts={"train": train, "test": test}, **options))
-
-
-def _benchmarks(
-    names: list[str], source: Path | None, out: Path, expect_rows: int | None, *, alone: bool = True
-) -> None:
-    from tandemrl.data.boxed import BENCHMARK_ROWS, build_benchmark
-
-    for name in names:
-        manifest = build_benchmark(
-            name,
-            source,
-            out,
-            expect_rows=BENCHMARK_ROWS if expect_rows is None else 0,
-            alone=alone and len(names) == 1,
-        )
-        _report(out / name, manifest)
+        arguments["template"] = template_of(JudgeConfig(prompt="rrm")).text
+    sets = builder.sets
+    if name == "eval-all":
+        known = [each for row in BUILDERS.values() for each in row.sets]
+        if unknown := sorted(set(skip) - set(known)):
+            raise DataError(f"--skip {', '.join(unknown)}: known sets are {', '.join(known)}")
+        if "source" not in given and "olympiad" not in skip:
+            raise DataError("olympiad is not on the hub: leave it out with --skip olympiad, or give copies of all sets")
+        sets = tuple(each for each in known if each not in skip)
+    if not sets:
+        return _report(out, call(out=out, **arguments))
+    for each in sets:
+        alone = name != "eval-all" and len(sets) == 1
+        _report(out / each, call(name=each, out=out, **arguments, alone=alone))
 
 
 def _report(out: Path, manifest: dict[str, Any]) -> None:

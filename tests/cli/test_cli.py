@@ -60,7 +60,7 @@ def test_help_lists_the_commands() -> None:
     assert run("--version").output.startswith("tandemrl 0.")
 
 
-@pytest.mark.parametrize("group", [(), ("eval",), ("data",), ("data", "build"), ("model",)])
+@pytest.mark.parametrize("group", [(), ("eval",), ("data",), ("model",)])
 def test_help_says_of_every_command_a_whole_sentence_in_80_columns(group: tuple[str, ...]) -> None:
     lines = CliRunner().invoke(app, [*group, "--help"], terminal_width=80).output.splitlines()
     commands = lines[lines.index("Commands:") + 1 :]
@@ -481,6 +481,20 @@ def test_data_build_writes_calculations(name: str, tmp_path: Path) -> None:
     result = run("data", "build", name, "--out", str(tmp_path), "--digits", "1", "--train", "20", "--test", "5")
     assert result.exit_code == 0, result.output
     assert f"[{name}]  ground truth: " in run("data", "show", str(tmp_path / "test.parquet")).output
+
+
+def test_data_build_lists_its_sets_and_refuses_what_is_not_of_one(tmp_path: Path) -> None:
+    from tandemrl.cli.data import BUILDERS
+
+    lines = CliRunner().invoke(app, ["data", "build", "--help"], terminal_width=80).output.splitlines()
+    assert {line.split()[0] for line in lines[lines.index("  NAME:") + 1 :]} == set(BUILDERS)
+    assert max(map(len, lines)) <= 80
+    assert "data build gsm9k: no such set; known: gsm8k, " in refused(run("data", "build", "gsm9k", "--out", "x"))
+    assert "polaris needs --source" in refused(run("data", "build", "polaris", "--out", str(tmp_path)))
+    build = ["data", "build", "multiply", "--out", str(tmp_path), "--heldout", "3", "--noise-rate", "0"]
+    assert "data build multiply has no --heldout, --noise-rate" in refused(run(*build))
+    build = ["data", "build", "gsm8k", "--out", str(tmp_path), "--generate"]
+    assert "data build gsm8k has no --generate" in refused(run(*build))
 
 
 def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Path) -> None:

@@ -142,9 +142,9 @@ def test_large_splits_are_written_in_chunks_without_a_loss(tmp_path):
 
 def test_synthetic_is_reproducible_and_loads_back(tmp_path):
     counts = {"train": 6, "heldout": 4}
-    first = build_synthetic("plain", tmp_path / "a", counts, seed=5)
-    assert build_synthetic("plain", tmp_path / "b", counts, seed=5) == first
-    assert build_synthetic("plain", tmp_path / "c", counts, seed=6)["splits"] != first["splits"]
+    first = build_synthetic(tmp_path / "a", counts=counts, seed=5)
+    assert build_synthetic(tmp_path / "b", counts=counts, seed=5) == first
+    assert build_synthetic(tmp_path / "c", counts=counts, seed=6)["splits"] != first["splits"]
     rows = load_rows([str(tmp_path / "a" / "train.parquet"), str(tmp_path / "a" / "heldout.parquet")])
     assert len({row.example_id for row in rows}) == len(rows) == 10
     assert {row.data_source for row in rows} == {"synthetic/plain"}
@@ -152,7 +152,7 @@ def test_synthetic_is_reproducible_and_loads_back(tmp_path):
 
 def test_synthetic_refuses_an_unknown_split(tmp_path):
     with pytest.raises(DataError, match="'test'"):
-        build_synthetic("plain", tmp_path, {"test": 3}, seed=0)
+        build_synthetic(tmp_path, counts={"test": 3})
 
 
 # ---- Countdown and calculations ------------------------------------------------------------------------------------

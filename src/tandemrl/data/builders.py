@@ -24,6 +24,7 @@ GSM8K_HELDOUT = 500
 COUNTDOWN = Origin("Jiayi-Pan/Countdown-Tasks-3to4", "train")
 COUNTDOWN_ROWS: Mapping[str, int] = {"train": 327_680, "test": 1024}
 """How many of the first rows of the published set are for training, and how many of the next ones for testing."""
+SYNTHETIC_ROWS: Mapping[str, int] = {"train": 2048, "heldout": 512}
 CALCULATION_ROWS: Mapping[str, int] = {"train": 32_768, "test": 4096}
 
 
@@ -61,7 +62,9 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
     return write_splits(out, GSM8K, records_of, where)
 
 
-def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:
+def build_synthetic(
+    out: Path, *, pair: str = "plain", counts: Mapping[str, int] = SYNTHETIC_ROWS, seed: int = 0
+) -> dict[str, Any]:
     """Write a generated task as Parquet files, one per split in ``counts``, and return the manifest.
 
     Args:
