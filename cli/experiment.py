@@ -83,7 +83,7 @@ def experiment(
         given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in asked.items() if v}
         with heartbeat(typer.echo, lambda: last_written(folder)):
             run_retrievers(Benchmark(**given), folder, say=echo)
-        typer.echo(f"report: {folder}/report.html, {folder}/report.md")
+        typer.echo(f"report: {folder}/report.html")
         return
     if stray := [option for option, value in of_retrievers.items() if value is not None]:
         raise ConfigError(
@@ -108,4 +108,4 @@ def experiment(
         values = ", ".join(f"{value:.3f}" for value in claim["values"])
         verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")
         echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
-    typer.echo(f"report: {folder}/report.html, {folder}/report.md")
+    typer.echo(f"report: {folder}/report.html")

@@ -34,7 +34,7 @@ def main() -> None:
     )
     with heartbeat(lambda line: print(line, flush=True), lambda: last_written(args.out)):
         run_experiment(experiment, args.out)
-    print(f"\nreport: {args.out}/report.html (and report.md)")
+    print(f"\nreport: {args.out}/report.html")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What our web servers (``tandemrl play``, ``serve`` and ``report --watch``) refuse before they read it: requests to a
+"""What our web servers (``tandemrl play`` and ``serve``) refuse before they read it: requests to a
 Host that is not this machine, and bodies without end. The module imports nothing but the standard library."""
 
 import ipaddress

@@ -11,7 +11,7 @@ when it is started again.
     OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training, and the junior alone
     OUT/results.json                a row per pair, seed and arm; contrasts between arms; claims; the command,
                                     the date, and the commits that made them
-    OUT/report.html, report.md
+    OUT/report.html
 """
 
 import json

@@ -7,7 +7,7 @@ killed benchmark continues when it is started again.
     OUT/PAIR/seed-N/pair/                    senior, junior, manifest.json
     OUT/PAIR/seed-N/eval/RETRIEVER/          an evaluation; of a model that was given: OUT/MODEL/eval/RETRIEVER/
     OUT/results.json                         a row per model, seed and retriever; contrasts with the first retriever
-    OUT/report.html, report.md
+    OUT/report.html
 """
 
 import json

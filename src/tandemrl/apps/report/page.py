@@ -1,44 +1,46 @@
-"""Makes the HTML and Markdown pages of a report from its records."""
+"""Makes the HTML page of a report from its records."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tandemrl.apps.report import provenance, svg
-from tandemrl.apps.report.differences import paired_differences
-from tandemrl.apps.report.figures import Styled, all_figures
-from tandemrl.apps.report.records import FIRST_ARMS, JUNIOR, ArmRecord, Records, Setting, discover, with_junior
+from tandemrl.apps.report import provenance
+from tandemrl.apps.report.figures import Style, all_figures, key, style
+from tandemrl.apps.report.records import (
+    FIRST_ARMS,
+    JUNIOR,
+    ArmRecord,
+    ContrastRecord,
+    Records,
+    Setting,
+    discover,
+    with_junior,
+)
 from tandemrl.apps.report.samples import Gallery, galleries
 from tandemrl.apps.report.tables import (
-    LAST,
     MISSING,
+    Column,
     bounds,
     claim_cells,
-    claims_table,
     columns_of,
     estimate,
     headline_table,
-    markdown_table,
     nats,
     rate,
-    relations,
     signed_interval,
 )
-from tandemrl.apps.report.workers import HEAD, worker_rows
-from tandemrl.evals.compare import InTraining, good_end
+from tandemrl.config import ConfigError
+from tandemrl.evals import PHASES, EvalError
+from tandemrl.evals.compare import CompareError, InTraining, compare, good_end, last_texts
 from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.types import Author
 
 UNDECIDED = "no difference shown"
-TREND = ("reward/mean", "eval/pass@1", "response/length")
-"""Training metrics whose first and closing values are in the Markdown page, which has no plots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,116 +67,43 @@ def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str
     records = discover(folder)
     decoder = None if tokenizer is None else load_tokenizer(tokenizer)
     notes: list[str] = []
-    settings = (replace(each, contrasts=paired_differences(each, notes.append)) for each in records.settings)
+    settings = (replace(each, contrasts=_differences(each, notes.append)) for each in records.settings)
     records = replace(records, settings=tuple(settings))
     shown = {setting.name: galleries(records, setting, notes.append, decoder) for setting in records.settings}
     name = records.experiment.get("name") or records.folder.resolve().name
-    return Report(
-        title=title or str(name),
-        records=records,
-        galleries=shown,
-        caveats=tuple(dict.fromkeys([*provenance.caveats(records), *notes])),
-    )
+    caveats = tuple(dict.fromkeys([*provenance.caveats(records), *notes]))
+    return Report(title or str(name), records, shown, caveats)
 
 
-def write_report(report: Report, file: str | Path | None = None) -> tuple[Path, Path]:
-    """Write the HTML page and, beside it, the Markdown page. Each appears complete or not at all.
-
-    Args:
-        file: the file of the HTML page. The default is ``report.html`` in the report's folder.
-
-    Returns:
-        The files of the HTML page and of the Markdown page.
-    """
+def write_report(report: Report, file: str | Path | None = None) -> Path:
+    """Write the HTML page, completely or not at all, and return its file: ``report.html`` in the report's folder, if
+    none is given."""
     page = Path(file) if file is not None else report.records.folder / "report.html"
-    text = page.with_suffix(".md")
     write_text(page, to_html(report))
-    write_text(text, to_markdown(report, plots=page.name))
-    return page, text
+    return page
 
 
 def to_html(report: Report) -> str:
     """The report as one HTML page, without scripts and without references to other files."""
     looks = styles(report.records)
+    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["spans"] = _spans
+    settings = report.records.settings
     return environment.get_template("page.html.j2").render(
         title=report.title,
         lead=_lead(report.records),
-        settings=[
-            _setting(number, setting, looks, report.galleries[setting.name])
-            for number, setting in enumerate(report.records.settings)
-        ],
+        settings=[_setting(i, each, looks, report.galleries[each.name]) for i, each in enumerate(settings)],
         arms=looks,
         caveats=report.caveats,
         code=provenance.code(report.records),
         sources=provenance.sources(report.records),
         commands=provenance.commands(report.records),
-        experiment=_flat_settings(report.records.experiment),
         missing=MISSING,
-        workers_head=HEAD,
         bounds=bounds,
     )
-
-
-def to_markdown(report: Report, *, plots: str = "report.html") -> str:
-    """The report as Markdown: the tables, and a reference to the HTML page for plots and samples.
-
-    Args:
-        plots: the name of the HTML page.
-    """
-    parts = [f"# {report.title}", f"{_lead(report.records)} Plots and samples: `{plots}`."]
-    several = len(report.records.settings) > 1
-    for setting in report.records.settings:
-        if several or setting.name:
-            parts.append(f"## {setting.name or 'top level'}")
-        measured = with_junior([arm for arm in setting.arms if arm.evaluations])
-        contrasts = _contrasts(setting)
-        if contrasts:
-            parts += ["### In short", _sentences(contrasts)]
-        if measured:
-            parts += [headline_table(measured), _interval_note(measured), *relations(setting.arms)]
-        if contrasts:
-            head = ["comparison", "metric", "difference [95 % interval]", "verdict"]
-            rows = [
-                [" − ".join(c["between"]), c["metric"], f"{c['mean']} {c['interval']}", c["verdict"]] for c in contrasts
-            ]
-            parts += ["### Differences", markdown_table(head, rows, left=2)]
-        if setting.claims:
-            parts += ["### Claims", claims_table(setting.claims)]
-        if workers := worker_rows(setting.arms):
-            parts += ["### Workers and staleness", markdown_table(HEAD, workers)]
-        for metric in TREND:
-            rows = [row for arm in setting.arms if (row := _trend(arm, metric))]
-            if rows:
-                head = [metric, "seeds", "values", "first (step)", "mean of the last (values)"]
-                parts += [markdown_table(head, rows)]
-    if report.caveats:
-        parts += ["## What this does not show", "\n".join(f"- {caveat}" for caveat in report.caveats)]
-    parts += ["## Provenance", "\n".join(f"- {name}: {value}" for name, value in provenance.code(report.records))]
-    head = ["arm", "seeds", "steps", "config of runs", "config of evaluations"]
-    rows = [
-        [f"{s.setting}/{s.arm}" if s.setting else s.arm, s.seeds, s.steps, s.runs, s.evaluations]
-        for s in provenance.sources(report.records)
-    ]
-    parts += [markdown_table(head, rows), "```\n" + "\n".join(provenance.commands(report.records)) + "\n```"]
-    return without_tags("\n\n".join(part.strip() for part in parts if part.strip())) + "\n"
-
-
-def without_tags(markdown: str) -> str:
-    """Markdown without HTML tags, whatever names and paths it quotes: what would begin a tag becomes text.
-
-    Examples:
-        >>> without_tags("A < B, <img src=x>")
-        'A < B, &lt;img src=x>'
-    """
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
 
 
 def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = headline_table) -> str:
@@ -185,60 +114,50 @@ def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = head
     """
     parts = []
     for setting in report.records.settings:
-        measured = with_junior([arm for arm in setting.arms if arm.evaluations])
-        if measured:
+        if measured := _measured(setting):
             parts += [f"{setting.name}:" if setting.name else "", table(measured), _interval_note(measured)]
     return "\n\n".join(part.strip() for part in parts if part)
 
 
-def styles(records: Records) -> dict[str, svg.Style]:
+def styles(records: Records) -> dict[str, Style]:
     """The style of each arm, by its name. It is the same in every setting and plot, and in all reports for arms that
     every experiment has."""
     names = dict.fromkeys([*FIRST_ARMS, *(arm.name for setting in records.settings for arm in setting.arms), JUNIOR])
-    return {name: svg.style(number) for number, name in enumerate(names)}
+    return {name: style(number) for number, name in enumerate(names)}
 
 
-def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], shown: list[Gallery]) -> dict[str, Any]:
+def _measured(setting: Setting) -> list[ArmRecord]:
+    return with_junior([arm for arm in setting.arms if arm.evaluations])
+
+
+def _setting(number: int, setting: Setting, looks: Mapping[str, Style], shown: list[Gallery]) -> dict[str, Any]:
     """The variables with which the template shows a setting."""
-    measured = with_junior([arm for arm in setting.arms if arm.evaluations])
+    measured = _measured(setting)
     columns = columns_of(measured)
-    table: list[dict[str, Any]] = [
-        {
-            "arm": arm,
-            "hue": looks[arm.name].hue,
-            "seeds": len({e.seed for e in arm.evaluations}),
-            "cells": [(estimate(arm, column), column.shown) for column in columns],
-        }
-        for arm in measured
-    ]
     contrasts = _contrasts(setting)
-    styled: Styled = [(arm, looks[arm.name]) for arm in setting.arms]
+    styled = [(arm, looks[arm.name]) for arm in setting.arms]
     return {
         "id": f"s{number}",
         "name": setting.name,
         "columns": columns,
-        "table": table,
+        "table": [
+            {
+                "arm": arm,
+                "hue": looks[arm.name].hue,
+                "seeds": len({e.seed for e in arm.evaluations}),
+                "cells": [(estimate(arm, column), column.shown) for column in columns],
+            }
+            for arm in measured
+        ],
         "note": _interval_note(measured) if measured else "",
-        "relations": relations(setting.arms),
-        "several_seeds": any(row["seeds"] > 1 for row in table),
-        "unequal_seeds": len({row["seeds"] for row in table}) > 1,
         "contrasts": contrasts,
         "verdicts": _verdicts(contrasts),
         "claims": [claim_cells(claim) for claim in setting.claims],
-        "workers": worker_rows(setting.arms),
-        "figures": [figure._replace(svg=Markup(figure.svg)) for figure in all_figures(styled, f"s{number}")],
-        "legend": [
-            (arm, Markup(svg.key(look, f"s{number}-key{i}"))) for i, (arm, look) in enumerate(styled) if len(styled) > 1
-        ],
+        "configs": provenance.differing_keys(setting),
+        "figures": all_figures([(arm, looks[arm.name]) for arm in measured], styled, f"s{number}"),
+        "legend": [(arm, key(look, f"s{number}-key{i}")) for i, (arm, look) in enumerate(styled) if len(styled) > 1],
         "galleries": shown,
         "opened": next((i for i, each in enumerate(shown) if _has_correct(each)), 0),
-        "episodes": any(
-            author == Author.CONTEXT
-            for gallery in shown
-            for problem in gallery.problems
-            for _, each in problem.shown
-            for author, _ in each.spans
-        ),
     }
 
 
@@ -247,17 +166,16 @@ def _has_correct(gallery: Gallery) -> bool:
 
 
 def _lead(records: Records) -> str:
-    runs = [run for setting in records.settings for arm in setting.arms for run in arm.runs]
-    evaluations = [e for setting in records.settings for arm in setting.arms for e in arm.evaluations]
-    macros = [e.result["metrics"]["macro"] for e in evaluations]
+    arms = [arm for setting in records.settings for arm in setting.arms]
+    counts = {
+        "training run": sum(len(arm.runs) for arm in arms),
+        "finished evaluation": sum(len(arm.evaluations) for arm in arms),
+    }
+    parts = [f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items() if count]
+    macros = [e.result["metrics"]["macro"] for arm in arms for e in arm.evaluations]
     problems = sorted({int(macro["problems"]) for macro in macros if "problems" in macro})
-    parts = [_plural(len(runs), "training run")] if runs else []
-    parts += [_plural(len(evaluations), "finished evaluation")] if evaluations else []
-    lead = f"{' and '.join(parts)} below {records.folder}."
-    if problems:
-        spread = str(problems[0]) if len(problems) == 1 else f"{problems[0]} to {problems[-1]}"
-        lead += f" {spread} problems per evaluation."
-    return lead
+    spread = " to ".join(dict.fromkeys(map(str, (problems[0], problems[-1])))) if problems else ""
+    return f"{' and '.join(parts)} below {records.folder}." + (f" {spread} problems per evaluation." if spread else "")
 
 
 def _interval_note(arms: Sequence[ArmRecord]) -> str:
@@ -274,31 +192,82 @@ def _interval_note(arms: Sequence[ArmRecord]) -> str:
     )
 
 
+# --------------------------------------------------------------------------------------------------------- differences
+
+
+def _differences(setting: Setting, say: Callable[[str], None]) -> tuple[ContrastRecord, ...]:
+    """The differences of every evaluated arm to the first one, or those of ``results.json`` if it has some.
+
+    If no arm is evaluated, the last evaluations during training are compared.
+
+    Args:
+        say: called with a sentence if two arms cannot be compared, as with other problems or another number of samples.
+    """
+    evaluated = [arm for arm in setting.arms if arm.evaluations] or [arm for arm in setting.arms if _texts(arm)]
+    if setting.contrasts or not evaluated:
+        return setting.contrasts
+    first, *others = evaluated
+    found: list[ContrastRecord] = []
+    for arm in others:
+        sides = _places(arm), _places(first)
+        seeds = [seed for seed in sides[0] if seed in sides[1]]
+        if not seeds:
+            say(f"{arm.title} and {first.title} are not compared: they have no seed in common.")
+            continue
+        if len(seeds) < len(sides[0].keys() | sides[1].keys()):
+            say(f"{arm.title} and {first.title} are compared over the seeds of both only: {', '.join(seeds)}.")
+        steps = [[_texts(each).get(seed) for seed in seeds] for each in (arm, first)]
+        if not arm.evaluations and steps[0] != steps[1]:
+            say(f"{arm.title} and {first.title}: their last evaluations, which are compared, are of different steps.")
+        try:
+            contrasts = compare(*([place for seed in seeds for place in side[seed]] for side in sides))
+        except (CompareError, ConfigError, EvalError) as error:
+            say(f"{arm.title} and {first.title} cannot be compared: {error}")
+            continue
+        found += [ContrastRecord(each.phase, each.metric, arm.name, first.name, each.difference) for each in contrasts]
+    return tuple(found)
+
+
+def _places(arm: ArmRecord) -> dict[str, list[Path]]:
+    """The folders (or, under names of their own, the files) of each seed's evaluations, in the order of the seeds;
+    without any, the folders of the runs."""
+    found = [(each.seed, each.file.parent if each.file.stem in PHASES else each.file) for each in arm.evaluations]
+    by_seed: dict[str, dict[Path, None]] = {seed: {} for seed in arm.seeds}
+    for seed, place in found or [(run.seed, run.folder) for run in arm.runs]:
+        by_seed[seed][place] = None
+    return {seed: [*places] for seed, places in by_seed.items() if places}
+
+
+def _texts(arm: ArmRecord) -> dict[str, str]:
+    """The names of the texts of the last evaluation during each run of an arm, by seed; {} unless all have some."""
+    found = {run.seed: file.name for run in arm.runs if (file := last_texts(run.folder)) is not None}
+    return found if len(found) == len(arm.runs) else {}
+
+
 def _contrasts(setting: Setting) -> list[dict[str, Any]]:
     """The differences of a setting as text. ``headline``: of the headline table, or of training."""
     titles = {arm.name: arm.title for arm in setting.arms}
     columns = {(column.phase, column.metric): column for column in columns_of(setting.arms)}
     rows = []
-    comparisons = list(dict.fromkeys((each.a, each.b) for each in setting.contrasts))
     for each in setting.contrasts:
-        column = columns.get((each.phase, each.metric))
-        shown = column.shown if column else rate if max(map(abs, each.difference)) < 1 else nats
+        known = columns.get((each.phase, each.metric))
+        shown = rate if max(map(abs, each.difference)) < 1 else nats
+        column = known or Column(f"{each.phase} {each.metric}", each.phase, each.metric, shown=shown)
         a, b = titles.get(each.a, each.a), titles.get(each.b, each.b)
-        mean, interval = signed_interval(each.difference, shown)
+        mean, interval = signed_interval(each.difference, column.shown)
         above = each.difference.mean > 0
         rows.append(
             {
-                "metric": column.heading if column else f"{each.phase}: {each.metric}",
-                "title": column.title if column else f"{each.phase} {each.metric}",
-                "amount": f"{mean} {column.unit}".rstrip() if column else mean,
+                "metric": known.heading if known else f"{each.phase}: {each.metric}",
+                "title": column.title,
+                "amount": f"{mean} {column.unit}".rstrip(),
                 "between": (a, b),
-                "order": comparisons.index((each.a, each.b)),
                 "mean": mean,
                 "interval": interval,
                 "decided": each.clear,
                 "verdict": f"{a} {'>' if above else '<'} {b}" if each.clear else UNDECIDED,
                 "direction": _direction(each.metric, above) if each.clear else UNDECIDED,
-                "headline": column is not None or each.phase in get_args(InTraining),
+                "headline": known is not None or each.phase in get_args(InTraining),
             }
         )
     return rows
@@ -316,56 +285,13 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[s
     """A sentence per comparison: (what is compared, [("better", metrics with their differences), …])."""
     sentences = []
     for between in dict.fromkeys(row["between"] for row in rows):
-        mine = [row for row in rows if row["between"] == between and row["headline"]]
-        changes = [
-            (direction, ", ".join(f"{row['title']} ({row['amount']})" for row in mine if row["direction"] == direction))
-            for direction in ("better", "worse", "higher", "lower", UNDECIDED)
-        ]
-        sentences.append((f"{between[0]} against {between[1]}", [(what, listed) for what, listed in changes if listed]))
+        changes: dict[str, list[str]] = {d: [] for d in ("better", "worse", "higher", "lower", UNDECIDED)}
+        for row in rows:
+            if row["between"] == between and row["headline"]:
+                changes[row["direction"]].append(f"{row['title']} ({row['amount']})")
+        said = [(what, ", ".join(listed)) for what, listed in changes.items() if listed]
+        sentences.append((f"{between[0]} against {between[1]}", said))
     return sentences
-
-
-def _sentences(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The verdicts as Markdown."""
-    return "\n".join(
-        f"- **{between}**: " + "; ".join(f"{what}: {listed}" for what, listed in changes) + "."
-        for between, changes in _verdicts(rows)
-        if changes
-    )
-
-
-def _trend(arm: ArmRecord, metric: str) -> list[str]:
-    """The first value and the closing mean of a training metric, averaged over seeds."""
-    lines = [[s for s in run.steps if s.get(metric) is not None] for run in arm.runs]
-    begun = sorted({each[0].get("step", 0) for each in lines if each})
-    values = [[s[metric] for s in each] for each in lines if each]
-    if not values:
-        return []
-    counts = sorted({len(each) for each in values})
-    closing = sorted({min(each, LAST) for each in counts})
-    first, last = fmean(each[0] for each in values), fmean(fmean(each[-LAST:]) for each in values)
-    return [
-        arm.title,
-        str(len(values)),
-        _range(counts),
-        f"{nats(first)} ({_range(begun)})",
-        f"{nats(last)} ({_range(closing)})",
-    ]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """``3``, or ``3 to 5`` from the lowest to the highest of sorted numbers."""
-    return " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
-
-
-def _flat_settings(experiment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Plain settings of an experiment."""
-    plain = (str, int, float, bool)
-    return [
-        (name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
-        for name, value in experiment.items()
-        if isinstance(value, plain) or (isinstance(value, list) and value and all(isinstance(v, plain) for v in value))
-    ]
 
 
 def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
@@ -378,11 +304,6 @@ def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
             continue
         marked = escape(text).replace("\n\n", Markup('<span class="step">¶</span>\n'))
         body = marked.removesuffix("\n")  # a closing bracket after the line break would stand on the next line
-        name = {Author.SENIOR: "senior", Author.JUNIOR: "junior"}.get(author) if author is not None else None
-        out += Markup('<span class="{}">{}</span>').format(name, Markup(body)) if name else Markup(body)
+        out += Markup('<span class="{}">{}</span>').format(author.name.lower(), body) if author is not None else body
         out += Markup("\n" * (len(marked) - len(body)))
     return out
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

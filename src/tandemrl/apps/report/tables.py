@@ -3,19 +3,13 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tandemrl.apps.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
+from tandemrl.apps.report.records import MEASURES, ArmRecord, Claim
 from tandemrl.evals.compare import good_end
-from tandemrl.evals.stats import Interval, pearson, seed_interval, standard_error
+from tandemrl.evals.stats import Interval, seed_interval, standard_error
 
 MISSING = "–"
-FEWEST_PAIRS = 8
-"""From how many points a correlation is given."""
-LAST = 5
-"""How many steps the closing mean of a learning curve covers. The reward of a single step is too noisy."""
 
 
 def rate(value: float) -> str:
@@ -216,36 +210,6 @@ def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Esti
     return Estimate(interval.mean, max(0.0, interval.low), min(highest, interval.high), dict(by_seed))
 
 
-def relations(arms: Sequence[ArmRecord]) -> list[str]:
-    """Sentences on the correlation of acceptance with the junior's cross-entropy, over arms and seeds.
-
-    One is about solo texts, one about drafts at the end of training. Neither is given if fewer than ``FEWEST_PAIRS``
-    have both values, or all values are equal.
-    """
-    of_texts: list[tuple[float, float]] = []
-    of_drafts: list[tuple[float, float]] = []
-    for arm in arms:
-        values = (estimate(arm, column) for column in (ACCEPTANCE, JUNIOR_CE))
-        accepted, ce = ({seed: each.mean for seed, each in v.by_seed.items()} if v else {} for v in values)
-        of_texts += [(accepted[seed], ce[seed]) for seed in ce if seed in accepted]
-        for run in arm.runs:
-            drafts = [step["draft/acceptance"] for step in run.steps if step.get("draft/acceptance") is not None]
-            if drafts and run.seed in ce:
-                of_drafts.append((fmean(drafts[-LAST:]), ce[run.seed]))
-    said = (
-        ("Acceptance and junior CE of solo texts", of_texts),
-        (f"Acceptance of drafts (mean of the last {LAST} steps) and junior CE of solo texts", of_drafts),
-    )
-    found = [
-        (what, pearson([a for a, _ in pairs], [b for _, b in pairs]), len(pairs))
-        for what, pairs in said
-        if len(pairs) >= FEWEST_PAIRS
-    ]
-    return [
-        f"{what}, over arms and seeds: Pearson’s r {signed(r, rate)}, n {n}." for what, r, n in found if r is not None
-    ]
-
-
 def cell(value: Estimate | None, shown: Callable[[float], str] = rate) -> str:
     """``0.523 [0.480, 0.566]``"""
     if value is None:
@@ -273,33 +237,6 @@ def claims_table(claims: Sequence[Claim]) -> str:
     return markdown_table(["claim", "bar", "values", "verdict"], [claim_cells(claim) for claim in claims])
 
 
-def differences_table(setting: Setting, columns: Sequence[Column]) -> str:
-    """A Markdown table of paired differences with their 95 % intervals: a row per comparison, a column per metric."""
-    titles = {arm.name: arm.title for arm in setting.arms}
-    differences = {(each.a, each.b, each.phase, each.metric): each.difference for each in setting.contrasts}
-    rows = []
-    for a, b in dict.fromkeys((each.a, each.b) for each in setting.contrasts):
-        intervals = [differences.get((a, b, column.phase, column.metric)) for column in columns]
-        cells = [
-            " ".join(signed_interval(interval, column.shown)) if interval else MISSING
-            for interval, column in zip(intervals, columns, strict=True)
-        ]
-        rows.append([f"{titles.get(a, a)} − {titles.get(b, b)}", *cells])
-    return markdown_table(["difference", *(column.heading for column in columns)], rows)
-
-
-def seeds_table(setting: Setting, columns: Sequence[Column]) -> str:
-    """A Markdown table of each seed's values: a row per arm and metric."""
-    seeds = list(dict.fromkeys(seed for arm in setting.arms for seed in arm.extra))
-    rows = []
-    for arm in setting.arms:
-        for column in columns:
-            value = estimate(arm, column)
-            by_seed = value.by_seed if value else {}
-            rows.append([arm.title, column.heading, *(cell(by_seed.get(seed), column.shown) for seed in seeds)])
-    return markdown_table(["", "", *(f"seed {seed}" for seed in seeds)], rows, left=2)
-
-
 def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
     """A Markdown table: a row per arm, each number with its 95 % interval. Columns: all that have values by default."""
     columns = columns or columns_of(arms)
@@ -316,19 +253,3 @@ def headline_lines(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) ->
         for column in columns
     ]
     return "\n".join(line for block in blocks for line in block)
-
-
-def summary_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """``headline_table`` of single results, with intervals over problems.
-
-    Args:
-        results: row title -> phase -> evaluation result (the content of PHASE.json). Missing phases show as "–".
-    """
-    return headline_table(
-        [
-            ArmRecord(
-                row, row, evaluations=tuple(EvaluationRecord(Path(), "", phase, dict(r)) for phase, r in phases.items())
-            )
-            for row, phases in results.items()
-        ]
-    )
