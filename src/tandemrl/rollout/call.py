@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.rollout.engine import Completion, Reply, Request, Responder, Turn
 
-POLL_EVERY = 4  # steps between two polls for answers: sequences whose turns begin share a forward pass
-
 
 class NewTokens(NamedTuple):
     """Further tokens of a sequence, with their log-probs."""
@@ -33,6 +31,8 @@ Event = Turn | NewTokens | Finished
 class Call(Protocol):
     """Sequences that an engine is decoding. Nothing but ``abort`` may be called from two threads at once."""
 
+    poll_every: int
+    """Steps between two polls for answers."""
     steps: int
     """How many steps have decoded anything so far."""
     written: int
@@ -98,7 +98,7 @@ def run(
     left = set(numbers)
     while left:
         steps, written = call.steps, call.written
-        if responder is not None and call.awaits and (steps % POLL_EVERY == 0 or call.idle):
+        if responder is not None and call.awaits and (steps % call.poll_every == 0 or call.idle):
             replies = responder.replies(wait=call.blocked)
             if replies:
                 stamp()

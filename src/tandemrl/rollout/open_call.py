@@ -137,6 +137,8 @@ class OpenCall(ABC, Generic[AnyRow]):
         streams: whether steps tell of new tokens, too.
     """
 
+    poll_every = 4  # rows whose turns begin share a forward pass
+
     def __init__(self, engine: CallEngine, *, turns: bool, streams: bool) -> None:
         self.engine, self._turns, self._streams = engine, turns, streams
         self._rows: dict[int, AnyRow] = {}

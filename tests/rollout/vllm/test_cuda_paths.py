@@ -82,14 +82,14 @@ def test_an_engine_that_sleeps_wakes_what_is_needed_and_no_more() -> None:
     ours.fingerprint("senior")
     ours.generate([])
     assert names(calls) == [
-        ("tandem_register",),
+        ("tandem_begin",),
         ("sleep", 1),
         ("wake_up", ["weights"]),
         ("tandem_load", []),
         ("reset_prefix_cache", True),
         ("tandem_fingerprint", "senior"),
         ("wake_up", ["kv_cache"]),
-        ("tandem_register",),
+        ("tandem_begin",),
         ("sleep", 1),
     ]
     assert ours.policy_version == 3
@@ -106,13 +106,14 @@ def test_a_failed_generation_still_gives_the_memory_back() -> None:
     with pytest.raises(EngineError, match="no"):
         engine(ours).generate(requests([[2, 3]], Sampling(max_tokens=4), solo("senior")))
     assert [call[0] for call in calls] == [
+        "tandem_begin",
         "tandem_register",
         "add_request",
         "abort_request",
         "reset_prefix_cache",
         "sleep",
     ]
-    assert calls[2] == ("abort_request", ["0-name"], True)
+    assert calls[3] == ("abort_request", ["0-name"], True)
 
 
 def test_weights_in_another_process_on_the_same_gpu_go_by_handles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
 from tandemrl.rollout.vllm.planner import Admission, Planner
-from tandemrl.rollout.vllm.rows import Row
+from tandemrl.rollout.vllm.rows import VllmRow
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
 
@@ -356,7 +356,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
 
 
 def test_a_turn_that_lacks_a_logprob_is_refused() -> None:
-    row = Row(3, 0, 0, Request((1,), (2,), Sampling(), solo("senior")), 2, "s", 0)
+    row = VllmRow(Request((1,), (2,), Sampling(), solo("senior")), 2, 3)
     with pytest.raises(EngineError, match="row 3: 2 tokens were written, with 1 log-probs"):
         row.end_turn([5, 6], [-0.5], "eos")
 

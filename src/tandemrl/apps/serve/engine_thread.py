@@ -6,10 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from tandemrl.rollout.batch_engine import BatchCall, BatchEngine
-from tandemrl.rollout.call import Finished, NewTokens
-from tandemrl.rollout.engine import Completion, Request, check_request
-from tandemrl.rollout.partner import check_partnered
+from tandemrl.rollout.call import Call, Finished, NewTokens
+from tandemrl.rollout.engine import Completion, Request
+from tandemrl.rollout.open_call import CallEngine
 
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Hears of new tokens, in the thread of the engine: the number of the completion among the keys of its request, its
@@ -37,7 +36,7 @@ class EngineThread:
         engine: the engine, which nothing else may use.
     """
 
-    def __init__(self, engine: BatchEngine) -> None:
+    def __init__(self, engine: CallEngine) -> None:
         self.engine = engine
         self._waiting: SimpleQueue[Job | None] = SimpleQueue()
         self._running: list[Job] = []
@@ -51,8 +50,7 @@ class EngineThread:
         Raises:
             EngineError: the engine cannot serve the request.
         """
-        check_request(0, request, self.engine)
-        check_partnered(0, request, apart=self.engine.apart)
+        self.engine.check(0, request)
         job = Job(request, on_tokens)
         self._waiting.put(job)
         return job
@@ -92,7 +90,7 @@ class EngineThread:
                     if not job.done.done():
                         job.done.set_exception(error)
 
-    def _let_in(self, call: BatchCall) -> None:
+    def _let_in(self, call: Call) -> None:
         """Let all join that wait."""
         while not self._closed:
             try:
@@ -102,7 +100,7 @@ class EngineThread:
             if job is not None:
                 self._join(call, job)
 
-    def _join(self, call: BatchCall, job: Job) -> None:
+    def _join(self, call: Call, job: Job) -> None:
         if not job.done.set_running_or_notify_cancel():
             return
         try:
@@ -114,7 +112,7 @@ class EngineThread:
         with self._lock:
             self._running.append(job)
 
-    def _step(self, call: BatchCall) -> None:
+    def _step(self, call: Call) -> None:
         of = {number: job for job in self._running for number in job.left}
         for event in call.step():
             if isinstance(event, NewTokens):

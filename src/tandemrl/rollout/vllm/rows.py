@@ -1,4 +1,4 @@
-"""Completions while they are being written, turn by turn. This module does not import vllm."""
+"""Completions while vLLM is writing them, turn by turn. This module does not import vllm."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,37 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, StopReason, Turn, replay_turns
-from tandemrl.types import Transcript
+from tandemrl.rollout.decoding_rows import Row
+from tandemrl.rollout.engine import Completion, EngineError, StopReason, Turn, replay_turns
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """One completion while it is being written.
+class VllmRow(Row):
+    """A row whose tokens are kept here.
 
-    number: its number among the completions of the call. id: its number among all completions that the engine ever
-    wrote. index: the number of its request. key: its request key. strategy: the name by which the workers know the
-    strategy of the request.
-
-    tokens: everything after the prompt: its own tokens and, between turns, those of the environment. own: for each of
-    these tokens, whether an author wrote it. logprobs: the log-prob of each of them, in nats; 0.0 for tokens of the
-    environment.
+    id: its number among all completions that the engine ever wrote. strategy: the name by which the workers know the
+    strategy of the request. tokens: everything after the prompt: its own tokens and, between turns, those of the
+    environment. logprobs: the log-prob of each of these tokens, in nats; 0.0 for tokens of the environment. turns: the
+    own tokens of each turn that has ended. begins: where each of them begins in ``tokens``.
     """
 
-    number: int
-    id: int
-    index: int
-    request: Request
-    key: int
-    strategy: str
-    policy_version: int
-    reason: StopReason = "abort"
-    """Why its last turn ended. Once the completion is over, why it is over."""
-    turns: list[np.ndarray] = field(default_factory=list)
-    """The own tokens of each turn that has ended."""
+    id: int = 0
+    strategy: str = ""
     tokens: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    turns: list[np.ndarray] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
 
     @property
     def prompt(self) -> list[int]:
@@ -45,20 +34,15 @@ class Row:
         return [*self.request.prompt, *self.tokens]
 
     @property
-    def history(self) -> list[Sequence[int]]:
+    def history(self) -> list[list[int]]:
         """The own tokens of each earlier turn, those before this call included."""
-        return [*self.request.history, *(turn.tolist() for turn in self.turns)]
-
-    @property
-    def left(self) -> int:
-        """How many tokens the next turn may have."""
-        rest = self.request.sampling.max_tokens - sum(self.own)
-        return rest if self.request.turn_tokens is None else min(rest, self.request.turn_tokens)
+        return [*map(list, self.request.history), *(turn.tolist() for turn in self.turns)]
 
     @property
     def turn(self) -> Turn:
         """The last turn, as the ``Responder`` gets it."""
-        return Turn(self.number, self.request.task, len(self.turns) - 1, self.turns[-1], self.reason)
+        assert self.stop_reason is not None
+        return Turn(self.number, self.request.task, len(self.turns) - 1, self.turns[-1], self.stop_reason)
 
     def end_turn(self, tokens: Sequence[int], logprobs: Sequence[float], reason: StopReason) -> None:
         """Append the own tokens of a turn that has ended.
@@ -73,49 +57,39 @@ class Row:
         """
         if len(tokens) != len(logprobs):
             raise EngineError(f"row {self.number}: {len(tokens)} tokens were written, with {len(logprobs)} log-probs")
-        self.reason = reason
+        self.stop_reason = reason
         if len(tokens):
             self.turns.append(np.array(tokens, dtype=np.int64))
+            self.begins.append(len(self.tokens))
             self.tokens += tokens
-            self.own += [True] * len(tokens)
             self.logprobs += logprobs
+            self.own += len(tokens)
+            self.written = len(self.tokens)
 
-    def add_observation(self, reply: Reply) -> bool:
-        """Append the environment's answer to the last turn, and return whether another turn follows.
+    def observe(self, context: Sequence[int]) -> None:
+        """Append what the environment says before the next turn."""
+        self.tokens += context
+        self.logprobs += [0.0] * len(context)
+        self.written = self.told = len(self.tokens)
+        self.stop_reason = None
 
-        Another turn follows an answer with context, if tokens are left for the turn and the context fits into
-        ``observation_tokens``. Otherwise the completion is over, and ``reason`` says why.
-        """
-        if not reply.context:
-            self.reason = reply.stop_reason or self.reason
-            return False
-        observed = len(self.own) - sum(self.own)
-        if self.left < 1 or observed + len(reply.context) > self.request.observation_tokens:
-            self.reason = "length"
-            return False
-        self.tokens += reply.context
-        self.own += [False] * len(reply.context)
-        self.logprobs += [0.0] * len(reply.context)
-        return True
-
-    def completion(self, authors: np.ndarray, transcript: Transcript | None) -> Completion:
+    def completion(self, authors: np.ndarray, version: int) -> Completion:
         """The finished completion. An answer of the environment after which nothing was written is left out.
 
         Args:
             authors: the author of each own token, 0 for the junior and 1 for the senior.
-            transcript: the messages of the episode, if there is one.
+            version: of the weights.
         """
-        own = np.array(self.own, dtype=bool)
-        end = int(own.nonzero()[0][-1]) + 1 if own.any() else 0
+        end = self.begins[-1] + len(self.turns[-1]) if self.turns else 0
         author = np.full(end, -1, dtype=np.int8)
-        author[own[:end]] = authors
+        own = [np.arange(begin, begin + len(turn)) for begin, turn in zip(self.begins, self.turns, strict=True)]
+        author[np.concatenate([*own, np.empty(0, np.int64)]).astype(np.int64)] = authors
         tokens = np.array(self.tokens[:end], dtype=np.int64)
         logprobs = np.array(self.logprobs[:end], dtype=np.float32)
-        channels = tokens, author, logprobs
-        return Completion(self.key, *channels, self.reason, self.policy_version, transcript)
+        return Completion(self.key, tokens, author, logprobs, self.stop_reason or "abort", version)
 
 
-def authors_of(rows: Sequence[Row]) -> list[np.ndarray]:
+def authors_of(rows: Sequence[VllmRow]) -> list[np.ndarray]:
     """The author of each own token of each row, replayed from keys and tokens for all rows of a strategy at once.
 
     Tokens that were written before this call are left out.
@@ -127,7 +101,7 @@ def authors_of(rows: Sequence[Row]) -> list[np.ndarray]:
         replayed = replay_turns(strategy, [row.key for row in mine], turns).author.numpy()
         for row, author in zip(mine, replayed, strict=True):
             before = sum(map(len, row.request.history))
-            authors[row.number] = author[before : before + sum(row.own)]
+            authors[row.number] = author[before : before + row.own]
     return [authors[row.number] for row in rows]
 
 

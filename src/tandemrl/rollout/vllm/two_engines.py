@@ -27,7 +27,8 @@ from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes,
 from tandemrl.rollout.local_partner import LocalPartner
 from tandemrl.rollout.two_vocabularies import Half, TwoVocabularies, disagreement
 from tandemrl.rollout.vllm.backend import platform_device
-from tandemrl.rollout.vllm.engine import VllmEngine, death_reported, sampling_params
+from tandemrl.rollout.vllm.call import death_reported, sampling_params
+from tandemrl.rollout.vllm.engine import VllmEngine
 from tandemrl.rollout.vllm.spans import HANDOVER, Span
 from tandemrl.selection import Who, draws
 from tandemrl.selection.boundaries import start_table, token_bytes

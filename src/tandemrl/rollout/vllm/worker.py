@@ -65,14 +65,15 @@ class _TandemWorker:
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
         """Replace the strategies that requests can name. The server's default strategy and that of spans stay.
 
-        Every call of ``generate`` begins with this, so the rows of earlier calls are forgotten.
-
         Args:
             strategies: the strategies by name, pickled if they come from another process.
         """
         named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
         kept = {name: s for name, s in self.model_runner.strategies.items() if name in ("default", SPAN)}
         self.model_runner.strategies = {**kept, **named}
+
+    def tandem_begin(self) -> None:
+        """Hear that a call begins: the rows of earlier calls are forgotten."""
         with torch.inference_mode():  # as in a step, where the planner's tensors come from
             self.model_runner.planner.forget_rows()
         self.model_runner.planner.chooser.begin_call()

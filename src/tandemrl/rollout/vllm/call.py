@@ -1,0 +1,258 @@
+"""The open call of a vLLM engine. Its scheduler decides which rows are decoded together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import exceptions
+
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.rollout.call import Event, Finished, NewTokens
+from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
+from tandemrl.rollout.open_call import OpenCall
+from tandemrl.rollout.vllm.rows import VllmRow, authors_of, history_arguments
+from tandemrl.selection import Strategy
+
+if TYPE_CHECKING:
+    from tandemrl.rollout.vllm.engine import VllmEngine
+
+_SHARED = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""The fields that ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
+
+
+class VllmCall(OpenCall[VllmRow]):
+    """The call of a ``VllmEngine``. Every turn of a row is a request of vLLM, which the prefix cache lets continue."""
+
+    poll_every = 1  # vLLM would give the place of a row that waits to another one
+
+    def __init__(self, engine: "VllmEngine", *, turns: bool, streams: bool) -> None:
+        super().__init__(engine, turns=turns, streams=streams)
+        self._engine, self._llm, self._next = engine, engine.backend.llm, 0
+        self._flying: dict[int, str] = {}
+        """vLLM's name of each running turn, by number of the row."""
+        self._names: dict[int, tuple[Strategy, str]] = {}
+        """By id: the strategies that the workers know, and their names."""
+        self._ended = 0
+        """How many tokens the ended turns have."""
+        with ExitStack() as opened, death_reported():
+            opened.enter_context(engine.backend.awake())
+            self._before = engine.stats()
+            engine.backend.call("tandem_begin")
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        try:
+            with self._opened, death_reported():
+                if self._flying:
+                    self._llm.abort_request([*self._flying.values()], internal=True)
+                    # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
+                    self._llm.reset_prefix_cache()
+                self._engine.passes = self._passes()
+        finally:
+            self._engine.closed(self)
+
+    def _passes(self) -> Passes:
+        now, before = self._engine.stats(), self._before
+        junior, senior = (after - then for after, then in zip(now["rows"], before["rows"], strict=True))
+        drafts = {name: now[name] - before[name] for name in ("drafted", "accepted")}
+        return Passes(self._ended, senior, junior, **drafts)
+
+    def submit(self, requests: Sequence[Request]) -> list[int]:
+        for i, request in enumerate(requests):
+            self._engine.check(i, request)
+        with death_reported():
+            self._register([request.strategy for request in requests])
+            rows = list[tuple[VllmRow, SamplingParams]]()
+            for i, request in enumerate(requests):
+                for key in request.keys:
+                    name = self._names[id(request.strategy)][1]
+                    row = VllmRow(request, key, self._next + len(rows), id=next(self._engine.row_ids), strategy=name)
+                    rows.append((row, self._params(f"request {i}", row)))
+            self._next += len(rows)
+            self._rows |= {row.number: row for row, _ in rows}
+            for row, params in rows:
+                self._begin_turn(row, params)
+        return [row.number for row, _ in rows]
+
+    def _register(self, strategies: Sequence[Strategy]) -> None:
+        """Let the workers know these strategies, and no others but those of rows that go on."""
+        backend, new = self._engine.backend, {id(strategy): strategy for strategy in strategies}
+        if new.keys() <= self._names.keys():
+            return
+        live = {id(row.request.strategy) for row in self._rows.values() if not row.over}
+        self._names = {known: each for known, each in self._names.items() if known in live or known in new}
+        for known, strategy in new.items():
+            if known not in self._names:
+                self._names[known] = strategy, str(next(self._engine.row_ids))
+        named = {name: strategy for strategy, name in self._names.values()}
+        backend.call("tandem_register", named if backend.in_process else cloudpickle.dumps(named))
+
+    def _params(self, where: str, row: VllmRow) -> SamplingParams:
+        """vLLM's sampling parameters of the row's next turn."""
+        s, turn = row.request.sampling, row.request.turn_tokens
+        arguments: dict[str, Any] = {"tandem_key": row.key, "tandem_strategy": row.strategy}
+        if self._turns:
+            arguments["tandem_row"] = row.id
+        arguments |= history_arguments(row.history)
+        room = row.own_left if turn is None else min(row.own_left, turn)
+        return sampling_params(where, s, self._engine.eos, room, arguments, stop=s.stop)
+
+    def _begin_turn(self, row: VllmRow, params: SamplingParams) -> None:
+        """Start the next turn of a row in vLLM.
+
+        Rows with lower numbers have priority, since the prefix cache may still hold what was computed of them.
+        """
+        prompt, number = {"prompt_token_ids": row.prompt}, row.number
+        self._flying[number] = self._llm.add_request(str(number), prompt, params, priority=number)
+
+    def step(self) -> list[Event]:
+        events: list[Event] = []
+        with death_reported():
+            flying = bool(self._flying)
+            for output in self._llm.step() if flying else ():
+                row, written = self._rows[int(output.request_id)], output.outputs[0]
+                events += self._end_turn(row, written.token_ids, written.logprobs, self._reason(row.request, written))
+            states = self._llm.output_processor.request_states if flying else {}
+            for number, name in self._flying.items() if self._streams else ():
+                state = states[name]
+                tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+                events += self._news(self._rows[number], tokens, logprobs)
+            written = self._ended + sum(state.detokenizer.num_output_tokens() for state in states.values())
+            if written > self.written:
+                stamp()
+            self.steps, self.written = self.steps + flying, written
+            if self._aborts:
+                events += self._end_aborted()
+        over, self._over = self._over, []
+        return [*events, *(Finished(row.number) for row in over)]
+
+    def _news(self, row: VllmRow, tokens: Sequence[int], logprobs: Any) -> list[Event]:
+        """What its running turn has that was not told."""
+        told = row.told - row.written
+        if len(tokens) == told:
+            return []
+        row.told = row.written + len(tokens)
+        return [NewTokens(row.number, [*tokens[told:]], _values(row, len(tokens), logprobs)[told:])]
+
+    def _end_turn(self, row: VllmRow, tokens: Sequence[int], logprobs: Any, reason: Any) -> list[Event]:
+        """Record a turn that has ended, after which the row waits for an answer or is over.
+
+        Args:
+            logprobs: vLLM's flat log-probs of the ``tokens``; None if there is none.
+        """
+        events = self._news(row, tokens, logprobs) if self._streams else []
+        del self._flying[row.number]
+        row.end_turn(list(tokens), _values(row, len(tokens), logprobs), reason)
+        self._ended += len(tokens)
+        if not self._turns or reason == "abort":
+            self._end(row, reason)
+            return events
+        self._awaited[row.number] = row
+        return [*events, row.turn]
+
+    def _reason(self, request: Request, output: Any) -> str:
+        if output.finish_reason == "stop":
+            ended = not request.sampling.ignore_eos and output.stop_reason in self._engine.eos
+            return "eos" if ended else "stop"
+        if output.finish_reason == "length":
+            return "length"
+        raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}")
+
+    def _end_aborted(self) -> list[Event]:
+        """End aborted rows with what they have written so far."""
+        keys, events = self._aborts.take(), list[Event]()
+        for number in [number for number in self._flying if self._rows[number].key in keys]:
+            row, name = self._rows[number], self._flying[number]
+            state = self._llm.output_processor.request_states[name]
+            tokens = list(state.detokenizer.output_token_ids)
+            events += self._end_turn(row, tokens, state.logprobs_processor.logprobs, "abort")
+            self._llm.abort_request([name], internal=True)
+        self._end_apart(keys, [*self._awaited.values()])
+        return events
+
+    def _go_on(self, row: VllmRow, reply: Reply) -> None:
+        row.observe(reply.context)
+        row.index += 1
+        with death_reported():
+            self._begin_turn(row, self._params(f"completion {row.number}", row))
+
+    def take(self, numbers: Sequence[int]) -> list[Completion]:
+        rows = [self._rows.pop(number) for number in numbers]
+        return [row.completion(each, self.version) for row, each in zip(rows, authors_of(rows), strict=True)]
+
+    @property
+    def idle(self) -> bool:
+        return not self._flying
+
+    @property
+    def blocked(self) -> bool:
+        return self.idle and not (self._over or self._aborts)
+
+
+def _values(row: VllmRow, count: int, logprobs: Any) -> list[float]:
+    """The log-probs of the first tokens of a turn, from vLLM's flat ones. Those of greedy decoding are 0.0."""
+    greedy = logprobs is None or row.request.sampling.temperature == 0
+    return [0.0] * count if greedy else [*logprobs.logprobs]
+
+
+def sampling_params(
+    where: str, s: Sampling, eos: Sequence[int], room: int, arguments: Mapping[str, Any], *, stop: Sequence[str] = ()
+) -> SamplingParams:
+    """vLLM's sampling parameters of a request for up to ``room`` tokens.
+
+    Args:
+        where: the request, for the message.
+        eos: the ids that end a completion, unless ``ignore_eos`` is set.
+        arguments: ``extra_args`` of the request.
+        stop: the stop strings that vLLM looks for.
+
+    Raises:
+        EngineError: vLLM cannot sample like this.
+    """
+    try:
+        params = SamplingParams(
+            **{name: getattr(s, name) for name in _SHARED},
+            max_tokens=room,
+            stop=list(stop) or None,
+            include_stop_str_in_output=True,
+            # EOS ids go in as stop ids: vLLM knows one of them, and whoever asks sees which one ended a completion.
+            stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else eos)}),
+            ignore_eos=True,
+            detokenize=bool(stop),
+            skip_special_tokens=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=dict(arguments),
+        )
+    except (ValueError, VLLMClientError) as error:
+        raise EngineError(f"{where}: vLLM cannot sample like this: {error}") from error
+    if params.temperature != s.temperature:
+        raise EngineError(
+            f"{where}: temperature {s.temperature} is too low for vLLM, which would use {params.temperature}; 0 is "
+            "greedy"
+        )
+    return params
+
+
+@contextmanager
+def death_reported() -> Iterator[None]:
+    """A context that says what to do when the engine's process ends.
+
+    Raises:
+        EngineDeadError: it did.
+    """
+    try:
+        yield
+    except exceptions.EngineDeadError as error:
+        raise EngineDeadError(
+            f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its last "
+            "checkpoint"
+        ) from error
