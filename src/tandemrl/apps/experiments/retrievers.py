@@ -11,10 +11,10 @@ killed benchmark continues when it is started again.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tandemrl import evals
 from tandemrl.apps.experiments.experiment import SCHEMA, ExperimentError, reported
@@ -34,16 +34,6 @@ METRICS: dict[str, tuple[Phase, str]] = {
     "handoff/senior_then_junior": ("handoff", "senior_then_junior/pass@1"),
 }
 """The measures in the rows of ``results.json``, each with its phase and metric."""
-
-
-class Entry(NamedTuple):
-    """A model in the benchmark. ``home`` is the folder for its evaluations. If ``junior`` is None, it answers alone."""
-
-    name: str
-    seed: int
-    senior: str
-    junior: str | None
-    home: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,60 +73,83 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
     """
     out = Path(out)
     _check(benchmark)
-    described = json.dumps(_described(benchmark), indent=2) + "\n"
-    file = out / "experiment.json"
+    arms = [{"name": name, "title": name} for name in benchmark.retrievers]
+    asked = {"name": NAME, **asdict(benchmark), "arms": arms, "versions": versions()}
+    described, file = json.dumps(asked, indent=2) + "\n", out / "experiment.json"
     if not file.exists():
         write_text(file, described)
     elif (other := json.loads(file.read_text()).get("name")) != NAME:
         raise ExperimentError(f"{out} holds the experiment {other}; choose another folder")
-    entries = []
-    for entry in _entries(benchmark, out, say):
-        entries.append(entry)
+    rows: list[dict[str, Any]] = []
+    homes: dict[str, list[Path]] = {}
+    for name, seed, senior, junior, home in _models(benchmark, out, say):
+        homes.setdefault(name, []).append(home / "eval")
         for retriever in benchmark.retrievers:
-            macro = _evaluate(benchmark, entry, retriever)
-            say(f"{entry.home.relative_to(out)}, {retriever}: solo pass@1 {macro['pass@1']:.3f}")
+            phases: tuple[Phase, ...] = ("pass-at-k",) if junior is None else ("pass-at-k", "tandem", "handoff")
+            config = load(benchmark.config, _settings(benchmark, name, junior, retriever))
+            limit = benchmark.problems if benchmark.data else None
+            found = evals.evaluate(config, model=senior, out=homes[name][-1] / retriever, phases=phases, limit=limit)
+            macros = {phase: result["metrics"]["macro"] for phase, result in found.items()}
+            rows.append({"pair": name, "seed": seed, "arm": retriever})
+            rows[-1] |= {key: macros[p][m] for key, (p, m) in METRICS.items() if p in macros and m in macros[p]}
+            say(f"{home.relative_to(out)}, {retriever}: solo pass@1 {rows[-1]['solo/pass@1']:.3f}")
     write_text(file, described)  # what earlier results were not made with, the evaluations have refused
-    return reported(_results(benchmark, entries), out, say)
+    contrasts = [
+        {"pair": name, "A": other, "B": first, **each}
+        for name, own in homes.items()
+        for first, *others in [benchmark.retrievers]
+        for other in others
+        for each in to_json(
+            compare(
+                *([home / retriever for home in own] for retriever in (other, first)),
+                shown={metric for _, metric in METRICS.values()}.__contains__,
+                varied=("retrieval", "signature"),  # the environment's signature holds its retriever, and nothing else
+            )
+        )
+    ]
+    results = {"schema": SCHEMA, "experiment": asked, "rows": rows, "contrasts": contrasts, "claims": []}
+    return reported(results, out, say)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
 def _check(benchmark: Benchmark) -> None:
-    if len(set(benchmark.retrievers)) < max(2, len(benchmark.retrievers)):
-        raise ExperimentError(f"retrievers {', '.join(benchmark.retrievers)}: give at least two, each once")
     names = [Path(model).name for model in benchmark.models]
-    if len(set(names)) < len(names):
-        raise ExperimentError(f"two of the models have one name: {', '.join(names)}")
-    if benchmark.models and not benchmark.data:
-        raise ExperimentError("models that are given need questions: --data, or data of the benchmark")
     default = Benchmark()
-    if benchmark.models and (benchmark.pairs, benchmark.seeds) != (default.pairs, default.seeds):
-        raise ExperimentError("pairs and seeds are of the tiny models; leave out --pair and --seeds, or --model")
-    if benchmark.junior is not None and not benchmark.models:
-        raise ExperimentError("the tiny pairs have juniors of their own; leave out --junior, or give --model")
+    wrong = {
+        f"retrievers {', '.join(benchmark.retrievers)}: give at least two, each once": len({*benchmark.retrievers})
+        < max(2, len(benchmark.retrievers)),
+        f"two of the models have one name: {', '.join(names)}": len({*names}) < len(names),
+        "models that are given need questions: --data, or data of the benchmark": names and not benchmark.data,
+        "pairs and seeds are of the tiny models; leave out --pair and --seeds, or --model": names
+        and (benchmark.pairs, benchmark.seeds) != (default.pairs, default.seeds),
+        "the tiny pairs have juniors of their own; leave out --junior, or give --model": benchmark.junior is not None
+        and not names,
+    }
+    for message, holds in wrong.items():
+        if holds:
+            raise ExperimentError(message)
 
 
-def _described(benchmark: Benchmark) -> dict[str, Any]:
-    arms = [{"name": name, "title": name} for name in benchmark.retrievers]
-    return {"name": NAME, **asdict(benchmark), "arms": arms, "versions": versions()}
-
-
-def _entries(benchmark: Benchmark, out: Path, say: Callable[[str], None]) -> Iterator[Entry]:
+def _models(
+    benchmark: Benchmark, out: Path, say: Callable[[str], None]
+) -> Iterator[tuple[str, int, str, str | None, Path]]:
+    """Yield (name, seed, senior, junior, folder for the evaluations). Without a junior, a model answers alone."""
     for model in benchmark.models:
-        yield Entry(Path(model).name, 0, model, benchmark.junior, out / Path(model).name)
+        yield Path(model).name, 0, model, benchmark.junior, out / Path(model).name
     for pair in () if benchmark.models else benchmark.pairs:
         for seed in benchmark.seeds:
             home = out / pair / f"seed-{seed}"
             build_tiny_pair(home / "pair", pair=pair, seed=seed, device=benchmark.device)
             say(f"{home.relative_to(out)}: the pair is there")
-            yield Entry(pair, seed, str(home / "pair" / "senior"), str(home / "pair" / "junior"), home)
+            yield pair, seed, str(home / "pair" / "senior"), str(home / "pair" / "junior"), home
 
 
-def _evaluate(benchmark: Benchmark, entry: Entry, retriever: str) -> dict[str, float]:
-    data = benchmark.data or (f"synthetic:{entry.name}:heldout:{benchmark.problems}",)
-    settings = [
-        f"model.junior={entry.junior or 'null'}",
+def _settings(benchmark: Benchmark, name: str, junior: str | None, retriever: str) -> list[str]:
+    data = benchmark.data or (f"synthetic:{name}:heldout:{benchmark.problems}",)
+    return [
+        f"model.junior={junior or 'null'}",
         f"model.device={benchmark.device}",
         f"data.eval={json.dumps(data)}",
         f"eval.samples={benchmark.samples}",
@@ -144,53 +157,3 @@ def _evaluate(benchmark: Benchmark, entry: Entry, retriever: str) -> dict[str, f
         *benchmark.overrides,
         f"retrieval.retriever={retriever}",
     ]
-    limit = benchmark.problems if benchmark.data else None
-    results = evals.evaluate(
-        load(benchmark.config, settings),
-        model=entry.senior,
-        out=_folder(entry, retriever),
-        phases=_phases(entry),
-        limit=limit,
-    )
-    macro: dict[str, float] = results["pass-at-k"]["metrics"]["macro"]
-    return macro
-
-
-def _phases(entry: Entry) -> tuple[Phase, ...]:
-    return ("pass-at-k",) if entry.junior is None else ("pass-at-k", "tandem", "handoff")
-
-
-def _folder(entry: Entry, retriever: str) -> Path:
-    return entry.home / "eval" / retriever
-
-
-def _results(benchmark: Benchmark, entries: Sequence[Entry]) -> dict[str, Any]:
-    first, *others = benchmark.retrievers
-    rows = [
-        {"pair": entry.name, "seed": entry.seed, "arm": retriever} | _measures(entry, retriever)
-        for entry in entries
-        for retriever in benchmark.retrievers
-    ]
-    metrics = {metric for _, metric in METRICS.values()}
-    contrasts = []
-    for name in dict.fromkeys(entry.name for entry in entries):
-        own = [entry for entry in entries if entry.name == name]
-        for other in others:
-            sides = ([_folder(entry, retriever) for entry in own] for retriever in (other, first))
-            # The environment's signature holds its retriever, and nothing else differs.
-            found = compare(*sides, shown=metrics.__contains__, varied=("retrieval", "signature"))
-            contrasts += [{"pair": name, "A": other, "B": first, **each} for each in to_json(found)]
-    described = _described(benchmark)
-    return {"schema": SCHEMA, "experiment": described, "rows": rows, "contrasts": contrasts, "claims": []}
-
-
-def _measures(entry: Entry, retriever: str) -> dict[str, float]:
-    macros = {
-        phase: evals.read_result(_folder(entry, retriever) / f"{phase}.json")["metrics"]["macro"]
-        for phase in _phases(entry)
-    }
-    return {
-        name: macros[phase][metric]
-        for name, (phase, metric) in METRICS.items()
-        if phase in macros and metric in macros[phase]
-    }
