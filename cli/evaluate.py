@@ -1,7 +1,7 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,19 @@ COMMANDS: dict[Command, str] = {
 
 _BOUNDS = ("/low", "/high")
 
+Data = Annotated[
+    list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
+]
+K = Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4,8.")]
+Profile = Annotated[
+    str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.).")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")]
+Out = Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of every completion.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …")]
+Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
+
 app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_args_is_help=True)
 
 
@@ -44,24 +57,18 @@ def _command(name: Command) -> Callable[..., None]:
         junior: Annotated[
             str | None, typer.Option(help="The junior; default: that of --config. pass-at-k and verified need none.")
         ] = None,
-        data: Annotated[
-            list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
-        ] = None,
+        data: Data = None,
         config: Annotated[
             str | None, typer.Option(help="Take data, prompts, rewards and profile from this config, e.g. of a run.")
         ] = None,
-        k: Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4,8.")] = None,
+        k: K = None,
         samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
-        profile: Annotated[
-            str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.).")
-        ] = None,
-        limit: Annotated[
-            int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")
-        ] = None,
-        out: Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")] = Path("eval"),
-        seed: Annotated[int | None, typer.Option(help="Seed of every completion.")] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
-        dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+        profile: Profile = None,
+        limit: Limit = None,
+        out: Out = Path("eval"),
+        seed: Seed = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         from tandemrl.config import stated_keys
         from tandemrl.evals import evaluate, left_out
@@ -119,9 +126,7 @@ def qa(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default: none.")
     ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:hops:SPLIT[:COUNT] …; repeatable.")
-    ] = None,
+    data: Data = None,
     config: Annotated[
         str | None,
         typer.Option(help="Take everything else from this config, e.g. of a run; for synthetic:hops, hops_tandem."),
@@ -130,15 +135,13 @@ def qa(
         Path | None, typer.Option(metavar="FILE", help="Write MuSiQue's official prediction file, in the rows' order.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples per question; predictions are the first ones.")] = 1,
-    k: Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4.")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.).")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")] = Path("eval"),
-    seed: Annotated[int | None, typer.Option(help="Seed of every completion.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    k: K = None,
+    profile: Profile = None,
+    limit: Limit = None,
+    out: Out = Path("eval"),
+    seed: Seed = None,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Questions about documents (MuSiQue). One model searches and answers; EM, F1, citations … by number of hops.
 
@@ -205,7 +208,6 @@ def verifier(
 ) -> None:
     """A judge or a scorer on HardVerify-Math. Correct answers that it accepts, wrong ones that it rejects."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from tandemrl.config import load, stated_keys
@@ -215,10 +217,7 @@ def verifier(
     resolved = load(config, [*(DEFAULTS if config is None else ()), *typed])
     stated = None if config is None else stated_keys(typed)
     counts = bench_verifier(resolved, data, limit=limit, out=out, stated=stated)
-    table = Table()
-    table.add_column("problems from")
-    for name in Verdicts._fields:
-        table.add_column(name.replace("_", " "), justify="right")
+    table = _table(None, ["problems from"], [name.replace("_", " ") for name in Verdicts._fields])
     for source, row in counts.items():
         table.add_row(Text(source), *map(str, row))
     Console().print(table)
@@ -289,16 +288,11 @@ def _bars() -> "Iterator[Progress]":
 
 def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "Table":
     """A table of the most important metrics: a row per metric, a column per set, and macro if there are several."""
-    from rich.table import Table
     from rich.text import Text
 
     from tandemrl.evals import with_majorities
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("phase")
-    table.add_column("metric", no_wrap=True)
-    for name in _columns(next(iter(results.values()))["metrics"]):
-        table.add_column(Text(name), justify="right", no_wrap=True)
+    table = _table(title, ["phase", "metric"], _columns(next(iter(results.values()))["metrics"]))
     for phase, result in results.items():
         columns = _columns(result["metrics"])
         shown = [name for name in with_majorities(result["metrics"]["macro"]) if _is_summary(phase, name)]
@@ -311,19 +305,28 @@ def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "
 def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Table":
     """A table with a row per headline metric and a column per group of problems. The first column is for all problems,
     and has the intervals."""
-    from rich.table import Table
     from rich.text import Text
 
     from tandemrl.evals import is_headline, with_majorities
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    for name in groups:
-        table.add_column(Text(name.replace("=", " ")), justify="right", no_wrap=True)
+    table = _table(title, ["metric"], [name.replace("=", " ") for name in groups])
     names = [name for name in with_majorities(groups["all"]) if is_headline(name) and not name.endswith(_BOUNDS)]
     for metric in ("problems", *names):
         cells = [_cell(values, metric) for values in groups.values()]
         table.add_row(Text(metric), Text(cells[0]), *(Text(cell.partition(" [")[0]) for cell in cells[1:]))
+    return table
+
+
+def _table(title: str | None, left: Iterable[str], right: Iterable[str]) -> "Table":
+    """A table without rows: names on the left, numbers on the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(Text(name), justify="right", no_wrap=True)
     return table
 
 
@@ -353,16 +356,12 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
 
     Rounds are left out where one author generated every text, and with them the count of texts with many.
     """
-    from rich.table import Table
     from rich.text import Text
 
     from tandemrl.evals import says_one_author, with_majorities
 
     columns = {**metrics["by_set"], "macro": metrics["macro"]}
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric")
-    for name in columns:
-        table.add_column(Text(name), justify="right")
+    table = _table(title, ["metric"], columns)
     for metric in with_majorities(metrics["macro"]):
         rounds = re.sub(r"above_\d+_rounds$", "rounds", metric)
         alone = says_one_author(rounds, [values[rounds] for values in columns.values() if rounds in values])

@@ -606,7 +606,7 @@ def test_a_bar_says_when_a_built_pair_is_measured(monkeypatch: pytest.MonkeyPatc
 def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     from tandemrl.cli import check
 
-    versions = {name: "1.0" for name in check.PACKAGES} | {"torch": "2.13.0"}
+    versions = {name: "1.0" for name in (*check.CORE, *check.OPTIONAL)} | {"torch": "2.13.0"}
     broken: dict[str, str] = {}
     monkeypatch.setattr(check, "_version", versions.get)
     monkeypatch.setattr(check, "_import_error", broken.get)
@@ -638,7 +638,7 @@ def test_check_looks_at_every_dependency_of_the_core() -> None:
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     needed = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
-    assert needed - {"typer", "rich"} == {name for name, (_, core, *_) in check.PACKAGES.items() if core}
+    assert needed - {"typer", "rich"} == set(check.CORE)
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "numpy"])
@@ -646,7 +646,7 @@ def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, packag
     """Also where a part of ours is looked at that cannot be imported without it."""
     from tandemrl.cli import check
 
-    versions = dict.fromkeys(check.PACKAGES, "1.0") | {"vllm": "0.32.0"}
+    versions = dict.fromkeys((*check.CORE, *check.OPTIONAL), "1.0") | {"vllm": "0.32.0"}
     broken = {package: "it broke", "tandemrl.rollout.vllm": "it broke"}
     monkeypatch.setattr(check, "_version", versions.get)
     monkeypatch.setattr(check, "_import_error", broken.get)
