@@ -57,15 +57,16 @@ def generate(
     """Write ``n`` completions of each prompt, in the order of the prompts. The engine that does it is closed again.
 
     Args:
-        senior, junior: folders or hub ids, for the torch engine also loaded models. Without a junior the senior writes
-            alone.
+        senior: a folder or hub id, for the torch engine also a loaded model.
+        junior: the same. Without one the senior writes alone.
         prompts: texts, which are tokenised as they are; lists of messages, which the chat template renders; or token
             ids.
         strategy: one, or a name of ``selection.strategy`` (by ``word``, an author is drawn at each word, both alike).
         engine: ``torch``, ``vllm`` or another ``rollout.engine``.
         seed: all draws follow from it. The same seed gives the same completions, on both engines.
         tokenizer: that of the senior; None loads it.
-        dtype, device: of models that are loaded here.
+        dtype: of models that are loaded here.
+        device: where they are loaded.
         rollout: further ``rollout.*``, such as ``vllm`` or ``draft_tokens``.
         sampling: fields of ``Sampling``, such as ``max_tokens=512, temperature=0.6``.
 
