@@ -1,5 +1,6 @@
 """Functions in place of config keys: told apart, recorded in the config, and asked for again."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, bernoulli
-from tandemrl.training.function_records import describe, in_use, with_records
+from tandemrl.training.function_records import describe, with_records
 
 
 def scaled(x: float, scale: float) -> float:
@@ -103,15 +104,13 @@ def test_training_from_such_a_config_alone_is_refused_before_anything_is_loaded(
         build(recorded(name, tmp_path))
 
 
-def test_what_an_environment_keeps_in_use_makes_it_no_other_one_but_what_is_changed_by_hand_does() -> None:
+def test_what_an_environment_keeps_in_use_makes_it_no_other_one() -> None:
     used = Sums(scaled)
     config = with_records(load(), environment=used)
-    with in_use(used):
-        used.cache = {"question": "documents"}  # type: ignore[attr-defined]
+    used.cache = {"question": "documents"}  # type: ignore[attr-defined]
     assert with_records(config, environment=used) == with_records(config, environment=Sums(scaled)) == config
-    used.bonus = 1.0
     with pytest.raises(ConfigError, match=r"functions\.environment: "):
-        with_records(config, environment=used)
+        with_records(config, environment=Sums(scaled, bonus=1.0))
 
 
 def test_environments_are_told_apart_by_methods_tools_and_attributes() -> None:
@@ -199,6 +198,18 @@ def test_signatures_tell_functions_apart(make: Callable[[float], Any]) -> None:
 
 def test_the_library_s_own_functions_have_their_names() -> None:
     assert signature(RECIPES["grpo"].surrogate) == "tandemrl.losses.surrogates.ppo_clip"
+
+
+def test_a_change_of_a_module_changes_the_signature_of_its_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def _length(text):\n    return len(text)\n\n\ndef reward(row, text):\n    return 1 / _length(text)\n"
+    signatures = []
+    for text in (source, source, source.replace("len(text)", "len(text.split())")):
+        (tmp_path / "rewards_of_mine.py").write_text(text)
+        signatures.append(signature(importlib.import_module("rewards_of_mine").reward))
+    assert signatures[0] == signatures[1] != signatures[2]
 
 
 def test_a_signature_does_not_depend_on_the_process() -> None:

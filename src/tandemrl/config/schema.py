@@ -306,7 +306,7 @@ class FunctionRecord:
     name: str = ""
     """Where the function was defined; for a recipe, what differs from the library's."""
     signature: str = ""
-    """Hash of its code, constants and the values that it closes over."""
+    """Hash of its module's source and of the values that it is made with."""
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,16 @@ what is missing, instead of training something else.
 """
 
 import inspect
-import weakref
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tandemrl.config import Config, ConfigError, FunctionRecord
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.signatures import signature
-
-
-class _Used(NamedTuple):
-    """An environment with its signatures before its first use and after its last use."""
-
-    environment: weakref.ref[Environment]
-    before: str
-    after: str
-
-
-_USED: dict[int, _Used] = {}
-"""The environments in use, by ``id``, since an environment may be unhashable or equal to another one."""
 
 
 def with_records(config: Config, *, accepted: Collection[str] = (), **functions: Any) -> Config:
@@ -41,7 +27,10 @@ def with_records(config: Config, *, accepted: Collection[str] = (), **functions:
     Raises:
         ConfigError: the config is of a run that had a function, and this function is not passed.
     """
-    records = {name: None if value is None else record(value) for name, value in functions.items()}
+    records = {
+        name: None if each is None else FunctionRecord(name=describe(each), signature=signature(each))
+        for name, each in functions.items()
+    }
     for name, now in records.items():
         before: FunctionRecord | None = getattr(config.functions, name)
         if before is not None and (now is None or (now.signature != before.signature and name not in accepted)):
@@ -52,33 +41,6 @@ def with_records(config: Config, *, accepted: Collection[str] = (), **functions:
                 f"or set functions.{name}=null to train another run"
             )
     return replace(config, functions=replace(config.functions, **records))
-
-
-def record(function: Any) -> FunctionRecord:
-    """The name and the signature of a function, of several functions by name, of a recipe, or of an environment.
-
-    The signature of an environment is the one it had before it was used (see `in_use`), unless the user changed it
-    since.
-    """
-    now = signature(function)
-    if isinstance(function, Environment):
-        known = _USED.get(id(function))
-        if known is None or known.environment() is not function or now not in (known.before, known.after):
-            known = _USED[id(function)] = _Used(weakref.ref(function), now, now)
-        now = known.before
-    return FunctionRecord(name=describe(function), signature=now)
-
-
-@contextmanager
-def in_use(environment: Environment | None) -> Iterator[None]:
-    """A context in which an environment is used. What it keeps meanwhile, such as an index or a cache, does not change
-    its record."""
-    try:
-        yield
-    finally:
-        known = _USED.get(id(environment))
-        if known is not None and known.environment() is environment:
-            _USED[id(environment)] = known._replace(after=signature(environment))
 
 
 def describe(function: Any) -> str:

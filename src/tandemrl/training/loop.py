@@ -43,7 +43,6 @@ from tandemrl.training.experience import (
     step_cost,
 )
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
-from tandemrl.training.function_records import in_use
 from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.rollouts import generate, resample, rollout_metrics, score
@@ -118,7 +117,7 @@ def train(
         if config.judge.command is not None and world.main and not quiet:
             say = (console or Console()).print
             say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
-        with in_use(environment), judge_server(config, start=world.main) as check_judge:
+        with judge_server(config, start=world.main) as check_judge:
             run = build(
                 config,
                 recipe,

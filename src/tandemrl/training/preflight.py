@@ -51,7 +51,6 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.disk import room
-from tandemrl.training.function_records import record
 from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
 from tandemrl.training.state import trainer_state
 
@@ -151,13 +150,12 @@ class Preflight:
         return tried_recipe(self.own_recipe, self.config)
 
     @cached_property
-    def signed_environment(self) -> tuple[Environment, str] | None:
-        """The environment that was passed or that the config names, with its signature before it is used.
-
-        What it keeps later, such as a model or a cache, therefore does not change the signature.
-        """
+    def signed_environment(self) -> Environment | None:
+        """The environment that was passed or that the config names, signed before it is used (see `signature`)."""
         made = make_environment(self.config) if self.environment is None else self.environment
-        return None if made is None else (made, record(made).signature)
+        if made is not None:
+            signature(made)
+        return made
 
     @cached_property
     def environment_id(self) -> dict[str, str]:
@@ -169,7 +167,7 @@ class Preflight:
         contents = {"retrieval": ", ".join(searched.values())} if searched else {}
         if self.config.rollout.environment_kind.searches and is_own(retrieval.retriever):
             contents["retriever"] = signature(named(retrieval.retriever))
-        return {"environment": self.signed_environment[1], **contents}
+        return {"environment": signature(self.signed_environment), **contents}
 
     @cached_property
     def episode_runner(self) -> EpisodeRunner | None:
@@ -195,9 +193,8 @@ class Preflight:
         junior = model.junior if one else None
         ends = stored_eos_token_ids(model.senior, self.tokenizer, junior, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
-        made, _ = self.signed_environment
         return EpisodeRunner(
-            made,
+            self.signed_environment,
             self.tokenizer,
             config.rollout,
             caller=caller,
