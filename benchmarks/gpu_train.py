@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The result line."""
     senior, junior = (folder(getattr(options, who), who, options.models) for who in ("senior", "junior"))
-    tandemrl.training.checkpoint.save = lambda run, records: []  # type: ignore[assignment]  # nothing is saved, and needs no room
+    tandemrl.training.checkpoint.save = lambda run: []  # type: ignore[assignment]  # nothing is saved, and needs no room
     Preflight.space = lambda self: "nothing is saved"  # type: ignore[method-assign]  # likewise
     with tempfile.TemporaryDirectory() as out:
         config = load(

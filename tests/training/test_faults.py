@@ -217,7 +217,7 @@ def test_a_failed_step_is_saved_with_the_random_states_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[Any] = []
-    monkeypatch.setattr(checkpoint, "save", lambda run, records, rng=None: saved.append(rng))
+    monkeypatch.setattr(checkpoint, "save", lambda run, rng=None: saved.append(rng))
     sampler = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     settings = load(overrides=[f"output_dir={tmp_path}"])
     setup = SimpleNamespace(world=World(), config=settings, device=torch.device("cpu"))
@@ -231,7 +231,7 @@ def test_a_failed_step_is_saved_with_the_random_states_before_it(
         raise EngineError("lost")
 
     with torch.random.fork_rng(devices=[]):
-        with pytest.raises(EngineError), save_on_failure(run, OptimizerSteps([]), tracker, ()):
+        with pytest.raises(EngineError), save_on_failure(run, OptimizerSteps([]), tracker):
             failed_step()
         assert not torch.equal(torch.get_rng_state(), before)
     (rng,) = saved

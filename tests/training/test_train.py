@@ -226,13 +226,12 @@ DAMAGE = {  # the run is saved after steps 4 and 6: what is damaged, what is sai
     "both": (lambda out: [flip(file) for file in out.glob("checkpoints/*/state.pt")], r"step_6/state\.pt: not", False),
     "metrics torn in step 2": (
         lambda out: cut(out / "metrics.jsonl", 2),
-        r"no readable line of step 2, 3, 4, 5",
+        r"metrics\.jsonl: cut, changed or gone",
         False,
     ),
-    "samples torn in step 6": (lambda out: cut(out / "samples.jsonl", 6), r"no readable line of step 6", True),
-    "a metrics line less": (lambda out: without(out / "metrics.jsonl", 5), r"no readable line of step 5\.", True),
-    "samples changed": (lambda out: flip(out / "samples.jsonl"), r"samples\.jsonl: .*step", False),
-    "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), r"metrics\.jsonl: missing, with the 6 lines", False),
+    "samples torn in step 6": (lambda out: cut(out / "samples.jsonl", 6), r"samples\.jsonl: cut", True),
+    "a metrics line less": (lambda out: without(out / "metrics.jsonl", 5), r"metrics\.jsonl: cut", True),
+    "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), r"metrics\.jsonl: cut, changed or gone", False),
 }
 
 
@@ -287,34 +286,8 @@ def test_a_run_may_leave_its_damaged_record_behind(tiny_pair: Path, finished: Pa
         assert new.progress.step == 4
         assert (tmp_path / "new" / "metrics.jsonl").read_text() == ""
     (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
-    with pytest.raises(DamagedError, match=r"new/metrics\.jsonl: no readable line of step 2, 3, 4\. "):
+    with pytest.raises(DamagedError, match=r"new/metrics\.jsonl: cut, changed or gone"):
         restore(new, checkpoint)
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes_with_a_warning(
-    tiny_pair: Path, finished: Path, tmp_path: Path
-) -> None:
-    out = shutil.copytree(finished, tmp_path / "run")
-    folder = out / "checkpoints" / "step_6"
-    content = torch.load(folder / "state.pt", weights_only=True)
-    del content["state"]["records"]
-    content["state"]["identity"]["junior"] = "0x12"
-    torch.save(content | {"format": 2}, folder / "state.pt")
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta["files"]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    run = build(config(tiny_pair, out, "train.steps=6"))
-    with pytest.warns(UserWarning, match=r"step_6 was written by an earlier version: damage") as warned:
-        restore(run, "auto")
-    assert run.progress.step == 6
-    assert len(warned) == 2
-    assert "whether its junior had the weights of now cannot be told" in str(warned[1].message)
-    without(out / "metrics.jsonl", 3)
-    with (
-        pytest.warns(match="earlier version"),
-        pytest.raises(DamagedError, match=r"metrics\.jsonl: no readable line of step 3\. "),
-    ):
-        restore(run, "auto")
 
 
 def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished: Path, tiny_pair: Path) -> None:

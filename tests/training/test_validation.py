@@ -64,7 +64,7 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
         return load_file(tmp_path / "hf" / "best" / "model.safetensors")["model.embed_tokens.weight"]
 
     run = build(settings)
-    records = restore(run, "auto")
+    restore(run, "auto")
     sync_weights(run.models.policy, run.models.engine, version=0)
     *_, third, last = (evaluated(run, monkeypatch, score) for score in (0.25, 0.75, 0.5, 0.75))
     assert not torch.equal(third, last)
@@ -73,7 +73,7 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     assert "| hf/best so far | `step 20, by held-out pass@2 0.7500` |" in card
     assert "| steps | `20 of " in card
     run.progress.step = 1
-    save(run, records)
+    save(run)
 
     resumed = build(settings)
     restore(resumed, "auto")

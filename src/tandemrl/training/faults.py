@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from tandemrl.distributed.world import World
 from tandemrl.training import checkpoint
-from tandemrl.training.checkpoint import Records
 from tandemrl.training.gates import TrainError
 from tandemrl.training.profiling import Clock
 from tandemrl.training.state import Run
@@ -197,7 +196,7 @@ class OptimizerSteps:
 
 
 @contextmanager
-def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker, records: Records) -> Iterator[None]:
+def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker) -> Iterator[None]:
     """A context that saves the state after the last finished step if the step inside fails before any weight changed.
 
     With several processes this is possible only for errors that all of them raise. With ``train.async_steps`` nothing
@@ -220,7 +219,7 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker,
             progress.sampler.load_state_dict(sampler)
             progress.kl_coef, progress.rollouts_in_flight = kl_coef, None
             try:
-                checkpoint.save(run, records, rng)
+                checkpoint.save(run, rng)
                 checkpoint.wait()
                 tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
             except Exception as failure:

@@ -29,7 +29,6 @@ from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config
 from tandemrl.training.async_rollouts import AsyncRollouts, remember
 from tandemrl.training.build import build
-from tandemrl.training.checkpoint import Records
 from tandemrl.training.diagnostics import verdict, watcher
 from tandemrl.training.evaluation import evaluate, truncated_at_eval
 from tandemrl.training.experience import (
@@ -43,7 +42,7 @@ from tandemrl.training.experience import (
     step_cost,
 )
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
-from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError
+from tandemrl.training.gates import MISMATCH, ROUNDINGS
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.rollouts import generate, resample, rollout_metrics, score
 from tandemrl.training.state import Models, Run
@@ -132,11 +131,10 @@ def train(
             )
             config, silent = run.setup.config, quiet or not world.main
             with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
-                records = checkpoint.restore(run, where, accepted)
+                checkpoint.restore(run, where, accepted)
                 with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
-                    loop(run, tracker, records)
+                    loop(run, tracker)
                     checkpoint.wait()
-                    check_record(run, tracker)
                     if world.main:
                         ending = f"done: {config.output_dir}"
                         if little := verdict(config, run.setup.recipe):
@@ -147,8 +145,8 @@ def train(
     return Path(config.output_dir)
 
 
-def loop(run: Run, tracker: Tracker, records: Records) -> None:
-    """Run the steps that are left. ``records``: see ``checkpoint.save``."""
+def loop(run: Run, tracker: Tracker) -> None:
+    """Run the steps that are left."""
     setup, models, progress = run
     config, train, world, done = setup.config, setup.config.train, setup.world, progress.step
     for line in opening_lines(run):
@@ -180,18 +178,17 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
         for step in range(done + 1, train.steps + 1):
             clock = profiler.clock(step)
             with explain_errors(step, clock, world, config.parallel.timeout_s):
-                with save_on_failure(run, optimizer_steps, tracker, records):
+                with save_on_failure(run, optimizer_steps, tracker):
                     metrics = train_step(run, step, rollouts, tracker, profiler, clock)
                     stop = signal_anywhere(signals.received, world)
                 progress.step = step
                 for line in warnings_of(metrics):
                     tracker.say(line)
-                for record in records:
-                    record.written = tracker.written(record.file.name)
+                progress.written = tracker.written()
                 if stop or step == train.steps or step % train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
-                        removed = checkpoint.save(run, records)
+                        removed = checkpoint.save(run)
                     if removed:
                         names = ", ".join(f"hf/{path.name}" for path in removed)
                         tracker.say(f"removed {names} (train.keep_exports={train.keep_exports})")
@@ -211,7 +208,6 @@ def train_step(
     evaluates = bool(setup.heldout) and (last or step % train.eval_every == 0)
     learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
 
-    check_record(run, tracker)  # before any weight changes: the state after the last step can then be saved
     with clock("rollout"):
         completions = rollouts.take(step)
     mismatch: Metrics | None = None  # of older weights' rollouts; that of fresh ones is measured by the update
@@ -311,16 +307,6 @@ def say_best(run: Run, tracker: Tracker, step: int) -> None:
     if (best := run.progress.best) is not None and best.step == step:
         why = " (rewards are graded)" if best.by == "reward" and run.setup.config.train.select_by is None else ""
         tracker.say(f"  hf/best: {best}{why}")
-
-
-def check_record(run: Run, tracker: Tracker) -> None:
-    """Check, in all processes together, that metrics.jsonl and samples.jsonl are still those that are written to.
-
-    Raises:
-        TrainError: a file was deleted, cut or replaced; names it.
-    """
-    if lost := run.setup.world.broadcast(tracker.lost()):
-        raise TrainError(lost)
 
 
 def sync_if_stale(models: Models, version: int) -> None:

@@ -181,6 +181,8 @@ class Progress:
     """The policy in ``hf/best``; None if there is none."""
     accepted: list[str] = field(default_factory=list)
     """Whose code has changed within the run, and after which step (``--accept-changed``)."""
+    written: dict[str, int] = field(default_factory=dict)
+    """How many bytes metrics.jsonl and samples.jsonl had after that step, on rank 0 only."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
     identity: Mapping[str, str] | None = None

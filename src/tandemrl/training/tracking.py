@@ -199,16 +199,9 @@ class Tracker:
             lines[i] = text
         return [lines[i] for i in sorted(lines)]
 
-    def lost(self) -> str:
-        """Which file of the record was deleted, cut or replaced since it was last written to, and what to do; or ""."""
-        faults = (_fault(file) for file in (self._metrics, self._samples) if file is not None)
-        return next((fault for fault in faults if fault), "")
-
-    def written(self, name: str) -> int:
-        """How many bytes a file of the record has, if nothing is lost: ``metrics.jsonl`` or ``samples.jsonl``."""
-        file = self._metrics if name == "metrics.jsonl" else self._samples
-        assert file is not None
-        return file.tell()
+    def written(self) -> dict[str, int]:
+        """How many bytes the files of the record have, by name."""
+        return {Path(file.name).name: file.tell() for file in (self._metrics, self._samples) if file is not None}
 
     def rollout_progress(self, step: int, total_rows: int) -> Callable[[int], None]:
         """Show a progress bar, and return the function to call with the number of newly written tokens.
@@ -394,25 +387,6 @@ def _to_disk(file: IO[str] | None) -> Iterator[None]:
         raise TrackingError(
             f"{file.name}: {error.strerror}; free the disk and resume from the last checkpoint"
         ) from None
-
-
-def _fault(file: IO[str]) -> str:
-    """See `Tracker.lost`. Sizes are compared, since not every file system has lasting numbers for its files."""
-    written = file.tell()
-    try:
-        size = os.stat(file.name).st_size
-    except OSError:
-        what = f"gone, with the {written} bytes that the run has written"
-    else:
-        if size == written:
-            return ""
-        what = (
-            f"of {size} bytes, though the run has written {written}: it was cut, replaced or written by something else"
-        )
-    return (
-        f"{file.name} is {what}. Put it back from a copy and resume, or go on without it in another folder "
-        "(output_dir=OTHER --resume CHECKPOINT)"
-    )
 
 
 def _last_step(path: Path) -> int | None:

@@ -1,7 +1,9 @@
 """Saves a run and restores it: what of it goes into a checkpoint, and where that goes when it comes back."""
 
+import io
+import json
+import os
 import random
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,24 +13,22 @@ import torch
 
 from tandemrl.config import to_yaml
 from tandemrl.files import hint, recover, versions, write_text
-from tandemrl.training.checkpoint import coverage, storage
+from tandemrl.training.checkpoint import storage
 from tandemrl.training.checkpoint.card import model_card
-from tandemrl.training.checkpoint.coverage import Coverage
 from tandemrl.training.checkpoint.export import export_hf
 from tandemrl.training.checkpoint.identity import check_same_config, check_same_identity, identity
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.state import Best, Run, move_state
 
 CPU = torch.device("cpu")
-Records = tuple[Coverage, ...]
-"""The lines of metrics.jsonl and samples.jsonl that the checkpoints of a run cover, on rank 0 only."""
+RECORD = ("metrics.jsonl", "samples.jsonl")
+"""The files that grow by lines. A resume cuts them to the bytes that they had when the checkpoint was saved."""
 
 
-def save(run: Run, records: Records, rng: Mapping[str, Any] | None = None) -> list[Path]:
+def save(run: Run, rng: Mapping[str, Any] | None = None) -> list[Path]:
     """Save the run: first the Hugging Face export, then the checkpoint, so that a checkpoint always has its export.
 
     Args:
-        records: the lines that earlier checkpoints cover, as ``restore`` returns them. They grow to the lines of now.
         rng: the states of the random generators; None means those of now.
 
     Returns:
@@ -38,8 +38,6 @@ def save(run: Run, records: Records, rng: Mapping[str, Any] | None = None) -> li
     config, train = setup.config, setup.config.train
     rng = rng or rng_state(setup.device)
     export(run, f"step_{progress.step}", progress.step)
-    for record in records:
-        record.extend(progress.step)
     state = {
         "step": progress.step,
         "sampler": progress.sampler.state_dict(),
@@ -48,7 +46,7 @@ def save(run: Run, records: Records, rng: Mapping[str, Any] | None = None) -> li
         "kl_coef": progress.kl_coef,
         "identity": identity(run),
         "accepted": progress.accepted,
-        "records": {record.file.name: record.to_plain() for record in records},
+        "written": progress.written,
         "rng": {**rng, "cuda": [each for own in setup.world.gather(rng["cuda"]) for each in own]},
     }
     storage.save(
@@ -99,7 +97,7 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
     raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
 
 
-def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> Records:
+def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> None:
     """Bring the run to the state of a checkpoint. A fresh run stays at step 0.
 
     Args:
@@ -107,13 +105,10 @@ def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> Records:
             output_dir; or the path of a checkpoint.
         accepted: see ``check_same_identity``.
 
-    Returns:
-        the lines that the checkpoint covers, for ``save``.
-
     Raises:
         CheckpointError: the checkpoint was written under another config, or output_dir is not fresh.
-        DamagedError: the checkpoint, or the lines of metrics.jsonl and samples.jsonl that it covers, differ from what
-            was written; the message names an older undamaged checkpoint, if there is one.
+        DamagedError: the checkpoint differs from what was written, or metrics.jsonl or samples.jsonl lacks lines that
+            were; the message names an older undamaged checkpoint, if there is one.
     """
     config, world, progress = run.setup.config, run.setup.world, run.progress
     output = Path(config.output_dir)
@@ -125,33 +120,32 @@ def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> Records:
             f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
         )
     progress.step = 0
-    records = tuple(Coverage(output / name) for name in coverage.FILES) if world.main else ()
     if path is None and started:  # a run that died before its first checkpoint
         check_same_config(storage.load_config(output), config, accepted)
     if path is not None:
         try:
-            records = _restore_from(run, path, accepted)
+            _restore_from(run, path, accepted)
         except DamagedError as error:
             advice = world.broadcast(_older_undamaged(path, output) if world.main else "")
             raise DamagedError(f"{error}. {advice}") from None
     if world.main:
         storage.discard_after(output, progress.step)
-        for record in records:
-            record.drop_rest()
+        for name in RECORD:
+            if (output / name).is_file():
+                os.truncate(output / name, progress.written.get(name, 0))
         write_text(output / "config.yaml", to_yaml(config))
     world.barrier()
-    return records
 
 
-def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> Records:
+def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> None:
     """Fill a run from a checkpoint. Every process must call this, and if one fails, all raise."""
     setup, models, progress = run
     output, world = Path(setup.config.output_dir), setup.world
     config = storage.in_every_process(lambda: storage.load_config(path), path, world)
     check_same_config(config, setup.config, accepted)
     state = storage.load(path, world)
-    records: Records = storage.in_every_process(
-        lambda: _covered(path, state, output, warn=True) if world.main else (), path, world
+    progress.written = storage.in_every_process(
+        lambda: _written(path, state, output) if world.main else {}, path, world
     )
     changed = check_same_identity(run, state["identity"], path, accepted)
     storage.load_parts(path, models.trained, world)
@@ -166,39 +160,32 @@ def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> Records:
     progress.step = int(state["step"])
     progress.accepted = [*state.get("accepted", ()), *(f"{name} after step {progress.step}" for name in changed)]
     restore_rng(state["rng"], setup.device, rank=world.rank)
-    return records
 
 
-def _covered(path: Path, state: Mapping[str, Any], output: Path, *, warn: bool = False) -> Records:
-    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, after a check that they are there.
+def _written(path: Path, state: Mapping[str, Any], output: Path) -> dict[str, int]:
+    """How many bytes of metrics.jsonl and samples.jsonl belong to a checkpoint.
 
     A run that continues in another folder than its checkpoint's begins new files there, unless they were copied along.
 
     Raises:
-        DamagedError: a line is missing, torn or changed.
+        DamagedError: a file is missing, is shorter, or has no end of a line there.
     """
-    stored, step = state.get("records", {}), state["step"]
-    if warn and not stored:
-        warnings.warn(
-            f"{path} was written by an earlier version: damage to it, to metrics.jsonl or samples.jsonl may go unseen",
-            stacklevel=2,
-        )
     moved = path.resolve().parent.parent != output.resolve()
-    records = []
-    for name in coverage.FILES:
-        file = output / name
-        if moved and coverage.begins_after(file, step):
-            records.append(Coverage(file))
-            continue
-        try:
-            known = name in stored
-            records.append(coverage.restored(file, stored[name], step) if known else coverage.of_step(file, step))
-        except DamagedError as error:
-            raise DamagedError(
-                f"{error}. {path} covers these lines: put {file.name} back from a copy, or go on without them in "
-                f"another folder (output_dir=OTHER --resume {path})"
-            ) from None
-    return tuple(records)
+    sizes = {}
+    for name, size in state["written"].items():
+        with open(output / name, "rb") if (output / name).is_file() else io.BytesIO() as file:
+            first = file.readline()
+            if moved and (not first or json.loads(first)["step"] > state["step"]):
+                sizes[name] = 0
+                continue
+            file.seek(max(0, size - 1))
+            if size and file.read(1) != b"\n":
+                raise DamagedError(
+                    f"{output / name}: cut, changed or gone, of the {size} bytes that belong to {path}: put it back "
+                    f"from a copy, or go on without them in another folder (output_dir=OTHER --resume {path})"
+                )
+        sizes[name] = size
+    return sizes
 
 
 def _older_undamaged(path: Path, output: Path) -> str:
@@ -206,7 +193,7 @@ def _older_undamaged(path: Path, output: Path) -> str:
     for other in storage.older(path):
         try:
             storage.verify(other)
-            _covered(other, storage.load(other), output)
+            _written(other, storage.load(other), output)
         except (CheckpointError, OSError):
             continue
         return (
