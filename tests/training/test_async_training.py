@@ -75,7 +75,7 @@ def test_killed_with_rollouts_in_flight_it_resumes_as_if_nothing_had_happened(
     command = ["train", "--config", f"{tmp_path}/empty.yaml", *SMALL, *models, *ASYNC]
     kill(command, "tandemrl.training.tracking:Tracker.step", 3)
     assert checkpoint.latest(out) == out / "checkpoints" / "step_2"
-    ahead = checkpoint.load(out / "checkpoints" / "step_2")["ahead"]
+    [ahead] = checkpoint.load(out / "checkpoints" / "step_2")["ahead"]
     assert ahead["step"] == 3
     assert {each["policy_version"] for group in ahead["completions"] for each in group} == {1}
     third = metrics(whole)[2]

@@ -14,11 +14,11 @@ during that forward pass.
 """
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -196,7 +196,7 @@ class AsyncRollouts:
         with self._waiting(), WATCHDOG.shared():
             return pending.batch.result()
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The rollouts that are finished but not taken, as plain values.
 
         No checkpoint holds the weights that wrote them, so the mismatch is measured now.
@@ -204,16 +204,13 @@ class AsyncRollouts:
         Raises:
             TrainError: the mismatch between trainer and engine is too large.
         """
-        if not self._pending:
-            return None
-        first, *further = map(self._saved, range(len(self._pending)))
-        return first | ({"further": further} if further else {})
+        return [self._saved(i) for i in range(len(self._pending))]
 
     def _saved(self, i: int) -> dict[str, Any]:
         pending = self._pending[i]
         batch = self._result(pending)
         mismatch = pending.compare(batch)
-        self._pending[i] = pending._replace(compare=lambda _: mismatch)
+        self._pending[i] = pending._replace(compare=partial(_known, mismatch))
         return {
             "step": pending.step,
             "examples": pending.examples,
@@ -223,25 +220,15 @@ class AsyncRollouts:
             "completions": [[_plain(completion) for completion in group] for group in batch.completions],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restore what ``state_dict`` returned."""
-        for each in [] if state is None else [state, *state.get("further", ())]:
-            self._restore(each)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        prompts = [self._prompts[i] for i in state["examples"]]
-        completions = [[_completion(line) for line in group] for group in state["completions"]]
-        done: Future[CompletionBatch] = Future()
-        passes = Passes(*state.get("passes", ()))  # a checkpoint from before there were any
-        done.set_result(CompletionBatch(prompts, completions, Draws(*state["draws"]), passes))
-        mismatch = state.get("mismatch")
-        if mismatch is None:  # likewise
-            warnings.warn(
-                f"the checkpoint's rollouts of step {state['step']} were never held against the weights that wrote "
-                "them, and cannot be any more: it comes from an earlier version",
-                stacklevel=2,
-            )
-        self._pending.append(_Pending(state["step"], list(state["examples"]), done, lambda _: mismatch or {}))
+        for each in state:
+            prompts = [self._prompts[i] for i in each["examples"]]
+            completions = [[_completion(line) for line in group] for group in each["completions"]]
+            done: Future[CompletionBatch] = Future()
+            done.set_result(CompletionBatch(prompts, completions, Draws(*each["draws"]), Passes(*each["passes"])))
+            compare = partial(_known, each["mismatch"])
+            self._pending.append(_Pending(each["step"], list(each["examples"]), done, compare))
 
     def __enter__(self) -> Self:
         return self
@@ -253,6 +240,10 @@ class AsyncRollouts:
             self._engine.abort()  # again: it forgets what it was told before a call began
             wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)
+
+
+def _known(mismatch: Metrics, _: CompletionBatch) -> Metrics:
+    return mismatch
 
 
 def _plain(c: Completion) -> dict[str, Any]:

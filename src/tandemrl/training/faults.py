@@ -217,7 +217,7 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker)
             for part in models.trained.values():
                 part.optimizer.zero_grad(set_to_none=True)
             progress.sampler.load_state_dict(sampler)
-            progress.kl_coef, progress.rollouts_in_flight = kl_coef, None
+            progress.kl_coef, progress.rollouts_in_flight = kl_coef, []
             try:
                 checkpoint.save(run, rng)
                 checkpoint.wait()

@@ -183,7 +183,7 @@ class Progress:
     """Whose code has changed within the run, and after which step (``--accept-changed``)."""
     written: dict[str, int] = field(default_factory=dict)
     """How many bytes metrics.jsonl and samples.jsonl had after that step, on rank 0 only."""
-    rollouts_in_flight: dict[str, Any] | None = None
+    rollouts_in_flight: list[dict[str, Any]] = field(default_factory=list)
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
     identity: Mapping[str, str] | None = None
     """See ``checkpoint.identity``; None before it is computed."""

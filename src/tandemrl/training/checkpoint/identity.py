@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,13 +67,13 @@ def _identity(run: Run) -> dict[str, str]:
     ]
     prompts = hashlib.sha256(repr(read).encode()).hexdigest()
     frozen = {
-        name: "none" if model is None else _checksum(fingerprint(full_parameters(model)))
+        name: "none" if model is None else hex(fingerprint(full_parameters(model)))
         for name, model in (("junior", models.junior), ("reference", models.reference))
     }
     if config.model.lora.rank:  # of what the adapters, and without them the reference, stand on
-        frozen["reference"] = _checksum(fingerprint(base_parameters(models.policy)))
+        frozen["reference"] = hex(fingerprint(base_parameters(models.policy)))
     if models.junior is None and models.engine.has_junior:
-        frozen["junior"] = _checksum(models.engine.fingerprint("junior"))
+        frozen["junior"] = hex(models.engine.fingerprint("junior"))
     strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
     judge = {} if setup.judge is None else {"judge": setup.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
@@ -100,11 +99,6 @@ def _identity(run: Run) -> dict[str, str]:
 def _own(component: str) -> str:
     """The signature of a custom component; "none" for one of the library's."""
     return signature(named(component)) if is_own(component) else "none"
-
-
-def _checksum(fingerprint: int) -> str:
-    """A fingerprint with its version. Version 1, which had no prefix, summed other words."""
-    return f"2:{fingerprint:#x}"
 
 
 def _read_by_environment(row: Row) -> tuple[str, str]:
@@ -150,15 +144,8 @@ def check_same_identity(
         CheckpointError: they differ; the message names what does.
     """
     changed = [name for name, value in identity(run).items() if before.get(name) != value]
-    unknown = [name for name in changed if before.get(name, "").startswith("0x")]  # version 1, see _checksum
-    if unknown and run.setup.world.main:
-        warnings.warn(
-            f"{path} was written by an earlier version: whether its {' and '.join(unknown)} had the weights of now "
-            "cannot be told",
-            stacklevel=2,
-        )
     code = {name: "reward" if ":" in name else name for name in changed if ":" in name or name in CODE}
-    if refused := [name for name in changed if name not in unknown and code.get(name) not in accepted]:
+    if refused := [name for name in changed if code.get(name) not in accepted]:
         options = " ".join(
             f"--accept-changed {each}" for each in dict.fromkeys(code[name] for name in refused if name in code)
         )

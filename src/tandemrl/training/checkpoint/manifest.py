@@ -22,7 +22,7 @@ def hash_of(content: bytes) -> str:
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of a checkpoint, or {} if its format is older than hashes.
+    """The hash of each file of a checkpoint, or {} if there is no meta.json.
 
     Raises:
         DamagedError: meta.json cannot be read.

@@ -153,12 +153,12 @@ def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> None:
         for part in models.trained.values():
             move_state(part.optimizer, to_host=True)
     progress.sampler.load_state_dict(state["sampler"])
-    known = isinstance(state["best"], dict) and (output / "hf" / "best").is_dir()  # version 0.1 stored a number
+    known = state["best"] is not None and (output / "hf" / "best").is_dir()
     progress.best = Best(**state["best"]) if known else None
     progress.rollouts_in_flight = state["ahead"]
     progress.kl_coef = state["kl_coef"]
     progress.step = int(state["step"])
-    progress.accepted = [*state.get("accepted", ()), *(f"{name} after step {progress.step}" for name in changed)]
+    progress.accepted = [*state["accepted"], *(f"{name} after step {progress.step}" for name in changed)]
     restore_rng(state["rng"], setup.device, rank=world.rank)
 
 

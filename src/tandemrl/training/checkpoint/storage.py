@@ -37,10 +37,8 @@ from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.checkpoint.tensors import load_tensors, on_host, save_tensors, settings_of, tensors_of
 from tandemrl.training.state import Trained
 
-FORMAT = 3
-"""The version of the checkpoint format. 1 held the tensors of the policy and its optimiser in ``state.pt``; 2 had no
-hashes."""
-_READABLE = (2, FORMAT)
+FORMAT = 4
+"""The version of the checkpoint format."""
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
 _CONTENT = ("state.pt", "tensors", "config.yaml", "meta.json")
@@ -376,10 +374,9 @@ def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _
 
 
 def _verify_tensors(path: Path, world: World) -> None:
-    """Compare this process's share of the tensor files with their hashes, which format 2 does not have."""
+    """Compare this process's share of the tensor files with their hashes."""
     hashes = {name: value for name, value in manifest.read_hashes(path).items() if name.startswith("tensors/")}
-    if hashes:
-        manifest.refuse_others(path, "tensors/*.distcp", hashes)
+    manifest.refuse_others(path, "tensors/*.distcp", hashes)
     manifest.verify(path, {name: hashes[name] for name in sorted(hashes)[world.rank :: world.size]})
 
 
@@ -395,13 +392,13 @@ def _read_state(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise DamagedError(f"{file}: not readable: {_brief(error)}") from error
     version = saved.get("format", 1) if isinstance(saved, dict) else None
-    if version not in _READABLE:
+    if version != FORMAT:
         raise CheckpointError(
-            f"{file}: format {version}, this version of tandemrl reads {' and '.join(map(str, _READABLE))}: finish the "
+            f"{file}: format {version}, this version of tandemrl reads {FORMAT}: finish the "
             "run with the version that meta.json names, or start again from its export (hf/step_N as model.senior) in "
             "another output_dir"
         )
-    if version == FORMAT and not manifest.read_hashes(path):
+    if not manifest.read_hashes(path):
         raise DamagedError(f"{path / 'meta.json'}: missing, or without the hashes that it was written with")
     return saved
 
