@@ -1,35 +1,24 @@
-"""The clock, the FLOP count against torch's own counter, and the table against hand-made numbers."""
+"""The clock, and the table against hand-made numbers."""
 
 import gzip
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.benchmark import Timer
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
-from helpers import llama, prompts, qwen3, small_qwen3
 from runs import config, metrics
 from tandemrl.distributed.world import World
-from tandemrl.training import profiling
 from tandemrl.training.loop import train
 from tandemrl.training.profiling import (
     TRACED_CALLS,
     Clock,
-    Cost,
     Profiler,
     StepRecord,
     Work,
-    cost_of,
     markdown,
-    matmul_peak,
     summarise,
-    update_flops,
 )
 
 CPU = torch.device("cpu")
@@ -68,87 +57,31 @@ def test_the_clock_knows_where_an_error_came_from() -> None:
     assert "sync" in clock.seconds
 
 
-@pytest.mark.parametrize("make", [qwen3, llama], ids=["qwen3", "llama"])
-def test_flops_are_those_that_torch_counts(make) -> None:
-    """One sequence with full (not causal) attention by matrix products, which the counter sees: pairs are n²."""
-    model = make().requires_grad_(True)
-    tokens = torch.tensor([prompts(1, lengths=(17,))[0]])
-    counter = FlopCounterMode(display=False)
-    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_(True)  # as a layer below would want it
-    with counter:
-        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
-    cost = cost_of(model)
-    linear = update_flops(cost._replace(pair=0), [17])
-    rotary = 17 * 8  # the angles are a matrix product in transformers 5.17, and none in 5.19
-    assert counter.get_total_flops() - linear - cost.pair * 17 * 17 in (0, rotary)
-
-
-def test_packed_sequences_scored_in_part_cost_less() -> None:
-    cost = Cost(token=6, prediction=12, pair=1)
-    assert update_flops(cost, [3, 1], predictions=2) == 4 * 6 + 2 * 12 + (1 + 2 + 3) + 1
-    assert update_flops(cost, [3, 1]) == update_flops(cost, [3]) + update_flops(cost, [1])
-    assert update_flops(cost, []) == 0
-    together = update_flops(cost, [5, 5], predictions=0, shared=[3])  # the second one's first three tokens are there
-    assert together == (5 + 2) * 6 + (1 + 2 + 3 + 4 + 5) + (4 + 5)
-
-
-def test_frozen_weights_have_no_gradient_to_compute() -> None:
-    model = qwen3()
-    trained = cost_of(model)
-    frozen = cost_of(model.requires_grad_(False))
-    assert (frozen.token, frozen.prediction, frozen.pair) == (
-        trained.token * 4 / 6,
-        trained.prediction * 4 / 6,
-        trained.pair,
-    )
-
-
-def test_the_peak_is_that_of_the_fastest_block_and_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Timer]()
-
-    class Timed(Timer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-        def blocked_autorange(self, *args: Any, **kwargs: Any) -> Any:
-            self.timeit(1)  # it runs
-            return SimpleNamespace(times=[0.5, 0.25, 1.0])
-
-    monkeypatch.setattr(profiling, "Timer", Timed)
-    assert matmul_peak(CPU, torch.float32, 32, 0.01) == 2 * 32**3 / 0.25
-    assert matmul_peak(CPU, torch.float32, 32, 0.01) == 2 * 32**3 / 0.25
-    assert len(made) == 1
-
-
 def _record(rollout: float, forward: float, *, skewed: bool = False) -> StepRecord:
     own = {"rollout": rollout, "update": 1.0, "update/logprobs": 1.0, "update/forward_backward": forward, "idle": 1.0}
-    return StepRecord(own, {name: 2 * seconds for name, seconds in own.items()}, Work(100.0, 400.0, 8e9), skewed)
+    return StepRecord(own, {name: 2 * seconds for name, seconds in own.items()}, Work(100.0, 400.0), skewed)
 
 
 def test_the_table_is_the_mean_of_the_steps_that_nothing_skewed() -> None:
-    table = summarise([_record(50.0, 9.0, skewed=True), _record(4.0, 1.0), _record(6.0, 3.0)], peak=1e9, processes=2)
+    table = summarise([_record(50.0, 9.0, skewed=True), _record(4.0, 1.0), _record(6.0, 3.0)], processes=2)
     assert table["steps"] == 2
     assert table["step_s"] == pytest.approx(5 + 1 + 1 + 2 + 1)
     assert table["phases"]["rollout"] == {"s": 5.0, "share": 0.5, "slowest_s": 10.0}
     assert sum(row["share"] for row in table["phases"].values()) == pytest.approx(1)
     assert table["tokens_per_s"] == {"step (written)": 10.0, "rollout (written)": 20.0, "update (trained)": 100.0}
-    assert table["mfu"] == pytest.approx(8e9 / (2.0 * 1e9 * 2))
     text = markdown(table)
     assert "| rollout | 5.000 | 50.0% | 10.000 |" in text
-    assert "200.0%" in text  # the MFU, of made-up numbers
-    only = summarise([_record(50.0, 9.0, skewed=True)], peak=1e9, processes=1)
+    only = summarise([_record(50.0, 9.0, skewed=True)], processes=1)
     assert only["phases"]["rollout"]["s"] == 50.0
     assert "slowest" not in markdown(only)
 
 
 def _profile(folder: Path | None, **steps: int) -> Profiler:
     steps = {"first": 3, "last": 9} | steps
-    return Profiler(folder, model=small_qwen3(), device=CPU, dtype=torch.float32, world=World(), **steps)
+    return Profiler(folder, CPU, World(), **steps)
 
 
-def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandemrl.training.profiling.matmul_peak", lambda device, dtype: 1e9)
+def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path) -> None:
     profile = _profile(tmp_path / "profile")
     a = torch.rand(4, 4)
     for step in (3, 4, 5):
@@ -159,7 +92,7 @@ def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path, monkeyp
                 decoded(1)
         with clock("update"), profile.trace("update", step), clock("optimizer"):
             torch.add(a, a)
-        profile.step(step, clock, Work(10, 20, 30))
+        profile.step(step, clock, Work(10, 20))
         assert (tmp_path / "profile" / "trace_update.json.gz").exists() == (step >= 4)  # of the second step
     counts = {}
     for name in ("rollout", "update"):
@@ -171,7 +104,7 @@ def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path, monkeyp
     table = json.loads((tmp_path / "profile" / "table.json").read_text())
     assert table["steps"] == 1  # neither the first nor the traced one
     assert list(table["phases"]) == ["rollout", "update", "update/optimizer", "idle"]
-    assert "MFU" in (tmp_path / "profile" / "table.md").read_text()
+    assert "| update/optimizer |" in (tmp_path / "profile" / "table.md").read_text()
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
         "table.json",
         "table.md",
@@ -180,22 +113,18 @@ def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path, monkeyp
     ]
 
 
-def test_a_run_of_one_step_is_traced_and_one_without_profile_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandemrl.training.profiling.matmul_peak", lambda device, dtype: 1e9)
+def test_a_run_of_one_step_is_traced_and_one_without_profile_leaves_nothing(tmp_path: Path) -> None:
     for folder in (tmp_path / "profile", None):
         profile = _profile(folder, first=9, last=9)
         clock = profile.clock(2)
         with clock("update"), profile.trace("update", 9):
             pass
-        profile.step(9, clock, Work(1, 1, 1))
+        profile.step(9, clock, Work(1, 1))
     assert (tmp_path / "profile" / "trace_update.json.gz").exists()
     assert list(tmp_path.iterdir()) == [tmp_path / "profile"]
 
 
-def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandemrl.training.profiling.matmul_peak", lambda device, dtype: 1e11)
+def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path) -> None:
     extra = ("train.profile=true", "train.eval_every=3", "loss.kl_coef=0.1", "train.mini_batch_prompts=2")
     out = train(config(tiny_pair, tmp_path / "run", *extra), quiet=True)
     table = json.loads((out / "profile" / "table.json").read_text())
@@ -208,9 +137,6 @@ def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path, m
     assert table["phases"]["idle"]["share"] < 0.2
     speed = last["tokens/response"] / last["time/rollout"]
     assert table["tokens_per_s"]["rollout (written)"] == pytest.approx(speed, rel=0.1)
-    model = AutoModelForCausalLM.from_pretrained(tiny_pair / "senior")
-    naive = update_flops(cost_of(model), [1]) * last["tokens/total"]  # every prompt anew, every token scored
-    assert 0.2 * naive < table["update_flops"] < naive
     assert (out / "profile" / "trace_rollout.json.gz").exists()
     with gzip.open(out / "profile" / "trace_update.json.gz") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}

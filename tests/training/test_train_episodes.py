@@ -4,12 +4,10 @@ import dataclasses
 import re
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import small_world
 from agents import TOOLS, assert_same_episodes, config, overrides
@@ -23,11 +21,8 @@ from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.engine import EngineError
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError
-from tandemrl.training.experience import step_cost
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
-from tandemrl.training.profiling import Cost
-from tandemrl.types import Group, Rollout
 
 EVALUATED = [
     "train.eval_every=2",
@@ -231,24 +226,6 @@ def test_what_does_not_go_together_is_refused_before_weights_are_loaded(agents: 
     ):
         with pytest.raises((ConfigError, DataError, GraderError), match=message):
             checked(agents, tmp_path, *extra, **passed)
-
-
-def test_only_the_prompt_is_computed_once_for_a_group() -> None:
-    """FLOPs counted token by token: each is computed, and attends to itself and all before it."""
-
-    def rollout(index: int, *author: int) -> Rollout:
-        zeros = np.zeros(len(author))
-        return Rollout("x", 0, index, index, zeros, np.array(author), zeros, 0.0)
-
-    rollouts = [rollout(0, -1, -1, 1, 0, -1, -1, -1, 1), rollout(1, -1, -1, 0, -1, 1)]
-    loss = load().loss
-    setup: Any = SimpleNamespace(config=SimpleNamespace(loss=loss))
-    experience: Any = SimpleNamespace(rollouts=rollouts, computed=torch.ones(2, dtype=torch.bool))
-    cost = Cost(token=100, prediction=10_000, pair=1)
-    work = step_cost(setup, [Group("x", tuple(rollouts))], experience, cost)
-    computed = [*range(8), *range(2, 5)]  # places; the second prompt is the first one's
-    assert work.flops == sum(100 + place + 1 for place in computed) + 10_000 * 3
-    assert (work.written, work.trained) == (5, 13)
 
 
 def test_what_the_world_says_counts_in_the_plan(agents: Path, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ class TrainConfig:
     async_save: bool = False
     """Write checkpoints in the background."""
     profile: bool = False
-    """Write a trace and a table of phases, tokens/s and MFU to output_dir/profile."""
+    """Write a trace and a table of phases and tokens/s to output_dir/profile."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Also log metrics and samples to Weights & Biases (needs the `wandb` extra)."""
     wandb_project: str = "tandemrl"

@@ -7,7 +7,6 @@ explained variance, whitening) is summed over the ranks.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from tandemrl import losses
 from tandemrl.config import Config
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.lora import adapter_free
-from tandemrl.training.profiling import Cost, Work, update_flops
+from tandemrl.training.profiling import Work
 from tandemrl.training.state import Models, RunSetup
 from tandemrl.types import Author, Batch, Group, Metrics, Rollout, Totals
 
@@ -296,24 +295,10 @@ def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
     return losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
 
 
-def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, cost: Cost) -> Work:
-    """The tokens and FLOPs of a step's rollouts and of the policy's update.
-
-    The prompt of a group counts once, since it is computed once. What the environment says later counts for each
-    rollout.
-    """
+def step_work(groups: Sequence[Group], experience: Experience) -> Work:
+    """The tokens of a step's rollouts, and those of the sequences that the policy's update used."""
     used = [r for r, is_used in zip(experience.rollouts, experience.computed.tolist(), strict=True) if is_used]
-    loss = setup.config.loss
-    first_author = Author.JUNIOR if loss.junior_weight > 0 or loss.junior_kl_coef > 0 else Author.SENIOR
-    repeated = [r for before, r in pairwise(used) if before.group == r.group]
-    flops = update_flops(
-        cost,
-        [len(r.tokens) for r in used],
-        predictions=sum(int((r.author >= first_author).sum()) for r in used),
-        shared=[r.context_tokens for r in repeated],
-    )
     return Work(
         written=float(sum(r.response_tokens for group in groups for r in group.rollouts)),
         trained=float(sum(len(r.tokens) for r in used)),
-        flops=float(flops),
     )

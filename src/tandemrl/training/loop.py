@@ -39,7 +39,7 @@ from tandemrl.training.experience import (
     add_values,
     make_experience,
     pack_mini_batches,
-    step_cost,
+    step_work,
 )
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
 from tandemrl.training.gates import MISMATCH, ROUNDINGS
@@ -152,8 +152,8 @@ def loop(run: Run, tracker: Tracker) -> None:
     for line in opening_lines(run):
         tracker.say(line)
     sync_weights(models.policy, models.engine, version=done)
-    folder, dtype = Path(config.output_dir, "profile") if train.profile else None, getattr(torch, config.model.dtype)
-    profiler = Profiler(folder, models.policy, setup.device, dtype, world, first=done + 1, last=train.steps)
+    folder = Path(config.output_dir, "profile") if train.profile else None
+    profiler = Profiler(folder, setup.device, world, first=done + 1, last=train.steps)
     optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
     warnings_of = watcher(config, setup.recipe, len(setup.heldout))
     draw = partial(progress.sampler.next, train.prompts_per_step)
@@ -272,7 +272,7 @@ def train_step(
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     say_best(run, tracker, step)
     if train.profile:
-        profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
+        profiler.step(step, clock, step_work(groups, experience))
     return metrics
 
 

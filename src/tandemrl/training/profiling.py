@@ -1,25 +1,19 @@
-"""Where the time of a run goes: seconds per phase, traces, tokens/s, and the share of the matmul peak (MFU).
+"""Where the time of a run goes: seconds per phase, traces, and tokens/s.
 
 ``Clock`` times the phases of one step. It costs next to nothing and is always on. ``Profiler`` is what
 ``train.profile`` adds: traces of one step, and ``table.md`` and ``table.json`` over the other steps.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.benchmark import Timer
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from torch.profiler import ProfilerAction, profile, record_function
 
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import World
@@ -28,8 +22,6 @@ from tandemrl.types import Metrics
 
 TRACED_CALLS = 32
 """How many decoding steps of a rollout are traced. A trace of all of them would fill gigabytes."""
-COMPUTING = "update/forward_backward"
-"""The phase whose time MFU is computed over. The optimiser's step is part of it; log-probs of frozen models are not."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
@@ -115,97 +107,17 @@ def nested(seconds: dict[str, float], path: str) -> list[float]:
     return [s for name, s in seconds.items() if name.startswith(prefix) and "/" not in name[len(prefix) :]]
 
 
-# ---------------------------------------------------------------------------------------------------------------- FLOPs
-
-
-class Cost(NamedTuple):
-    """FLOPs of forward and backward together.
-
-    token: those of the linear layers, per packed token. prediction: those of the LM head, per scored token. pair: those
-    of attention in all layers, per pair of a query and a key that it sees.
-    """
-
-    token: int
-    prediction: int
-    pair: int
-
-
-def cost_of(model: PreTrainedModel) -> Cost:
-    """What training a dense causal LM costs.
-
-    Each weight costs 2 FLOPs per token in forward, 2 for the gradient of the input, and 2 for the gradient of the
-    weight if it is trained. That is 6·N, or 4·N for frozen weights beside adapters. Embeddings, norms and softmax are
-    left out, and so is recomputation.
-
-    Attention multiplies queries with keys and weights with values, in forward and twice as much in backward. That is 12
-    FLOPs per pair, layer, head and channel of a head.
-    """
-    head = model.get_output_embeddings()
-    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    config = model.config.get_text_config()
-    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Cost(
-        token=sum(map(_flops_per_weight, linear)),
-        prediction=_flops_per_weight(head.weight),
-        pair=12 * config.num_hidden_layers * config.num_attention_heads * channels,
-    )
-
-
-def _flops_per_weight(weight: torch.Tensor) -> int:
-    return weight.numel() * (6 if weight.requires_grad else 4)
-
-
-def update_flops(
-    cost: Cost, lengths: Sequence[int], *, predictions: int | None = None, shared: Sequence[int] = ()
-) -> int:
-    """FLOPs of forward and backward over sequences of these lengths: 6·N·t + attention.
-
-    Args:
-        lengths: how many tokens each sequence has.
-        predictions: how many tokens get a log-prob. None means all of them, as in the usual 6·N·t.
-        shared: the lengths of leading parts that are computed with another sequence, and not again.
-
-    Examples:
-        >>> update_flops(Cost(token=6, prediction=12, pair=1), [2, 3], predictions=4)
-        87
-    """
-    tokens = sum(lengths) - sum(shared)
-    pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in shared)
-    return cost.token * tokens + cost.prediction * (tokens if predictions is None else predictions) + cost.pair * pairs
-
-
-@cache
-def matmul_peak(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 1.0) -> float:
-    """Measure the FLOP/s of a large square matrix product: the best block of repeated runs over about ``seconds``.
-
-    It is measured with torch's current number of threads and precision settings.
-
-    Args:
-        size: how many rows and columns the matrices have. None means 2048 on a CPU and 8192 elsewhere.
-    """
-    n = size or (2048 if device.type == "cpu" else 8192)
-    a, b = (torch.rand(n, n, device=device).sub_(0.5).to(dtype) for _ in range(2))
-    timer = Timer(
-        "torch.mm(a, b, out=c)",
-        globals={"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)},
-        num_threads=torch.get_num_threads(),
-    )
-    return 2 * n**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
-
-
 # -------------------------------------------------------------------------------------------------------------- profile
 
 
 class Work(NamedTuple):
     """What all processes together did in a step.
 
-    written: the tokens of the rollouts. trained: the tokens of the sequences that the update used. flops: the FLOPs of
-    their forwards and backwards.
+    written: the tokens of the rollouts. trained: the tokens of the sequences that the update used.
     """
 
     written: float
     trained: float
-    flops: float
 
 
 class StepRecord(NamedTuple):
@@ -229,27 +141,14 @@ class Profiler:
 
     Args:
         folder: where the files go. None records nothing.
-        model: the model that is trained.
         last: the last step of the run.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        model: PreTrainedModel,
-        device: torch.device,
-        dtype: torch.dtype,
-        world: World,
-        *,
-        first: int,
-        last: int,
-    ) -> None:
+    def __init__(self, folder: Path | None, device: torch.device, world: World, *, first: int, last: int) -> None:
         self._folder, self._world, self._device = folder, world, device
-        self.cost = Cost(0, 0, 0) if folder is None else cost_of(model)
         self._first, self._traced = first, min(first + 1, last)
         self._records: list[StepRecord] = []
         self._phases: set[str] = set()  # traced ones
-        self._peak = matmul_peak(device, dtype) if folder is not None and world.main else 0.0
 
     def clock(self, step: int) -> Clock:
         """The clock of a step."""
@@ -265,26 +164,10 @@ class Profiler:
             yield lambda tokens: None
             return
         self._phases.add(phase)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-        tracer = profile(activities=activities)
-        calls = 0
-
-        def called(tokens: int) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == TRACED_CALLS:
-                tracer.stop()
-
-        tracer.start()
-        try:
-            yield called
-        finally:
-            if calls < TRACED_CALLS:
-                tracer.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f".new-trace_{phase}.json.gz"
-        tracer.export_chrome_trace(str(unfinished))
-        os.replace(unfinished, self._folder / f"trace_{phase}.json.gz")
+        file = str(self._folder / f"trace_{phase}.json.gz")
+        with profile(schedule=_first_calls, on_trace_ready=lambda done: done.export_chrome_trace(file)) as tracer:
+            yield lambda tokens: tracer.step()
 
     def step(self, step: int, clock: Clock, work: Work) -> None:
         """Record a finished step and write the table. All processes must call this."""
@@ -295,33 +178,31 @@ class Profiler:
         slowest = {phase: max(seconds.get(phase, 0.0) for seconds in everybody) for phase in own}
         self._records.append(StepRecord(own, slowest, work, skewed=step in (self._first, self._traced)))
         if self._world.main:
-            table = summarise(self._records, peak=self._peak, processes=self._world.size)
+            table = summarise(self._records, processes=self._world.size)
             table |= {"device": str(self._device), "threads": torch.get_num_threads()}
             write_text(self._folder / "table.json", json.dumps(table, indent=1) + "\n")
             write_text(self._folder / "table.md", markdown(table))
 
 
-def summarise(records: Sequence[StepRecord], *, peak: float, processes: int) -> dict[str, Any]:
-    """Means over the steps that are not skewed, or over all steps if every one is.
+def _first_calls(call: int) -> ProfilerAction:
+    if call < TRACED_CALLS - 1:
+        return ProfilerAction.RECORD
+    return ProfilerAction.RECORD_AND_SAVE if call == TRACED_CALLS - 1 else ProfilerAction.NONE
 
-    Args:
-        peak: the peak FLOP/s of one process.
-        processes: how many processes there are.
+
+def summarise(records: Sequence[StepRecord], *, processes: int) -> dict[str, Any]:
+    """Means over the steps that are not skewed, or over all steps if every one is.
 
     Returns:
         plain numbers: the seconds of a step; for each phase its seconds, its share, and its seconds in the slowest
-        process; tokens/s; and ``mfu``, the FLOPs of the update divided by what all processes could have computed at
-        the peak during its forward, backward and optimiser step.
+        process; and tokens/s.
     """
     used = [record for record in records if not record.skewed] or list(records)
     names = list(dict.fromkeys(name for record in used for name in record.own))
     mean = {name: fmean(record.own.get(name, 0.0) for record in used) for name in names}
     slowest = {name: fmean(record.slowest.get(name, 0.0) for record in used) for name in names}
     whole = sum(mean.values())
-    written, trained, flops = (fmean(column) for column in zip(*(record.work for record in used), strict=True))
-    rollout = _of(mean, "rollout")
-    update = _of(mean, "update")
-    computing = _of(mean, COMPUTING)
+    written, trained = (fmean(column) for column in zip(*(record.work for record in used), strict=True))
     return {
         "steps": len(used),
         "processes": processes,
@@ -331,12 +212,9 @@ def summarise(records: Sequence[StepRecord], *, peak: float, processes: int) -> 
         },
         "tokens_per_s": {
             "step (written)": _ratio(written, whole),
-            "rollout (written)": _ratio(written, rollout),
-            "update (trained)": _ratio(trained, update),
+            "rollout (written)": _ratio(written, _of(mean, "rollout")),
+            "update (trained)": _ratio(trained, _of(mean, "update")),
         },
-        "update_flops": flops,
-        "matmul_peak_flops_per_s": peak,
-        "mfu": _ratio(flops, computing * peak * processes),
     }
 
 
@@ -357,12 +235,6 @@ def markdown(table: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {row['s']:.3f} | {row['share']:.1%} |{slowest}")
     lines += ["", "| tokens/s of | |", "|---|---:|"]
     lines += [f"| {name} | {value:,.0f} |" for name, value in table["tokens_per_s"].items()]
-    lines += [
-        "",
-        f"MFU of the update (forward, backward, optimiser): {table['mfu']:.1%}, from "
-        f"{table['update_flops'] / 1e12:.3g} TFLOP per step and the measured matmul peak of "
-        f"{table['matmul_peak_flops_per_s'] / 1e12:.3g} TFLOP/s per process.",
-    ]
     return "\n".join(lines) + "\n"
 
 
