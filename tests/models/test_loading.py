@@ -217,7 +217,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path, tmp_path
 def test_a_pointer_in_a_file_that_nobody_reads_is_no_fault(folder: Path, tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 538090408\n"
     model = copied(folder, tmp_path / "model")
-    for name in ("flax_model.msgpack", "tf_model.h5", "model.onnx", "pytorch_model.bin", "consolidated.safetensors"):
+    for name in ("flax_model.msgpack", "tf_model.h5", "model.onnx", "pytorch_model.bin"):
         (model / name).write_text(pointer)
     check_folder(model)
     (model / "model.safetensors").rename(model / "part.safetensors")

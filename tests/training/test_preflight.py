@@ -25,7 +25,6 @@ from tandemrl.config import Config, ConfigError, load
 from tandemrl.models.loading import load_model
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.checkpoint import check_resume
-from tandemrl.training.disk import most_at_once
 from tandemrl.training.preflight import NotHereError, Preflight
 
 Disk = namedtuple("Disk", "total used free")
@@ -336,46 +335,32 @@ def test_the_space_is_that_of_the_checkpoints_and_exports(
         [*arguments, "train.steps=10", "train.save_every=3", "train.keep_checkpoints=1", "train.keep_exports=null"],
     )
     size = sum(parameter.numel() for parameter in qwen3().parameters())
-    first = 2 * size * 12 + 2 * size * 4  # weights and two moments, in float32; the first export and hf/best
-    needed = first + 3 * size * 4  # of 4 saves
+    first = 2 * size * 12 + size * 4  # weights and two moments, in float32; an export
+    needed = first + 4 * size * 4  # of 4 saves, and hf/best
 
-    def with_free(free: int) -> Preflight:
+    def with_free(free: int, **changes: Any) -> Preflight:
         monkeypatch.setattr(shutil, "disk_usage", lambda place: Disk(0, 0, free))
-        return Preflight(config)
+        return Preflight(replace(config, train=replace(config.train, **changes)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with_free(needed).space()
-    with pytest.warns(UserWarning, match=r"with 4 exports in hf/ .*all are kept.* the run needs .*train\.save_every"):
-        with_free(needed - 1).space()
-    with pytest.warns(UserWarning, match="with 4 exports"):
-        with_free(first).space()
-    with warnings.catch_warnings():  # one that is kept and the one that is written
+        with_free(first + 2 * size * 4, keep_exports=1).space()  # the one that is kept and the one that is written
+    for free in (needed - 1, first):
+        with pytest.warns(UserWarning, match=r"5 exports in hf/ .*train\.save_every"):
+            with_free(free).space()
+    with pytest.raises(ValueError, match=r"for checkpoints and 5 exports .*train\.keep_checkpoints"):
+        with_free(first - 1).space()
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "samples.jsonl").write_text("x" * 10**6)  # it stays, so its bytes are not free
+    with pytest.raises(ValueError, match="for checkpoints"):
+        with_free(first - 1).space()
+    (run / "checkpoints" / "step_9").mkdir(parents=True)
+    (run / "checkpoints" / "step_9" / "state.pt").write_bytes(bytes(size * 12))  # part of what is kept
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        replace(
-            with_free(first + size * 4), config=replace(config, train=replace(config.train, keep_exports=1))
-        ).space()
-    with pytest.raises(ValueError, match=r"checkpoints and the first export need .*train\.keep_checkpoints"):
-        with_free(first - 1).space()
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "samples.jsonl").write_text("x" * 10**6)  # it stays, so its bytes are not free
-    with pytest.raises(ValueError, match="checkpoints and the first export need"):
-        with_free(first - 1).space()
-    for step in (3, 9):  # nearly done: one export is left
-        (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{step}").mkdir(parents=True)
-        (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{step}" / "meta.json").write_text("{}")
-    (tmp_path / "runs" / "mine" / "checkpoints" / "step_9" / "state.pt").write_bytes(bytes(size * 12))
-    with_free(size * 12 + 2 * size * 4).space()
-    with pytest.raises(ValueError, match="checkpoints and the first export need"):  # step_9 goes when step_10 is there
-        with_free(size * 12 + 2 * size * 4 - 1).space()
-    (tmp_path / "runs" / "mine" / "hf" / "best").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "hf" / "best" / "model.safetensors").write_bytes(bytes(size * 4))
-    with_free(size * 12 + size * 4).space()
-
-
-@pytest.mark.parametrize(("old", "keep", "most"), [([], 2, 30), ([10, 10], 2, 10), ([1, 1], 2, 28), ([5], None, 90)])
-def test_one_more_than_are_kept_is_there_at_once(old: list[int], keep: int | None, most: int) -> None:
-    assert most_at_once(9, 10, old, keep) == most
+        with_free(needed - size * 12).space()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from tandemrl.models.attention import ModelError
 
 POINTER = b"version https://git-lfs"
 """How the small file begins that Git LFS leaves in place of a large one."""
-TEXTS = (".json", ".jinja", ".txt", ".model")
-"""How the names of the files end that hold a configuration, a tokenizer or a template."""
+READ = (".json", ".jinja", ".txt", ".model", ".safetensors")
+"""How the names of the files end that hold a configuration, a tokenizer, a template or weights."""
 LONGEST_HEADER = 100_000_000
 """The longest header that safetensors reads, in bytes."""
 
@@ -103,25 +103,13 @@ def is_converted(model: PreTrainedModel) -> bool:
 def refuse_pointers(folder: Path) -> None:
     """Refuse a folder with a pointer of Git LFS in place of a file that is read.
 
-    Weights in a format that is not read, beside those that are, may be pointers.
-
     Raises:
-        ModelError: there is one, or an index of weight files is damaged.
+        ModelError: there is one.
     """
-    for file in sorted(file for file in folder.iterdir() if file.suffix in TEXTS and file.is_file()):
-        _refuse_pointer(file)
-    find = _in_folder(folder)
-    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if find(single) or find(index):
-            for name in [single] if find(single) else _named(folder / index):
-                if (weights := find(name)) is not None:
-                    _refuse_pointer(weights)
-            return
-
-
-def _refuse_pointer(file: Path) -> None:
-    if file.stat().st_size < 1024 and file.read_bytes().startswith(POINTER):
-        raise ModelError(f"{file}: a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
+    for file in sorted(folder.iterdir()):
+        small = file.suffix in READ and file.is_file() and file.stat().st_size < 1024
+        if small and file.read_bytes().startswith(POINTER):
+            raise ModelError(f"{file}: a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
 
 
 def _in_folder(folder: Path) -> Callable[[str], Path | None]:

@@ -3,94 +3,51 @@
 import math
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.files import no_folder
-from tandemrl.training.checkpoint import latest, numbered, step_of
 
-FLOAT32, BFLOAT16 = 4, 2
-"""Bytes per parameter in these dtypes."""
-ADAM_STATE = 2
-"""How many numbers the optimiser keeps per parameter."""
+WITH_MOMENTS = 3
+"""A checkpoint has three numbers per trained parameter in float32: its weight and the two of the optimiser."""
 
 
 def room(config: Config, *, policy: int, critic: int) -> str:
-    """What the checkpoints and exports that are still to come will take, in words.
-
-    Room for the next ones but not for all of them gives a warning.
+    """What the checkpoints and exports of a run take, in words. Room for the first but not for all gives a warning.
 
     Args:
         policy: how many parameters the policy has.
         critic: how many the critic has; 0 without one.
 
     Raises:
-        ConfigError: there is no room for the next checkpoints and export.
+        ConfigError: there is no room for the checkpoints that are kept, one more, and an export.
     """
-    output = Path(config.output_dir)
+    output, train = Path(config.output_dir), config.train
     if reason := no_folder(output):
         raise ConfigError(f"output_dir={output}: {reason}")
     place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
-    newest = latest(output)
-    done = 0 if newest is None else step_of(newest)
-    saves = max(0, math.ceil(config.train.steps / config.train.save_every) - done // config.train.save_every)
-    exported = FLOAT32 if config.model.dtype == "float32" else BFLOAT16
+    written = [output / name for name in ("checkpoints", "hf")]  # by the run that goes on
+    old = sum(file.stat().st_size for folder in written for file in folder.rglob("*") if file.is_file())
+    saves = math.ceil(train.steps / train.save_every)
     trained = critic + (0 if config.model.lora.rank else policy)  # adapters are small beside the exports
-    checkpoint, export = trained * FLOAT32 * (1 + ADAM_STATE), policy * exported
-    old_checkpoints, old_exports = (_sizes(numbered(output / name)) for name in ("checkpoints", "hf"))
-    checkpoints = most_at_once(saves, checkpoint, old_checkpoints, config.train.keep_checkpoints)
-    best = max(0, export - sum(_sizes([output / "hf" / "best"]))) if config.train.eval_every else 0
-    first = checkpoints + best + min(saves, 1) * export
-    keep = config.train.keep_exports
-    kept_exports = None if keep is None else max(keep, config.train.keep_checkpoints)
-    exports = saves if kept_exports is None else min(saves, kept_exports + 1)
-    total = checkpoints + best + most_at_once(saves, export, old_exports, kept_exports)
-    kept = "all are kept" if keep is None else "the newest are kept"
-    plan = f"{exports} exports in hf/ of {_amount(export)} each ({kept}: train.keep_exports={keep or 'null'})"
-    there = f"{free / 1e9:.1f} GB free in {place}"
-    if first > free:
+    checkpoints = min(saves, train.keep_checkpoints + 1) * trained * 4 * WITH_MOMENTS
+    export = policy * (4 if config.model.dtype == "float32" else 2)
+    kept = saves if train.keep_exports is None else max(train.keep_exports, train.keep_checkpoints) + 1
+    exports = min(saves, kept) + (train.eval_every > 0)  # and hf/best
+    plan = f"{_amount(checkpoints)} for checkpoints and {exports} exports in hf/ of {_amount(export)} each"
+    there = f"{(free + old) / 1e9:.1f} GB free in {place}"
+    if checkpoints + export > free + old:
         raise ConfigError(
-            f"output_dir={output}: checkpoints and the first export need {_amount(first)}, {there}; choose "
-            "another disk or a smaller train.keep_checkpoints"
+            f"output_dir={output}: {plan}, {there}; choose another disk or a smaller train.keep_checkpoints"
         )
-    if total > free:
+    if checkpoints + exports * export > free + old:
         warnings.warn(
-            f"output_dir={output}: {there}, but with {plan} the run needs {_amount(total)}: choose a larger "
-            "train.save_every or a smaller train.keep_exports, or move old ones away as it goes on",
+            f"output_dir={output}: {plan}, {there}: choose a larger train.save_every or a smaller train.keep_exports, "
+            "or move old ones away as it goes on",
             stacklevel=2,
         )
-    with_best = ", hf/best" if config.train.eval_every else ""
-    return f"{_amount(total)} for checkpoints ({_amount(checkpoints)}){with_best} and {plan}; {there}"
-
-
-def most_at_once(saves: int, size: int, old: Sequence[int], keep: int | None) -> int:
-    """How many bytes a sequence of saves takes at most beyond what is there now.
-
-    After each save the oldest ones are removed. Until then there is one more than are kept.
-
-    Args:
-        saves: how many are to come, each of ``size`` bytes.
-        old: the bytes of those that are there, oldest first.
-        keep: how many are kept; None: all.
-
-    Examples:
-        >>> most_at_once(9, 100, [], keep=2), most_at_once(9, 100, [100, 100], keep=2), most_at_once(9, 100, [1], None)
-        (300, 100, 900)
-    """
-    there, taken, most = list(old), 0, 0
-    for _ in range(saves):
-        there.append(size)
-        taken += size
-        most = max(most, taken)
-        while keep is not None and len(there) > keep:
-            taken -= there.pop(0)
-    return most
-
-
-def _sizes(folders: Iterable[Path]) -> list[int]:
-    return [sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in folders]
+    return f"{plan}; {there}"
 
 
 def _amount(size: int) -> str:
