@@ -202,7 +202,7 @@ def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
     [
         ("train.steps", "ten", "a whole number"),
         ("train.lr", "fast", "a number"),
-        ("train.async_save", "maybe", "true or false"),
+        ("train.log", "maybe", "true or false"),
         ("loss.kl_target", "x", "a number or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
         ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
@@ -278,7 +278,7 @@ def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: s
         ("reward: {scorers: {0123: boxed}, weights: {yes: 1e-1}}", "reward.weights.yes", 0.1),
         ("train: &t {steps: '50', lr: 1.}\njudge: {}", "train.steps", 50),
         ("train: {lr: 1_000}", "train.lr", 1000.0),
-        ("train: {async_save: on}", "train.async_save", True),
+        ("train: {log: on}", "train.log", True),
         ("judge: {model: ~}", "judge.model", None),
         ("judge:\n  model:", "judge.model", None),
     ],

@@ -18,7 +18,6 @@ from processes import run
 from tandemrl.config import Config, ParallelConfig, load
 from tandemrl.distributed.watchdog import EXIT_CODE, WATCHDOG
 from tandemrl.distributed.world import init_world
-from tandemrl.training.checkpoint import storage as checkpoint
 from test_restarts import overrides
 
 LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
@@ -99,7 +98,7 @@ def test_a_collective_that_times_out_comes_before_the_watchdog(phase: str, tiny_
 def limits(config: ParallelConfig) -> set[timedelta]:
     """The time-outs of all groups that a run has."""
     world = init_world(config, torch.device("cpu"))
-    groups = [world.new_cpu_group(), checkpoint._thread_group(world)]
+    groups = [world.new_cpu_group()]
     WATCHDOG.end()
     assert {id(group) for group in groups} <= {id(group) for group in _world.pg_map}
     return {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map}

@@ -102,7 +102,7 @@ def test_compiled_layers_train_what_uncompiled_ones_train(tiny_pair: Path, tmp_p
 def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_path: Path) -> None:
     """Two processes, then one, then two again: the run that one process makes."""
     pair, out, whole = str(tiny_pair), tmp_path / "run", tmp_path / "whole"
-    every = ["train.save_every=1", "train.eval_every=1", "train.async_save=true"]
+    every = ["train.save_every=1", "train.eval_every=1"]
     _train(pair, str(whole), "train.steps=3", *every)
     run(_train, 2, pair, str(out), "train.steps=1", *every)
     _train(pair, str(out), "train.steps=2", *every)

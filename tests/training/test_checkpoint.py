@@ -1,7 +1,6 @@
 """Checkpoints: whole or not there at any moment, plain data only, and a resume that cannot become another run."""
 
 import contextlib
-import copy
 import errno
 import hashlib
 import json
@@ -10,7 +9,6 @@ import pickle
 import random
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -454,11 +452,9 @@ def read_all(path: Path) -> None:
     checkpoint.load_parts(path, {"policy": trained(1)})
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_every_file_is_stored_with_its_hash(tmp_path: Path, background: bool) -> None:
+def test_every_file_is_stored_with_its_hash(tmp_path: Path) -> None:
     parts = {"policy": trained(0, steps=1)}
-    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts, background=background)
-    checkpoint.wait()
+    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
     expected = files_of(path)
     assert set(expected) == {"state.pt", "config.yaml", "tensors/.metadata", "tensors/__0_0.distcp"}
     assert json.loads((path / "meta.json").read_text())["files"] == expected
@@ -583,27 +579,13 @@ class Full(FileSystemWriter):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_is_reported_and_costs_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
+def test_a_full_disk_is_reported_and_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"policy": trained(0, steps=1)}
     checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
     with monkeypatch.context() as patch:
         patch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", Full)
-
-        def attempt() -> None:
-            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=background)
-            checkpoint.wait()
-
         with pytest.raises(CheckpointError, match=r"step_2: not written, the disk is full .*No space.* free space in"):
-            attempt()
-        assert names(tmp_path) == ["step_1"]
-        if background:
-            checkpoint.wait()  # said once
-            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=True)
-            with pytest.raises(CheckpointError, match=r"step_2: not written"):  # by the next save, which is not begun
-                checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
+            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts)
     assert names(tmp_path) == ["step_1"]
     checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
     assert names(tmp_path) == ["step_3"]
@@ -646,83 +628,6 @@ def test_an_interrupt_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert checkpoint.latest(tmp_path) is None
     checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
     assert names(tmp_path) == ["step_1"]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Tensors are written once the event is set."""
-    opened = threading.Event()
-
-    class Gated(FileSystemWriter):
-        def write_data(self, *arguments: Any) -> Any:
-            assert opened.wait(30)
-            return super().write_data(*arguments)
-
-    monkeypatch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", Gated)
-    yield opened
-    opened.set()
-    checkpoint.wait()
-
-
-def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, gate: threading.Event) -> None:
-    policy, counters = trained(0, steps=1), {"n": 1}
-    gate.set()
-    checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
-    gate.clear()
-    before = copy.deepcopy(everything(policy))
-    path = checkpoint.save(tmp_path, 2, counters, Config(), keep=1, parts={"policy": policy}, background=True)
-    counters["n"] = 2
-    train(policy, 2)
-    assert names(tmp_path) == [".new-step_2", "step_1"]  # the old one stays until the new one is there
-    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_1"
-    gate.set()
-    checkpoint.wait()
-    assert names(tmp_path) == ["step_2"]
-    assert checkpoint.load(path) == {"n": 1}
-    resumed = trained(3)
-    resumed.module.frozen.data.copy_(policy.module.frozen)
-    checkpoint.load_parts(path, {"policy": resumed})
-    assert same(everything(resumed), before)
-
-
-def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threading.Event) -> None:
-    parts = {"policy": trained(0)}
-    checkpoint.save(tmp_path, 1, {}, Config(), keep=2, parts=parts, background=True)
-    threading.Timer(0.3, gate.set).start()
-    begin = time.monotonic()
-    checkpoint.save(tmp_path, 2, {}, Config(), keep=2, parts=parts)
-    assert time.monotonic() - begin > 0.25
-    assert names(tmp_path) == ["step_1", "step_2"]
-
-
-def saves_in_the_background(folder: Path, written: Connection) -> None:
-    """In a process that is killed when the second checkpoint is written, but not yet in its place."""
-    module = nn.Linear(8, 8)
-    parts = {"policy": Trained(module, torch.optim.AdamW(module.parameters()))}
-    checkpoint.save(folder, 1, {}, Config(), keep=1, parts=parts, background=True)
-    checkpoint.wait()
-    FileSystemWriter.finish = lambda *_, **__: (written.send("written"), time.sleep(60))  # type: ignore[method-assign]
-    checkpoint.save(folder, 2, {}, Config(), keep=1, parts=parts, background=True)
-    time.sleep(60)
-
-
-def test_kill_9_during_a_background_save_costs_that_checkpoint_alone(tmp_path: Path) -> None:
-    told, tells = FORKED.Pipe(duplex=False)
-    process = FORKED.Process(target=saves_in_the_background, args=(tmp_path, tells))
-    process.start()
-    tells.close()
-    assert told.recv() == "written"
-    process.kill()
-    process.join()
-    assert names(tmp_path) == [".new-step_2", "step_1"]
-    assert any((tmp_path / "checkpoints" / ".new-step_2" / "tensors").iterdir())
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None
-    module = nn.Linear(8, 8)
-    parts = {"policy": Trained(module, torch.optim.AdamW(module.parameters()))}
-    checkpoint.load_parts(newest, parts)
-    checkpoint.save(tmp_path, 2, {}, Config(), keep=1, parts=parts)
-    assert names(tmp_path) == ["step_2"]
 
 
 # -------------------------------------------------------------------------------------------------------------- exports

@@ -227,6 +227,8 @@ REMOVED = {
 
 REMOVED_KEYS = {
     "rollout.in_flight": (False, "train.async_steps=1 overlaps rollouts and updates without it"),
+    "train.async_save": (False, "checkpoints are written before the next step"),
+    "train.max_samples_gb": (None, "samples.jsonl has all rollouts; compress or move it between runs"),
     "eval.select_by": (None, "train.select_by=pass@k or train.select_by=reward chooses hf/best"),
 }
 """Keys of earlier versions that no longer exist, each with its default, which is ignored, and what to do instead."""

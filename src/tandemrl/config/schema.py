@@ -182,8 +182,7 @@ class TrainConfig:
     """How many of the newest checkpoints are kept."""
     keep_exports: PositiveInt | None = 5
     """How many of the newest hf/step_N are kept, beside those whose checkpoint is kept; null = all. hf/best always
-    stays. With `async_save` one more may stay at the end. Each export takes two bytes per parameter in bfloat16, four
-    in float32; `--dry-run` prints the sum."""
+    stays. Each export takes two bytes per parameter in bfloat16, four in float32; `--dry-run` prints the sum."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     eval_first: bool = False
@@ -200,8 +199,6 @@ class TrainConfig:
     async_steps: Annotated[int, Allowed("between 0 and 8", lambda n: 0 <= n <= 8)] = 0
     """How many steps ahead rollouts are generated, so with weights that are so many steps old. 1 = those of the next
     step, during the update of this one; more than 1 requires `rollout.workers`; 0 = off."""
-    async_save: bool = False
-    """Write checkpoints in the background."""
     profile: bool = False
     """Write a trace and a table of phases and tokens/s to output_dir/profile."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -219,10 +216,6 @@ class TrainConfig:
     output_dir/eval_texts/step_N.jsonl."""
     log_samples: NonNegativeInt = 4
     """How many samples a logged table shows. samples.jsonl has every rollout regardless."""
-    max_samples_gb: PositiveFloat | None = None
-    """Maximum size of samples.jsonl, in GB; null = no limit. All steps get an equal share. The first rollouts of all
-    prompts of a step are written first, then the second ones, and at least one even beyond the limit.
-    `samples/not_written` counts the rest."""
     threads: PositiveInt | None = None
     """torch CPU threads; null = torch's default."""
     deterministic: bool = False

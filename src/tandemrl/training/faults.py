@@ -108,7 +108,7 @@ LESS_MEMORY = {
     "resample": "a smaller rollout.max_rows or rollout.max_tokens",
     "score": "a smaller reward.workers, rollout.tool_workers or sandbox.memory_mb, or a judge elsewhere (judge.url)",
     "sync": "a smaller rollout.vllm.gpu_memory_utilization, parallel.offload_optimizer=true or model.dtype=bfloat16",
-    "save": "train.async_save=false, model.dtype=bfloat16, or more processes with parallel.dp_shard",
+    "save": "model.dtype=bfloat16, or more processes with parallel.dp_shard",
     "eval": "a smaller rollout.max_rows or eval.max_tokens",
     "gate": "a smaller train.tokens_per_micro_batch",
     "update": "a smaller train.tokens_per_micro_batch, model.gradient_checkpointing=true, "
@@ -210,8 +210,6 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker)
         yield
     except Exception as error:
         together = setup.world.size == 1 or isinstance(error, TrainError)
-        if together:
-            checkpoint.wait()  # it may be writing just this one
         folder = Path(setup.config.output_dir, "checkpoints", f"step_{step}")
         if step and together and not (optimizer_steps.taken or setup.config.train.async_steps or folder.exists()):
             for part in models.trained.values():
@@ -220,7 +218,6 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker)
             progress.kl_coef, progress.rollouts_in_flight = kl_coef, []
             try:
                 checkpoint.save(run, rng)
-                checkpoint.wait()
                 tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
             except Exception as failure:
                 tracker.say(f"step {step + 1} failed, and the state after step {step} could not be saved: {failure}")

@@ -134,7 +134,6 @@ def train(
                 checkpoint.restore(run, where, accepted)
                 with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                     loop(run, tracker)
-                    checkpoint.wait()
                     if world.main:
                         ending = f"done: {config.output_dir}"
                         if little := verdict(config, run.setup.recipe):
@@ -193,7 +192,6 @@ def loop(run: Run, tracker: Tracker) -> None:
                         names = ", ".join(f"hf/{path.name}" for path in removed)
                         tracker.say(f"removed {names} (train.keep_exports={train.keep_exports})")
             if stop and step < train.steps:
-                checkpoint.wait()
                 tracker.say(f"stopped by a signal after step {step}, which is saved; rerun to resume")
                 raise Stopped(stop)
 
@@ -266,9 +264,7 @@ def train_step(
         with clock("eval"), rollouts.aside():
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)
     metrics |= rollouts.fleet_metrics(step, completions)
-    not_written = tracker.samples(step, written, setup.tokenizer)
-    if train.max_samples_gb is not None:
-        metrics["samples/not_written"] = float(not_written)
+    tracker.samples(step, written, setup.tokenizer)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     say_best(run, tracker, step)
     if train.profile:

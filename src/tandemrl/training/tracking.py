@@ -64,7 +64,7 @@ class Tracker:
 
     Args:
         output_dir: the folder of the run, to whose files lines are appended (see ``checkpoint`` for a resume).
-        config: the config, of which train.{steps, wandb*, log, log_samples, max_samples_gb} and
+        config: the config, of which train.{steps, wandb*, log, log_samples} and
             rollout.max_tokens are read.
         console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
         quiet: print nothing.
@@ -106,7 +106,6 @@ class Tracker:
         self._lock = threading.Lock()  # with train.async_steps another thread shows the bars of later steps
         self._started = time.perf_counter()
         self._first_step: int | None = None
-        self._bound_met = False
 
     def __enter__(self) -> Self:
         return self
@@ -136,14 +135,11 @@ class Tracker:
             self._log_to_wandb(step, values)
         self._show_step(step, values)
 
-    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> int:
-        """Record the rollouts of a step: all of them, or as many as ``train.max_samples_gb`` has room for.
+    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
+        """Record the rollouts of a step.
 
         On the first step and every ``train.eval_every`` steps, also show the first ``train.log_samples`` of them,
         coloured by author.
-
-        Returns:
-            how many rollouts were not recorded.
         """
 
         def line(rollout: Rollout) -> str:
@@ -151,18 +147,7 @@ class Tracker:
             record = {"step": step, **text, **rollout.to_json()}
             return json.dumps(record, ensure_ascii=False)
 
-        left_out = 0
-        if self._samples is not None:
-            lines = self._within_bound(step, rollouts, line)
-            _write(self._samples, lines)
-            left_out = len(rollouts) - len(lines)
-        if left_out and not self._bound_met:
-            self._bound_met = True
-            bound = self._config.train.max_samples_gb
-            self.say(
-                f"samples.jsonl: {left_out} of {len(rollouts)} rollouts of step {step} are left out "
-                f"(train.max_samples_gb={bound:g}); samples/not_written counts them from here on"
-            )
+        _write(self._samples, [line(rollout) for rollout in rollouts])
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
         shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
         if shown:
@@ -173,31 +158,11 @@ class Tracker:
             rows = [[r.example_id, r.reward, authored_text(r, tokenizer).plain] for r in shown]
             table = wandb.Table(columns=["example", "reward", "text"], data=rows)
             self._log_to_wandb(step, {"samples": table})
-        return left_out
 
     def _log_to_wandb(self, step: int, values: Mapping[str, Any]) -> None:
         write_text(self._logged, str(step))  # before, so that a step which a kill cuts off counts as seen
         assert self._wandb is not None
         self._wandb.log(values, step=step)
-
-    def _within_bound(self, step: int, rollouts: Sequence[Rollout], line: Callable[[Rollout], str]) -> list[str]:
-        """The lines of a step that fit into samples.jsonl.
-
-        After each step the file has at most the share of the size limit that belongs to the steps so far. At least one
-        line of every step is written.
-        """
-        bound, train = self._config.train.max_samples_gb, self._config.train
-        if bound is None or self._samples is None:
-            return [line(rollout) for rollout in rollouts]
-        room = bound * 1e9 * step / train.steps - os.fstat(self._samples.fileno()).st_size
-        lines: dict[int, str] = {}
-        for i in sorted(range(len(rollouts)), key=lambda i: rollouts[i].index):
-            text = line(rollouts[i])
-            room -= len(text.encode()) + 1
-            if lines and room < 0:
-                break  # not to go on with shorter ones, which would be another sample of the responses
-            lines[i] = text
-        return [lines[i] for i in sorted(lines)]
 
     def written(self) -> dict[str, int]:
         """How many bytes the files of the record have, by name."""

@@ -25,4 +25,3 @@ from tandemrl.training.checkpoint.storage import latest as latest
 from tandemrl.training.checkpoint.storage import lock as lock
 from tandemrl.training.checkpoint.storage import numbered as numbered
 from tandemrl.training.checkpoint.storage import step_of as step_of
-from tandemrl.training.checkpoint.storage import wait as wait

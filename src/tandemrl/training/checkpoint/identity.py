@@ -34,11 +34,10 @@ _FREE = {
             "eval_first",
             "keep_checkpoints",
             "keep_exports",
-            "async_save",
             "profile",
             "keep_eval_texts",
         ),
-        *("log", "log_samples", "max_samples_gb", "wandb", "wandb_project", "wandb_name", "wandb_tags"),
+        *("log", "log_samples", "wandb", "wandb_project", "wandb_name", "wandb_tags"),
         "epochs",  # which `train.steps` is computed from
     ),
     "judge": ("url", "command", "wait_s", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate"),

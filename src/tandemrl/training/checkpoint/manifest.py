@@ -17,8 +17,14 @@ class DamagedError(CheckpointError):
     """A file of a run differs from what was written. Another checkpoint may be undamaged."""
 
 
-def hash_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def hashes(folder: Path, rank: int) -> list[tuple[str, str]]:
+    """The names and hashes of the files that a process wrote: shards have its rank, rank 0 wrote all others."""
+    own = [
+        file
+        for file in folder.rglob("*")
+        if file.name.startswith(f"__{rank}_") or (rank == 0 and not file.name.startswith("__"))
+    ]
+    return [(str(file.relative_to(folder)), _digest(file)) for file in own if file.is_file()]
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
@@ -44,7 +50,7 @@ def read_bytes(file: Path) -> bytes:
     """
     content = file.read_bytes()
     expected = read_hashes(file.parent).get(file.name)
-    if expected is not None and hash_of(content) != expected:
+    if expected is not None and hashlib.sha256(content).hexdigest() != expected:
         raise _changed(file)
     return content
 
@@ -59,9 +65,8 @@ def verify(folder: Path, hashes: Mapping[str, str]) -> None:
         file = folder / name
         if not file.is_file():
             raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
-        with open(file, "rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != expected:
-                raise _changed(file)
+        if _digest(file) != expected:
+            raise _changed(file)
 
 
 def refuse_others(folder: Path, pattern: str, hashes: Mapping[str, str]) -> None:
@@ -73,6 +78,11 @@ def refuse_others(folder: Path, pattern: str, hashes: Mapping[str, str]) -> None
     for file in sorted(folder.glob(pattern)):
         if str(file.relative_to(folder)) not in hashes:
             raise DamagedError(f"{file}: not one of the files that the checkpoint was written with")
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _changed(file: Path) -> DamagedError:

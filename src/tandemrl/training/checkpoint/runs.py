@@ -57,7 +57,6 @@ def save(run: Run, rng: Mapping[str, Any] | None = None) -> list[Path]:
         train.keep_checkpoints,
         parts=models.trained,
         world=setup.world,
-        background=train.async_save,
     )
     keep, output = train.keep_exports, config.output_dir
     if keep is None:

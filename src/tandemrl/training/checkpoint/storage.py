@@ -16,15 +16,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -34,7 +32,7 @@ from tandemrl.distributed.world import World
 from tandemrl.files import NEW, begin, drop, no_folder, publish, recover, versions
 from tandemrl.training.checkpoint import manifest
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
-from tandemrl.training.checkpoint.tensors import load_tensors, on_host, save_tensors, settings_of, tensors_of
+from tandemrl.training.checkpoint.tensors import load_tensors, save_tensors, settings_of, tensors_of
 from tandemrl.training.state import Trained
 
 FORMAT = 4
@@ -53,7 +51,6 @@ def save(
     *,
     parts: Mapping[str, Trained] | None = None,
     world: World = World(),  # noqa: B008 - frozen
-    background: bool = False,
 ) -> Path:
     """Write ``output_dir/checkpoints/step_N``, then remove all but the newest ``keep`` checkpoints.
 
@@ -63,9 +60,6 @@ def save(
         state: plain data, the same in all processes. Rank 0 writes its own.
         keep: how many checkpoints to keep.
         parts: models and optimisers by name, sharded or not.
-        background: return as soon as all tensors are copied to host memory, and let a thread write them. The folder
-            appears when all of it is on disk. The next call of ``save`` or ``wait`` raises the error of a failed write.
-            At most one save is written at a time.
 
     Returns:
         The folder.
@@ -75,10 +69,9 @@ def save(
             containers of them, if this step is already saved, or if a process cannot write (its disk is full, or it
             does not see output_dir). Earlier checkpoints stay.
     """
-    global _in_flight
-    wait()
     parts = parts or {}
     path = Path(output_dir, "checkpoints", f"step_{step}")
+    hidden = path.with_name(f"{NEW}{path.name}")
     plain = {"format": FORMAT, "state": dict(state), "optimizers": settings_of(parts)}
     _require_plain(plain["state"], "state")
     _require_plain(plain["optimizers"], "optimizers")
@@ -86,132 +79,72 @@ def save(
     buffer = io.BytesIO()
     torch.save(plain, buffer)
     files = {"state.pt": buffer.getvalue(), "config.yaml": to_yaml(config).encode()}
-    meta = {"step": step, "processes": world.size, "versions": versions()}
-    writing = _Writing(path, files, meta, tensors, keep, world)
-    writing.begin()
-    if not background:
-        writing.finish()
-        return path
-    writing.group = _thread_group(world)
-    writing.tensors = on_host(tensors)
-    _in_flight = _THREAD.submit(writing.finish)
+    needed = size_in_bytes(tensors.values()) + sum(map(len, files.values()))
+
+    def make() -> None:
+        if path.exists() and not _is_empty(path):
+            advice = "resume from the newest checkpoint, or discard_after() first"
+            advice = advice if is_checkpoint(path) else "it holds no checkpoint; move it elsewhere"
+            raise CheckpointError(f"{path} exists already: {advice}")
+        recover(path.parent)  # the folder is this run's alone
+        begin(path)
+
+    def fill() -> None:
+        _wait_for_folder(hidden, world)
+        if tensors:
+            save_tensors(hidden / "tensors", tensors, alone=world.size == 1)
+        if world.main:
+            for name, content in files.items():
+                (hidden / name).write_bytes(content)
+
+    def put() -> None:
+        meta = {"step": step, "processes": world.size, "versions": versions(), "files": hashes}
+        (hidden / "meta.json").write_text(json.dumps(meta, indent=1))
+        publish(path)
+        for older in _steps(path.parent)[:-keep]:
+            try:
+                drop(older)
+            except OSError as error:
+                raise CheckpointError(f"{older}: cannot be removed ({error}); {path} is complete") from error
+
+    together = partial(_together, path=path, needed=needed, world=world)
+    together(lambda: make() if world.main else None)
+    together(fill)
+    hashes = dict(chain.from_iterable(together(lambda: manifest.hashes(hidden, world.rank))))
+    together(lambda: put() if world.main else None)
     return path
 
 
-def wait() -> None:
-    """Wait for the checkpoint that is being written in the background, if any.
+def _together(act: Callable[[], _T], *, path: Path, needed: int, world: World) -> list[_T]:
+    """Call ``act``, which writes ``path``, in every process. If it fails in one of them, all raise the same error, and
+    the hidden folder is removed.
 
-    Every process must call this before it ends.
+    An exception that ends a process (KeyboardInterrupt, SystemExit) is passed on; ``recover`` later removes the
+    hidden folder.
 
-    Raises:
-        CheckpointError: the checkpoint could not be written. The error is raised once.
+    Returns:
+        what ``act`` returned in each process.
     """
-    global _in_flight
-    if _in_flight is not None:
-        future, _in_flight = _in_flight, None
-        future.result()
-
-
-_in_flight: Future[None] | None = None
-_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-
-
-_thread_group = lru_cache(maxsize=1)(World.new_cpu_group)
-"""Makes the process group of the writing thread, whose collectives must not mix with those of the main thread."""
-
-
-@dataclass(eq=False)
-class _Writing:
-    """One checkpoint that is being written. ``group`` is the process group to use; None means the default one."""
-
-    path: Path
-    files: Mapping[str, bytes]
-    meta: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    keep: int
-    world: World
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def hidden(self) -> Path:
-        return self.path.with_name(f"{NEW}{self.path.name}")
-
-    def begin(self) -> None:
-        """Make the hidden folder that the files are written into."""
-        self._together(self._make)
-
-    def finish(self) -> None:
-        """Write the files, and give the folder its name."""
-        try:
-            hashes = self._together(self._fill)
-            self._together(lambda: self._put({name: value for each in hashes for name, value in each.items()}))
-        finally:
-            self.tensors = {}
-
-    def _make(self) -> None:
-        if self.world.main:
-            if self.path.exists() and not _is_empty(self.path):
-                advice = "resume from the newest checkpoint, or discard_after() first"
-                advice = advice if is_checkpoint(self.path) else "it holds no checkpoint; move it elsewhere"
-                raise CheckpointError(f"{self.path} exists already: {advice}")
-            recover(self.path.parent)  # the folder is this run's alone
-            begin(self.path)
-
-    def _fill(self) -> dict[str, str]:
-        """Write the files of this process, and return their hashes by name."""
-        _wait_for_folder(self.hidden, self.world)
-        hashes = {}
-        if self.tensors:
-            folder, alone = self.hidden / "tensors", self.world.size == 1
-            digests = save_tensors(folder, self.tensors, alone=alone, group=self.group)
-            hashes = {f"tensors/{name}": value for name, value in digests.items()}
-        if self.world.main:
-            for name, content in self.files.items():
-                (self.hidden / name).write_bytes(content)
-                hashes[name] = manifest.hash_of(content)
-        return hashes
-
-    def _put(self, hashes: Mapping[str, str]) -> None:
-        if self.world.main:
-            (self.hidden / "meta.json").write_text(json.dumps({**self.meta, "files": hashes}, indent=1))
-            publish(self.path)
-            for older in _steps(self.path.parent)[: -self.keep]:
-                try:
-                    drop(older)
-                except OSError as error:
-                    raise CheckpointError(f"{older}: cannot be removed ({error}); {self.path} is complete") from error
-
-    def _together(self, act: Callable[[], _T]) -> list[_T]:
-        """Call ``act`` in every process. If it fails in one of them, all raise the same error, and the hidden folder is
-        removed.
-
-        An exception that ends a process (KeyboardInterrupt, SystemExit) is passed on; ``recover`` later removes the
-        hidden folder.
-
-        Returns:
-            what ``act`` returned in each process.
-        """
-        result, failure, cause, lost = None, None, None, False
-        try:
-            result = act()
-        except (Exception, CheckpointException) as error:
-            rank, cause = _cause(error, self.world.rank)
-            if not isinstance(cause, Exception):
-                raise cause from None
-            lost = cause is error and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError)
-            needed = size_in_bytes(self.tensors.values()) + sum(map(len, self.files.values()))
-            failure = write_failure(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
-        try:
-            results = self.world.gather((result, failure), self.group)
-        except RuntimeError as error:
-            if failure is None or lost:
-                failure = f"{self.path}: not written: a process is gone or hangs ({_brief(error)})"
-            raise CheckpointError(failure) from error
-        if first := next((failure for _, failure in results if failure), None):
-            if self.world.main:
-                shutil.rmtree(self.hidden, ignore_errors=True)
-            raise CheckpointError(first) from cause
-        return [result for result, _ in results]
+    result, failure, cause, lost = None, None, None, False
+    try:
+        result = act()
+    except (Exception, CheckpointException) as error:
+        rank, cause = _cause(error, world.rank)
+        if not isinstance(cause, Exception):
+            raise cause from None
+        lost = cause is error and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError)
+        failure = write_failure(cause, path, needed, f"process {rank}: " if world.size > 1 else "")
+    try:
+        results = world.gather((result, failure))
+    except RuntimeError as error:
+        if failure is None or lost:
+            failure = f"{path}: not written: a process is gone or hangs ({_brief(error)})"
+        raise CheckpointError(failure) from error
+    if first := next((failure for _, failure in results if failure), None):
+        if world.main:
+            shutil.rmtree(path.with_name(f"{NEW}{path.name}"), ignore_errors=True)
+        raise CheckpointError(first) from cause
+    return [result for result, _ in results]
 
 
 def write_failure(error: Exception, path: Path, needed: int, who: str = "") -> str:

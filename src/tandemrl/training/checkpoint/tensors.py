@@ -8,8 +8,6 @@ torch's own ``get_optimizer_state_dict`` is not used: it fills an optimiser that
 which would shift the bias correction of every later step.
 """
 
-import hashlib
-import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,10 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tandemrl.training.checkpoint.manifest import CheckpointError
@@ -69,31 +65,14 @@ def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
     return settings
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors in host memory. Sharded tensors stay sharded."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def save_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], *, alone: bool, group: dist.ProcessGroup | None
-) -> dict[str, str]:
-    """Write this process's share of ``tensors``.
-
-    Args:
-        alone: whether this process writes everything by itself. Otherwise all processes of ``group`` must call this.
-        group: the processes that write together. None means all.
-
-    Returns:
-        the SHA-256 of each file that this process wrote, by name.
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
+    """Write named tensors. Unless ``alone``, every process must call this, each with its shards of the same tensors.
 
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them fails.
     """
-    writer = dcp.FileSystemWriter(folder)
-    writer.fs = files = _HashedFiles()
     with _silent():
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
-    return {name: digest.hexdigest() for name, digest in files.digests.items()}
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=alone)
 
 
 def stored_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -225,41 +204,6 @@ def _silent() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-class _HashedFiles(FileSystem):
-    """A file system that hashes files while they are written, so that none has to be read for it.
-
-    digests: the hashes, by file name.
-    """
-
-    def __init__(self) -> None:
-        self.digests: dict[str, Any] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            digest = self.digests[Path(path).name] = hashlib.sha256()
-            yield _HashedStream(stream, digest)
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
-
-
-class _HashedStream:
-    """A file that can only be appended to. It has no ``seek``, so that the digest is that of the whole file."""
-
-    def __init__(self, stream: Any, digest: Any) -> None:
-        self._stream, self._digest = stream, digest
-        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        return int(self._stream.write(data))
 
 
 class _Reader(dcp.FileSystemReader):
