@@ -10,7 +10,7 @@ from tandemrl.selection.strategies import Strategy
 
 ROWS, LENGTH = 4, 6
 KEPT = (2, 0)
-"""The rows with which the trial goes on alone, in this order, as an engine does when others have ended."""
+"""The rows that are also tried alone, in this order."""
 
 
 @torch.no_grad()
@@ -28,17 +28,14 @@ def try_strategy(strategy: Strategy, vocabulary: int) -> None:
     """
     keys = torch.arange(1, ROWS + 1) * 0x9E3779B97F4A7C1
     tokens = torch.linspace(0, vocabulary - 1, ROWS * LENGTH).long().view(LENGTH, ROWS)
-    authors, middle = _written(strategy, keys, tokens)
-    again, _ = _written(strategy, keys, tokens)
-    if not torch.equal(authors, again):
+    authors, state = _written(strategy, keys, tokens)
+    if not torch.equal(authors, _written(strategy, keys, tokens)[0]):
         raise ValueError(
             "the same keys and tokens gave other authors the second time; take random numbers from "
             "tandemrl.selection.draws, which depend on a row's key and a counter only"
         )
-    at, half = torch.tensor(KEPT), LENGTH // 2
-    alone, _ = _written(strategy, keys[at], tokens[:, at])
-    resumed = _later(strategy, _map(lambda x: x[at], middle), tokens[half:, at])
-    if not (torch.equal(alone, authors[:, at]) and torch.equal(resumed, authors[half + 1 :, at])):
+    at = torch.tensor(KEPT)
+    if not torch.equal(_written(strategy, keys[at], tokens[:, at])[0], authors[:, at]):
         raise ValueError(
             "the authors of a row change with the rows beside it; they must depend on its own key, tokens and state "
             "only, since rows end at different times"
@@ -46,7 +43,7 @@ def try_strategy(strategy: Strategy, vocabulary: int) -> None:
     if strategy.writers != "both" and bool((authors != (strategy.writers == "senior")).any()):
         raise ValueError(f"writers={strategy.writers!r} promises that nobody else writes, but somebody else does")
     if strategy.turn is not None:
-        _checked("turn", strategy.turn, (middle,), ROWS, middle)
+        _checked("turn", strategy.turn, (state,), ROWS, state)
     if strategy.starts is not None:
         _try_starts(strategy, strategy.starts, vocabulary, keys, tokens)
 
@@ -70,22 +67,13 @@ def _try_starts(strategy: Strategy, starts: Tensor, vocabulary: int, keys: Tenso
 
 
 def _written(strategy: Strategy, keys: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
-    """The authors of all tokens and of the one after them, and the state after half of the tokens."""
-    half = LENGTH // 2
+    """The authors of all tokens and of the one after them, and the last state."""
     senior, state = _checked("init", strategy.init, (keys,), len(keys))
-    first = _later(strategy, state, tokens[:half])
-    for i in range(half):
-        _, state = _checked("step", strategy.step, (state, tokens[i]), len(keys), state)
-    return torch.cat([senior[None], first, _later(strategy, state, tokens[half:])]), state
-
-
-def _later(strategy: Strategy, state: Any, tokens: Tensor) -> Tensor:
-    """The authors after each of the tokens."""
-    authors = []
+    authors = [senior]
     for token in tokens:
         senior, state = _checked("step", strategy.step, (state, token), len(token), state)
         authors.append(senior)
-    return torch.stack(authors)
+    return torch.stack(authors), state
 
 
 def _checked(
@@ -129,13 +117,6 @@ def _checked(
 def _tensors(state: Any) -> list[Any]:
     """The tensors in a (nested) NamedTuple, and whatever else is in it."""
     return [x for part in state for x in _tensors(part)] if isinstance(state, tuple | list) else [state]
-
-
-def _map(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return function(state)
-    parts = [_map(function, part) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def _kind(value: Any) -> str:
