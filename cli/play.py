@@ -47,7 +47,7 @@ def play(
     from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import RolloutConfig, load
-    from tandemrl.config.rules import check_two_vocabularies
+    from tandemrl.config.compatibility import Facts, check
     from tandemrl.data.rows import DataError
     from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import context_of, junior_tokenizer_of, load_model, load_tokenizer, resolve_device
@@ -81,7 +81,7 @@ def play(
     tokenizer = load_tokenizer(senior)
     other = junior_tokenizer_of(senior, partner)
     if other is not None:
-        check_two_vocabularies(replace(config, rollout=rollout), asked=True)
+        check(replace(config, rollout=rollout), Facts(apart=True, asked=True))
     template_variables(tokenizer, arguments)  # refuses what the chat template does not read
     models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
     longest = min(longest, *map(context_of, models))

@@ -34,11 +34,11 @@ from tandemrl.config import (
     to_dict,
     to_yaml,
 )
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.loading import REMOVED_KEYS, RENAMED
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten
 from tandemrl.config.reference import Leaf
-from tandemrl.config.rules import check, check_processes
 from tandemrl.config.schema import FunctionsConfig
 from tandemrl.config.written import read, typed, written
 
@@ -815,7 +815,8 @@ SEVERAL = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true"]
 
 
 def test_workers_may_have_more_than_one_gpu_whatever_processes_train() -> None:
-    check_processes(load(None, ["rollout.engine=vllm", "rollout.workers=1", "rollout.tensor_parallel=2"]), 2)
+    config = load(None, ["rollout.engine=vllm", "rollout.workers=1", "rollout.tensor_parallel=2"])
+    check(config, Facts(processes=2))
 
 
 @pytest.mark.parametrize(
@@ -836,9 +837,9 @@ def test_what_several_processes_cannot_do_is_refused_by_their_number_and_by_that
 ) -> None:
     """``parallel.dp_shard`` is null: the number comes from the launcher, or from ``--ranks``."""
     config = load(None, keys)
-    check_processes(config, 1)
+    check(config, Facts(processes=1))
     with pytest.raises(ConfigError, match=message):
-        check_processes(config, 2)
+        check(config, Facts(processes=2))
     with pytest.raises(ConfigError, match=message):
         load(None, [*keys, "parallel.dp_shard=2"])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import tandemrl.training.build as build_module
 from tandemrl.cli.errors import one_line
 from tandemrl.config import ConfigError, FunctionRecord, load
-from tandemrl.config.rules import check
+from tandemrl.config.compatibility import check
 from tandemrl.config.schema import FunctionsConfig
 from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip, try_recipe

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from tandemrl.config.compatibility import check
 from tandemrl.config.fields import ConfigError
 from tandemrl.config.plain import flatten, to_dict
 from tandemrl.config.reference import expected
-from tandemrl.config.rules import check
 from tandemrl.config.schema import Config
 from tandemrl.config.written import Written, free, read, tree_of, typed
 from tandemrl.files import hint

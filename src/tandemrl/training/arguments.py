@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.config.compatibility import Facts, RecipeFacts, check
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import is_own
 from tandemrl.config.losses import LossConfig
-from tandemrl.config.rules import check as check_rules
-from tandemrl.config.rules import check_recipe
 from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, has_ratio, is_grouped, try_recipe
 from tandemrl.processes.names import import_failure, made, named
@@ -73,7 +72,7 @@ def accept(
             _require_name(key, name, known)
             config = replace(config, **{section: replace(getattr(config, section), **{key: name})})
     if config is not given:
-        check_rules(config)
+        check(config)
     recipe = None if isinstance(recipe, str) else recipe
     strategy = None if isinstance(strategy, str) else strategy
     engine = None if isinstance(engine, str) else engine
@@ -146,17 +145,20 @@ def tried_recipe(recipe: Recipe | None, config: Config) -> Recipe:
         try_recipe(resolved)
     except ValueError as error:
         raise ConfigError(f"recipe {resolved.name}: {error}") from error
-    critic, grouped = resolved.advantage is None, is_grouped(resolved)
-    check_recipe(
-        config,
-        resolved.name,
-        critic=critic,
-        grouped=grouped,
-        ratio=has_ratio(resolved),
-        reduction=resolved.reduction,
-        importance=resolved.importance,
-    )
+    check(config, Facts(recipe=facts_of(resolved)))
     return resolved
+
+
+def facts_of(recipe: Recipe) -> RecipeFacts:
+    """What decides whether a config goes with a recipe."""
+    return RecipeFacts(
+        recipe.name,
+        critic=recipe.advantage is None,
+        grouped=is_grouped(recipe),
+        ratio=has_ratio(recipe),
+        reduction=recipe.reduction,
+        importance=recipe.importance,
+    )
 
 
 def strategy_at(strategy: StrategyFunction, step: int) -> Strategy:

@@ -7,7 +7,8 @@ from functools import cache, partial
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError
+from tandemrl.config import Config
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import LoraConfig
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
@@ -34,7 +35,7 @@ from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
-from tandemrl.training.arguments import StrategyFunction, accept, strategy_at
+from tandemrl.training.arguments import StrategyFunction, accept, facts_of, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.host_memory import keep_freed_memory
@@ -119,11 +120,7 @@ def build(
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
     recipe = preflight.recipe
     first = schedule.strategy(1)
-    if first.starts is not None and config.loss.word_ends and recipe.advantage is None:
-        raise ConfigError(
-            f"loss.word_ends=true: must be false with before_word and recipe {recipe.name}, whose critic has no value "
-            "for the end of a word; group recipes such as grpo need none"
-        )
+    check(config, Facts(recipe=facts_of(recipe), drops=first.starts is not None))
     tandem = strategy is not None or first.writers != "senior"
     critic = recipe.advantage is None
     models = build_models(

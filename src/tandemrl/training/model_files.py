@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.config.rules import check_two_vocabularies
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import ModelConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
@@ -114,7 +114,7 @@ def vocabularies(
     if model.critic is not None:
         vocabulary_check(tokenizer, files.tokenizer(model.critic), other="critic")
     if other is not None:
-        check_two_vocabularies(config)
+        check(config, Facts(apart=True))
         if passed:
             raise ConfigError(
                 "strategy: the senior and the junior have two vocabularies, and a strategy looks at tokens; pass none, "

@@ -16,9 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, with_steps
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.fields import is_own
-from tandemrl.config.rules import check as check_rules
-from tandemrl.config.rules import check_processes, check_single_turn
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.program_tests import Stdin
@@ -124,8 +123,8 @@ class Preflight:
 
     def require(self) -> "Preflight":
         """Run all checks, raise the error of the first that fails, and return this object."""
-        for check in self.checks.values():
-            check()
+        for each in self.checks.values():
+            each()
             stamp()
         return self
 
@@ -184,9 +183,9 @@ class Preflight:
                     f"rollout.environment={config.rollout.environment}: another environment was passed to train; leave "
                     "out one of them"
                 )
-            check_rules(config)  # with room for what it says
+            check(config)  # with room for what it says
         if self.signed_environment is None:
-            check_single_turn(config)
+            check(config, Facts(one_turn=True))
             return None
         model, written = config.model, not config.selection.kind.solo or self.strategy is not None
         one = written and self.junior_tokenizer is None and model.junior_endpoint.url is None
@@ -240,7 +239,7 @@ class Preflight:
         if self.config.train.epochs is None:
             return self.config
         planned = with_steps(self.config, len(self.prompts[0]))
-        check_rules(replace(planned, train=replace(planned.train, epochs=None)))
+        check(replace(planned, train=replace(planned.train, epochs=None)))
         return planned
 
     @cached_property
@@ -258,7 +257,7 @@ class Preflight:
         if self.processes is None:
             return "1, or as many as torchrun starts"
         axes_of(self.config.parallel, self.processes)
-        check_processes(self.config, self.processes)
+        check(self.config, Facts(processes=self.processes))
         return str(self.processes)
 
     def devices(self) -> str:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
-from tandemrl.config.rules import check
+from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes import http
 from tandemrl.rollout.envs import semantic

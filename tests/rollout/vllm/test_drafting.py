@@ -30,7 +30,7 @@ from pairs import (
 
 from helpers import prompts
 from tandemrl.config import Config, ConfigError, RolloutConfig, VllmConfig
-from tandemrl.config.rules import check
+from tandemrl.config.compatibility import check
 from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Request, Sampling
 from tandemrl.selection import solo

@@ -16,7 +16,7 @@ from tandemrl.apps.planning.accelerators import RESERVE, Accelerator
 from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, rehearse, rehearse_prefill
 from tandemrl.config import Config, ConfigError, ParallelConfig
-from tandemrl.config.rules import check_processes
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
 from tandemrl.models.trainable import self_paired
@@ -104,7 +104,7 @@ def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
         ConfigError, ModelError: the mesh does not have ``ranks`` processes, the config does not work with so many, or a
             model is unknown or cannot be split.
     """
-    check_processes(config, ranks)
+    check(config, Facts(processes=ranks))
     with imagined_world(config.parallel, ranks) as world:
         return _plan(config, world, device)
 

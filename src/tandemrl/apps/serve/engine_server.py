@@ -18,7 +18,7 @@ from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.texts import Speaker
 from tandemrl.apps.serve.tool_calls import tool_call_parser_of
 from tandemrl.config import Config, ConfigError, SelectionConfig
-from tandemrl.config.rules import check_two_vocabularies
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
 from tandemrl.models.loading import (
@@ -136,7 +136,7 @@ def _strategy(
         ConfigError: it does not suit two vocabularies, or cannot be made. ValueError: a value is out of range.
     """
     if apart:
-        check_two_vocabularies(replace(config, selection=selection), asked=True)
+        check(replace(config, selection=selection), Facts(apart=True, asked=True))
     return schedule_of(selection, tokenizer, vocabulary, by_text=apart).strategy(1)
 
 

@@ -68,7 +68,7 @@ def make_relevance(config: RetrievalConfig) -> Relevance:
     """
     if config.url is not None:
         return _service(config)
-    assert config.model is not None  # `config.rules`
+    assert config.model is not None  # `config.compatibility`
     return _model(config.model, config.device)
 
 

@@ -1,8 +1,7 @@
-"""Checks the values of keys: the range beside each field, the rules of each section, and the rules between sections.
+"""What goes with what: the one place that refuses values of a config, by the config alone or by what else is known.
 
-The range of one key stands at its field (``Allowed``); what contradicts within a section, in the section's ``faults``;
-between sections, here. What needs files or the machine is checked in ``training.preflight``; recipes and strategies
-that are passed in Python, in ``training.arguments``.
+The range of one key stands at its field (``Allowed``), what contradicts within a section in the section's ``faults``,
+everything else here. Files and the machine are looked at in ``training.preflight``; what it finds is in `Facts`.
 """
 
 import difflib
@@ -12,7 +11,7 @@ from functools import reduce
 from itertools import chain
 from operator import attrgetter
 from types import NoneType
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, Fault
@@ -24,12 +23,47 @@ from tandemrl.config.schema import Config, TrainConfig
 from tandemrl.config.strategies import KINDS
 
 
-def check(config: Config) -> None:
-    """Refuse values that are out of range or contradict each other.
+class RecipeFacts(NamedTuple):
+    """What a recipe needs.
+
+    name: for messages. critic: whether it needs one. grouped: whether an advantage comes from the other rollouts of a
+    group. ratio: whether its surrogate corrects for updates since the rollouts. reduction, importance: its own, or what
+    ``loss`` sets instead.
+    """
+
+    name: str
+    critic: bool
+    grouped: bool
+    ratio: bool
+    reduction: str
+    importance: str
+
+
+class Facts(NamedTuple):
+    """What a config does not say. None and False: not known, or not so.
+
+    processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the one that trains,
+    which may have been passed to ``train``. drops: whether the strategy drops what an author proposes. one_turn:
+    whether there is no environment, not even one that was passed. apart: whether the junior has a vocabulary of its
+    own. asked: whether the junior may be asked to write, though ``selection`` lets the senior write alone.
+    """
+
+    processes: int | None = None
+    recipe: RecipeFacts | None = None
+    drops: bool = False
+    one_turn: bool = False
+    apart: bool = False
+    asked: bool = False
+
+
+def check(config: Config, facts: Facts | None = None) -> None:
+    """Refuse values that are out of range or contradict each other, or what the facts decide if there are any.
 
     Raises:
         ConfigError: the message names the key and what is allowed.
     """
+    if facts is not None:
+        return _refuse(config, _by_facts(config, facts))
     values = flatten(to_dict(config))
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -40,7 +74,7 @@ def check(config: Config) -> None:
     _refuse(config, chain(*(section.faults() for section in sections), *(rule(config) for rule in _RULES)))
     p = config.parallel
     if (declared := p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp) > 1:
-        check_processes(config, declared)
+        check(config, Facts(processes=declared))
     r = config.rollout
     if (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) and not r.allow_truncated:
         raise ConfigError(
@@ -49,70 +83,19 @@ def check(config: Config) -> None:
         )
 
 
-def check_processes(config: Config, processes: int) -> None:
-    """Refuse values that do not work in a run of so many processes.
-
-    ``check`` cannot know their number: with ``parallel.dp_shard: null`` it is what the launcher says.
-
-    Raises:
-        ConfigError: the message names the key and what is allowed.
-    """
-    _refuse(config, _among_processes(config) if processes > 1 else _alone(config))
-
-
-def check_recipe(
-    config: Config,
-    name: str,
-    *,
-    critic: bool,
-    grouped: bool,
-    ratio: bool,
-    reduction: str,
-    importance: str,
-) -> None:
-    """Refuse values that do not work with the recipe that trains.
-
-    ``check`` knows this only of the library's recipes: one of the user's own has to be made first, and one that is
-    passed to ``train`` takes the place of ``loss.recipe``.
-
-    Args:
-        name: the recipe's, for the message.
-        critic: whether it needs a critic.
-        grouped: whether an advantage comes from the other rollouts of a group.
-        ratio: whether its surrogate corrects for updates since the rollouts.
-        reduction, importance: its own, or what ``loss`` sets instead.
-
-    Raises:
-        ConfigError: the message names the key and what is allowed.
-    """
-    unused = _unused_by_recipe(config, name, reduction, importance)
-    _refuse(config, chain(_with_recipe(config, name, critic=critic, grouped=grouped, ratio=ratio), unused))
-
-
-def check_single_turn(config: Config) -> None:
-    """Refuse values that do not work in a run without an environment, where a response is a single turn.
-
-    ``check`` cannot know this: an environment can be passed to ``train``.
-
-    Raises:
-        ConfigError: the message names the key and what is allowed.
-    """
-    _refuse(config, _without_turns(config))
-
-
-def check_two_vocabularies(config: Config, *, asked: bool = False) -> None:
-    """Refuse values that do not work with a junior that has a vocabulary of its own.
-
-    ``check`` cannot know this: the tokenizers say it.
-
-    Args:
-        asked: whether the junior may be asked to write, though ``selection`` lets the senior write alone.
-
-    Raises:
-        ConfigError: the message names the key and what is allowed.
-    """
-    solo = config.selection.kind.solo and not asked
-    _refuse(config, _with_two_vocabularies(config, solo=solo, asked=asked))
+def _by_facts(c: Config, facts: Facts) -> Iterator[Fault]:
+    if facts.processes is not None:
+        yield from _among_processes(c) if facts.processes > 1 else _alone(c)
+    if (recipe := facts.recipe) is not None:
+        yield from _with_recipe(c, recipe.name, critic=recipe.critic, grouped=recipe.grouped, ratio=recipe.ratio)
+        yield from _unused_by_recipe(c, recipe.name, recipe.reduction, recipe.importance)
+        if facts.drops and recipe.critic:
+            yield from _word_ends_of_a_critic(c, f"a strategy such as before_word and recipe {recipe.name}")
+    if facts.one_turn:
+        yield from _without_turns(c)
+    if facts.apart:
+        solo = c.selection.kind.solo and not facts.asked
+        yield from _with_two_vocabularies(c, solo=solo, asked=facts.asked)
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:
@@ -224,9 +207,14 @@ def _dropped_proposals(c: Config) -> Iterator[Fault]:
     if c.rollout.draft_tokens != 0:
         why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
         yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
-    if c.loss.word_ends and c.loss.kind.critic and c.functions.recipe is None:
+    if c.loss.kind.critic and c.functions.recipe is None:
+        yield from _word_ends_of_a_critic(c, f"{name} and loss.recipe={c.loss.recipe}")
+
+
+def _word_ends_of_a_critic(c: Config, who: str) -> Iterator[Fault]:
+    if c.loss.word_ends:
         why = "a critic has no value for the end of a word; group recipes such as grpo need none"
-        yield Fault("loss.word_ends", f"false with {name} and loss.recipe={c.loss.recipe}: {why}")
+        yield Fault("loss.word_ends", f"false with {who}: {why}")
 
 
 def _in_two_engines(c: Config, why: str) -> Iterator[Fault]:
