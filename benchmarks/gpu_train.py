@@ -5,7 +5,7 @@
     python benchmarks/gpu_train.py --smoke                            # tiny, on a CPU: that the script works
 
 Prints one JSON line: the gate's numbers (`mismatch/…`, between the engine's log-probs and the trainer's), seconds per
-phase, tokens/s and MFU (`train.profile`), and peak memory. The models say nothing, what they cost is real. Nothing
+phase and tokens/s (`train.profile`), and peak memory. The models say nothing, what they cost is real. Nothing
 is saved: a checkpoint of the 4B policy and its optimiser has 48 GB.
 """
 
