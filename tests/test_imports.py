@@ -136,7 +136,7 @@ def test_the_core_is_pure(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_engine_and_its_server_import_vllm(name: str) -> None:
     of_requests, of_drafts = ("request_data", "outputs", "sampler"), ("junior_loop", "verifying")
-    modules = (*of_requests, *of_drafts, "engine", "runner", "versions", "worker")
+    modules = (*of_requests, *of_drafts, "call", "runner", "versions", "worker")
     inside = ("tandemrl.apps.serve.vllm_guard", *(f"tandemrl.rollout.vllm.{module}" for module in modules))
     for other in imported(MODULES[name]):
         assert not other.startswith("vllm.v1") or name in inside

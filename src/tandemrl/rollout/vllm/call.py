@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 from vllm import SamplingParams
@@ -13,12 +13,10 @@ from vllm.v1.engine import exceptions
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
-from tandemrl.rollout.open_call import OpenCall
+from tandemrl.rollout.open_call import CallEngine, OpenCall
+from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.rows import VllmRow, authors_of, history_arguments
 from tandemrl.selection import Strategy
-
-if TYPE_CHECKING:
-    from tandemrl.rollout.vllm.engine import VllmEngine
 
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -28,13 +26,29 @@ _SHARED = (
 
 
 class VllmCall(OpenCall[VllmRow]):
-    """The call of a ``VllmEngine``. Every turn of a row is a request of vLLM, which the prefix cache lets continue."""
+    """The call of a ``VllmEngine``. Every turn of a row is a request of vLLM, which the prefix cache lets continue.
+
+    Args:
+        backend: of the engine.
+        eos: the token ids that end a completion.
+        ids: numbers that no other row or strategy of the engine has.
+    """
 
     poll_every = 1  # vLLM would give the place of a row that waits to another one
 
-    def __init__(self, engine: "VllmEngine", *, turns: bool, streams: bool) -> None:
+    def __init__(
+        self,
+        engine: CallEngine,
+        backend: Backend,
+        eos: Sequence[int],
+        ids: Iterator[int],
+        *,
+        turns: bool,
+        streams: bool,
+    ) -> None:
         super().__init__(engine, turns=turns, streams=streams)
-        self._engine, self._llm, self._next = engine, engine.backend.llm, 0
+        self._backend, self._eos, self._ids = backend, eos, ids
+        self._llm, self._next = backend.llm, 0
         self._flying: dict[int, str] = {}
         """vLLM's name of each running turn, by number of the row."""
         self._names: dict[int, tuple[Strategy, str]] = {}
@@ -42,9 +56,9 @@ class VllmCall(OpenCall[VllmRow]):
         self._ended = 0
         """How many tokens the ended turns have."""
         with ExitStack() as opened, death_reported():
-            opened.enter_context(engine.backend.awake())
-            self._before = engine.stats()
-            engine.backend.call("tandem_begin")
+            opened.enter_context(backend.awake())
+            self._before = self._stats()
+            backend.call("tandem_begin")
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -54,26 +68,30 @@ class VllmCall(OpenCall[VllmRow]):
                     self._llm.abort_request([*self._flying.values()], internal=True)
                     # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
                     self._llm.reset_prefix_cache()
-                self._engine.passes = self._passes()
+                self.engine.passes = self._passes()
         finally:
-            self._engine.closed(self)
+            self.engine.closed(self)
+
+    def _stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self._backend.call("tandem_stats")[0]
+        return stats
 
     def _passes(self) -> Passes:
-        now, before = self._engine.stats(), self._before
+        now, before = self._stats(), self._before
         junior, senior = (after - then for after, then in zip(now["rows"], before["rows"], strict=True))
         drafts = {name: now[name] - before[name] for name in ("drafted", "accepted")}
         return Passes(self._ended, senior, junior, **drafts)
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         for i, request in enumerate(requests):
-            self._engine.check(i, request)
+            self.engine.check(i, request)
         with death_reported():
             self._register([request.strategy for request in requests])
             rows = list[tuple[VllmRow, SamplingParams]]()
             for i, request in enumerate(requests):
                 for key in request.keys:
                     name = self._names[id(request.strategy)][1]
-                    row = VllmRow(request, key, self._next + len(rows), id=next(self._engine.row_ids), strategy=name)
+                    row = VllmRow(request, key, self._next + len(rows), id=next(self._ids), strategy=name)
                     rows.append((row, self._params(f"request {i}", row)))
             self._next += len(rows)
             self._rows |= {row.number: row for row, _ in rows}
@@ -83,14 +101,14 @@ class VllmCall(OpenCall[VllmRow]):
 
     def _register(self, strategies: Sequence[Strategy]) -> None:
         """Let the workers know these strategies, and no others but those of rows that go on."""
-        backend, new = self._engine.backend, {id(strategy): strategy for strategy in strategies}
+        backend, new = self._backend, {id(strategy): strategy for strategy in strategies}
         if new.keys() <= self._names.keys():
             return
         live = {id(row.request.strategy) for row in self._rows.values() if not row.over}
         self._names = {known: each for known, each in self._names.items() if known in live or known in new}
         for known, strategy in new.items():
             if known not in self._names:
-                self._names[known] = strategy, str(next(self._engine.row_ids))
+                self._names[known] = strategy, str(next(self._ids))
         named = {name: strategy for strategy, name in self._names.values()}
         backend.call("tandem_register", named if backend.in_process else cloudpickle.dumps(named))
 
@@ -102,7 +120,7 @@ class VllmCall(OpenCall[VllmRow]):
             arguments["tandem_row"] = row.id
         arguments |= history_arguments(row.history)
         room = row.own_left if turn is None else min(row.own_left, turn)
-        return sampling_params(where, s, self._engine.eos, room, arguments, stop=s.stop)
+        return sampling_params(where, s, self._eos, room, arguments, stop=s.stop)
 
     def _begin_turn(self, row: VllmRow, params: SamplingParams) -> None:
         """Start the next turn of a row in vLLM.
@@ -159,7 +177,7 @@ class VllmCall(OpenCall[VllmRow]):
 
     def _reason(self, request: Request, output: Any) -> str:
         if output.finish_reason == "stop":
-            ended = not request.sampling.ignore_eos and output.stop_reason in self._engine.eos
+            ended = not request.sampling.ignore_eos and output.stop_reason in self._eos
             return "eos" if ended else "stop"
         if output.finish_reason == "length":
             return "length"

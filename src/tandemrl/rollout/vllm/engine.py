@@ -146,7 +146,7 @@ class VllmEngine(CallEngine):
         return EngineInfo("vllm", self.backend.dtype, adapters=self._adapters)
 
     def make_call(self, *, turns: bool, streams: bool, anything: bool) -> VllmCall:
-        return VllmCall(self, turns=turns, streams=streams)
+        return VllmCall(self, self.backend, self.eos, self.row_ids, turns=turns, streams=streams)
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
