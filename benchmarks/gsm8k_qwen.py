@@ -10,6 +10,9 @@ one of all: each run is stopped by SIGTERM in that step, which it finishes and s
 problems. Results go to `--out`; beside it a .tar.xz for each seed and one for the rest, from which `--collect` works
 elsewhere.
 
+The reward is whether \\boxed{} holds the right number: this model answers so, and wrote none of the published "####" in
+12 of 12 responses (CPU, temperature 0.7; 2 were right, 210 to 460 tokens long), so the published reward would be 0.
+
 What the result has to show (BARS, written before the run):
 - gain: solo pass@1 of GRPO minus that before training; the interval excludes 0.
 - solo: tandem GRPO is not inferior to GRPO by more than 5 points of solo pass@1 (lower end above -0.05).
@@ -73,13 +76,14 @@ def common(o: argparse.Namespace) -> list[str]:
     return [
         *("--config", "gsm8k_tandem", f"model.senior={o.model}", f"model.device={o.device}"),
         *(f"data.train=[{o.data}/train.parquet]", "data.eval=[]", "data.max_prompt_tokens=320"),
-        *("rollout.engine=vllm", "rollout.vllm.mode=lazy", "rollout.temperature=1.0", "rollout.max_tokens=256"),
+        *("rollout.engine=vllm", "rollout.vllm.mode=lazy", "rollout.temperature=1.0", "rollout.max_tokens=320"),
         *(
             "rollout.vllm.kv_cache_gb=3",
             "rollout.vllm.gpu_memory_utilization=0.08",
             "rollout.vllm.enforce_eager=true",
-            "eval.max_tokens=256",
+            "eval.max_tokens=320",
         ),
+        "reward.scorers.openai/gsm8k=math_verify",  # it never writes "####", which the published reward asks for
         *("train.lr=5e-6", "train.eval_every=0", "train.eval_first=false", "train.save_every=1000000"),
         *("train.keep_checkpoints=1", f"train.steps={o.steps}", *o.overrides),
     ]
