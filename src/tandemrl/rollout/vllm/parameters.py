@@ -316,6 +316,23 @@ def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
     return [(path, layer) for path, layer in layers if tables.get(id(layer.weight), path) != path]
 
 
+def check_shapes(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the names and shapes of sent weights.
+
+    Raises:
+        EngineError: they are not those of ``shapes``.
+    """
+    if different := sorted(sent.keys() ^ shapes.keys()):
+        first = different[0]
+        fault = "the engine's model has no such weight" if first in sent else "it was not sent"
+        raise EngineError(
+            f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
+        )
+    for name, shape in shapes.items():
+        if sent[name] != shape:
+            raise EngineError(f"weight {name}: shape {sent[name]}, expected {shape}")
+
+
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The tensors by name, after a check of their names and shapes.
 
@@ -327,13 +344,5 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[in
         if name in named:
             raise EngineError(f"weight {name} was sent twice")
         named[name] = tensor
-    if different := sorted(named.keys() ^ shapes.keys()):
-        first = different[0]
-        fault = "the engine's model has no such weight" if first in named else "it was not sent"
-        raise EngineError(
-            f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
-        )
-    for name, shape in shapes.items():
-        if tuple(named[name].shape) != shape:
-            raise EngineError(f"weight {name}: shape {tuple(named[name].shape)}, expected {shape}")
+    check_shapes({name: tuple(tensor.shape) for name, tensor in named.items()}, shapes)
     return named

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from vllm.config import set_current_vllm_config
 
-from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.engine import EngineError, SentWeights
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.parameters import (
+    check_shapes,
     checked,
     engine_fingerprint,
     parameters_of,
@@ -59,7 +60,7 @@ def send_weights(
         dtype: the dtype of the engine's weights.
     """
     if in_process:
-        load(list(weights))
+        load(weights)  # which are gathered while they are loaded
         return
     stream = iter(weights)
     first = list(islice(stream, 1))
@@ -126,8 +127,9 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
 
     Args:
         runner: the model runner of the model.
-        weights: the trainer's weights, with the names and the whole shapes of ``PreTrainedModel.named_parameters``, in
-            any order and on any device.
+        weights: the trainer's weights, with the names and the whole shapes of ``PreTrainedModel.named_parameters``, on
+            any device. `SentWeights` come in the model's order and are taken one by one: no more is held than the
+            pieces of a layer. Others may come in any order.
 
     Raises:
         EngineError: a name or shape does not match, or a layer is quantised or of an unknown kind. No weight has
@@ -135,11 +137,16 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
     """
     model, config = runner.get_model(), runner.vllm_config
     shapes = shapes_of(part for tensor in parameters_of(model) for part in tensor.parts)
-    named = checked(weights, shapes)
-    # In the model's order, so that no layer waits for its last piece; detached, because the loader annotates tensors.
-    ordered = ((name, named[name].detach().to(config.model_config.dtype)) for name in shapes)
+    if isinstance(weights, SentWeights):
+        check_shapes(weights.shapes, shapes)
+        ordered = iter(weights)
+    else:
+        named = checked(weights, shapes)  # in the model's order, so that no layer waits for its last piece
+        ordered = ((name, named[name]) for name in shapes)
+    # Detached, because the loader annotates tensors.
+    stream = ((name, tensor.detach().to(config.model_config.dtype)) for name, tensor in ordered)
     with set_current_vllm_config(config), _quiet(), summed_before_packing(model, config.model_config.dtype):
-        runner.reload_weights(weights_iterator=ordered)
+        runner.reload_weights(weights_iterator=stream)
         for _, head in tied_heads(model):
             # The reload renews the embedding's table, but not what a tied head has packed of it.
             head.quant_method.process_weights_after_loading(head)
