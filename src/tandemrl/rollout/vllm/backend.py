@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,8 @@ class Backend:
         )
         if not on_cpu:
             args["gpu_memory_utilization"] = v.gpu_memory_utilization
-        with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1), _readable_modules():
+        readable = _readable_modules() if on_cpu else nullcontext()
+        with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1), readable:
             llm = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args)))
         backend = cls(
             llm,

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -14,7 +16,9 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
+
+if current_platform.is_cpu():  # its import replaces torch.cuda's streams and events, which nothing on a GPU survives
+    from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from tandemrl.config import SelectionConfig
@@ -128,14 +132,20 @@ class _TandemWorker:
             return fingerprint_of(tandem.runners, author, adapters=tandem.options.adapters is not None)
 
 
-class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # mixin and vLLM declare one attribute twice
-    """The ``worker_cls`` on CPUs."""
+if current_platform.is_cpu():
+
+    class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # vLLM declares an attribute of the mixin
+        """The ``worker_cls`` on CPUs."""
 
 
 class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
     """The ``worker_cls`` on CUDA devices."""
 
     _slept: Mapping[str, Tensor] | None = None  # the junior's buffers while level 2 has dropped its weights
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """vLLM's context of memory that sleeps, but one that both models' runners can enter, one after the other."""
+        return _Again(partial(super()._maybe_get_memory_pool_context, tag))
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back as vLLM does, and keep the junior's buffers if level 2 drops its weights."""
@@ -213,6 +223,19 @@ class TandemScheduler(Scheduler):
         """Return None, since these statistics are about vLLM's own speculative decoding."""
 
 
+class _Again(AbstractContextManager[None]):
+    """A context that can be entered again once it is left; ``make`` makes one that cannot."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._entered = make, ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._make())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
 def _one_by_one(output: Any) -> list[Any]:
     """Split an output with several tokens into one output per token, so that vLLM looks for stop strings after each."""
     last, logprobs = len(output.new_token_ids) - 1, output.new_logprobs
@@ -231,7 +254,7 @@ def _one_by_one(output: Any) -> list[Any]:
 
 def tandem_arguments(options: TandemOptions) -> dict[str, Any]:
     """The engine arguments that make stock vLLM decode in tandem."""
-    worker = TandemCPUWorker if current_platform.is_cpu() else TandemGPUWorker
+    worker: type[_TandemWorker] = TandemCPUWorker if current_platform.is_cpu() else TandemGPUWorker
     return {
         "worker_cls": f"{worker.__module__}.{worker.__qualname__}",
         "scheduler_cls": f"{TandemScheduler.__module__}.{TandemScheduler.__qualname__}",
