@@ -86,7 +86,7 @@ def main() -> None:
         for part in options.parts:
             command = [sys.executable, __file__, f"--parts={part}", *["--smoke"][: options.smoke]]
             try:
-                subprocess.run(command, timeout=PARTS[part], check=True)
+                subprocess.run(command, timeout=PARTS[part] * (5 if options.smoke else 1), check=True)
             except subprocess.SubprocessError as error:
                 say({"part": part, "error": str(error)})
         return None

@@ -1,9 +1,11 @@
 """What only runs on CUDA devices, held to its order of calls by fakes. None of it has been run on a GPU."""
 
+import ast
 import contextlib
 import dataclasses
 import os
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -274,6 +276,32 @@ def test_both_models_are_profiled_captured_and_counted_each_under_its_config(fac
     steps = ["profile_run", "profile_cudagraph_memory", "capture_model", "post_kv_cache_wake_up"]
     expected = [x for step in steps for who in ("senior", "junior") for x in (("config", who), (f"{who}.{step}",))]
     assert calls == expected
+
+
+def test_a_gpu_never_imports_the_cpu_worker() -> None:
+    """Its import replaces torch.cuda's streams and events, so it stands below a question about the platform."""
+    module = ast.parse(Path(vllm_worker.__file__).read_text())
+    unasked = [node.module for node in module.body if isinstance(node, ast.ImportFrom)]
+    assert "vllm.v1.worker.gpu_worker" in unasked
+    assert "vllm.v1.worker.cpu_worker" not in unasked
+
+
+def test_both_models_keys_and_values_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes a context of its memory pool for one runner; the junior's enters it after the senior's."""
+    calls = Calls()
+
+    @contextlib.contextmanager
+    def pool(self, tag):
+        calls.append(("enter", tag))
+        yield
+        calls.append(("leave", tag))
+
+    monkeypatch.setattr(vllm_worker.Worker, "_maybe_get_memory_pool_context", pool)
+    context = object.__new__(TandemGPUWorker)._maybe_get_memory_pool_context("kv_cache")
+    for _ in ("senior", "junior"):
+        with context:
+            calls.append("tensors")
+    assert calls == 2 * [("enter", "kv_cache"), "tensors", ("leave", "kv_cache")]
 
 
 def test_after_deep_sleep_the_junior_comes_from_disk_with_its_buffers(facade, monkeypatch: pytest.MonkeyPatch) -> None:
