@@ -1,4 +1,4 @@
-"""What only runs on CUDA devices, held to its order of calls by fakes. None of it has been run on a GPU."""
+"""What only runs on CUDA devices, held to its order of calls by fakes."""
 
 import ast
 import contextlib
