@@ -102,6 +102,7 @@ class BatchCall(OpenCall[Row]):
     def close(self) -> None:
         if self._batch is not None:
             self._engine.passes = self._batch.passes
+            self._batch.close()
         self._engine.closed(self)
 
     @torch.inference_mode()
@@ -148,9 +149,9 @@ class BatchCall(OpenCall[Row]):
         self._join(batch)
         events: list[Event] = []
         if batch.rows:
-            live = int(batch.live.sum())
+            live, before = int(batch.live.sum()), batch.steps
             written, ended = batch.step(self._length(live, batch.passes) if self._length is not None and live else 0)
-            self.steps, self.written = self.steps + 1, self.written + written
+            self.steps, self.written = self.steps + max(1, batch.steps - before), self.written + written
             if written:
                 stamp()
             if self._streams:

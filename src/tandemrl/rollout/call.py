@@ -95,10 +95,11 @@ def run(
 ) -> list[list[Completion]]:
     """Write all completions of some requests; see ``Engine.generate``."""
     numbers = call.submit(requests)
-    left = set(numbers)
+    left, before = set(numbers), -1
     while left:
         steps, written = call.steps, call.written
-        if responder is not None and call.awaits and (steps % call.poll_every == 0 or call.idle):
+        due = steps // call.poll_every > before // call.poll_every
+        if responder is not None and call.awaits and (due or call.idle):
             replies = responder.replies(wait=call.blocked)
             if replies:
                 stamp()
@@ -109,6 +110,7 @@ def run(
                 left.remove(event.number)
             elif isinstance(event, Turn) and responder is not None:
                 responder.submit(event)
+        before = steps if call.steps > steps else before
         if progress is not None and call.steps > steps:
             progress(call.written - written)
     done = call.take(numbers)

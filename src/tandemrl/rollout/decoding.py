@@ -12,20 +12,24 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tandemrl.models.sampling import draw, log_mass, race_times
+from tandemrl.models.sampling import log_mass, race_times
 from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.decoding_rows import (
     Block,
     Decoder,
     Draft,
+    Penalised,
     Row,
+    Shaping,
     StartTable,
     StopTable,
     places_of,
+    sample,
     sampling_parameters,
     seen_tokens,
     shaped,
 )
+from tandemrl.rollout.device_steps import DeviceSteps, Start
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Request
 from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
@@ -46,17 +50,28 @@ class DecodingBatch:
         turns: whether rows may come back for a further turn. The output arrays then have columns for what the
             environment says.
         drafts: whether both models keep a KV cache of all rows, whoever writes them, so that ``step`` can draft.
+        alone: takes several steps at once where no request needs the host after each. None: the host sees each token.
     """
 
     def __init__(
-        self, decoder: Decoder, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool = False
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        total: int,
+        *,
+        turns: bool,
+        drafts: bool = False,
+        alone: DeviceSteps | None = None,
     ) -> None:
-        self.decoder, self.turns = decoder, turns
+        self.decoder, self.turns, self.alone = decoder, turns, alone
         self.rows: list[Row] = []
         self.passes = Passes()
+        self.steps = 0
+        """How many steps were taken so far, a draft being one."""
         self.caches: dict[int, KVCache] = {}
         self.selection = LiveSelection()  # by number
-        self.penalised = self.truncated = self.greedy = self.scaled = self.stop_strings = False
+        self.penalised = self.stop_strings = False
+        self.shaping = Shaping()
         self.stops = StopTable(decoder)
         self.starts = StartTable(decoder)
         self.device = decoder.heads[1].weight.device
@@ -92,9 +107,11 @@ class DecodingBatch:
             drafts: whether steps may draft from now on.
         """
         samplings = [r.sampling for r in requests]
-        self.truncated |= any(s.truncated for s in samplings)
-        self.greedy |= any(s.temperature == 0 for s in samplings)
-        self.scaled |= any(s.temperature not in (0, 1) for s in samplings)
+        self.shaping = Shaping(
+            self.shaping.scaled or any(s.temperature not in (0, 1) for s in samplings),
+            self.shaping.greedy or any(s.temperature == 0 for s in samplings),
+            self.shaping.truncated or any(s.truncated for s in samplings),
+        )
         self.stop_strings |= any(s.stop for s in samplings)
         self.stops.extend(requests)
         self.starts.extend(requests, self.stops)
@@ -105,9 +122,10 @@ class DecodingBatch:
             self.counts = torch.zeros(rows, vocabulary, dtype=torch.int64, device=self.device)
         width = max((r.sampling.max_tokens + self.turns * r.observation_tokens for r in requests), default=0)
         self.widen(width, total)
+        longest = max((len(r.prompt) for r in requests), default=0) + width
         writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
         for who in sorted((writers & self.decoder.models.keys()) - self.caches.keys()):
-            cache = self.caches[who] = KVCache()
+            cache = self.caches[who] = KVCache() if self.alone is None else self.alone.cache(who, total, longest)
             if self.rows:
                 each = zip(self.rows, self.written.tolist(), strict=True)
                 texts = [[*row.request.prompt, *self.tokens[row.number, :written].tolist()] for row, written in each]
@@ -131,6 +149,11 @@ class DecodingBatch:
     def held(self) -> set[int]:
         """The numbers of all rows that are in a place, those that have ended included."""
         return {row.number for row in self.rows}
+
+    def close(self) -> None:
+        """Give back what the next call does not need."""
+        if self.alone is not None:
+            self.alone.close()
 
     def release(self, numbers: Sequence[int]) -> None:
         """Forget rows that have ended."""
@@ -291,7 +314,8 @@ class DecodingBatch:
         Returns:
             How many tokens were written in all rows, and the rows whose turn has ended.
         """
-        block = self._drafted(ahead) if ahead else self._one_token()
+        block = self._drafted(ahead) if ahead else self._several() or self._one_token()
+        self.steps += 1 if ahead else block.tokens.shape[1]
         live, rows = self.live, torch.arange(len(self.rows))
         count, stops = self._count(block)
         number = self.number
@@ -305,7 +329,7 @@ class DecodingBatch:
         self.position, self.written = self.position + count, self.written + count
         ended = self._finish(last, stops)
         if block.marks:
-            self.selection.rewind(number, block.marks, (count - 1).clamp(min=0))
+            self.selection.rewind(number, block.marks, (count - 1).clamp(0, len(block.marks) - 1))
         self.author = self._after(last, live) if block.next is None else block.next
         self.last = last
         for i in ended:
@@ -317,6 +341,24 @@ class DecodingBatch:
         # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
         on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else torch.arange(len(live))
         return self.author.index_copy(0, on, self.selection.step(self.number[on], tokens[on]))
+
+    def _several(self) -> Block | None:
+        """The next tokens of every row, up to the next look of the host; None if it has to look at each."""
+        alone = self.alone
+        if alone is None or self.penalised or self.starts or not bool(self.live.any()):
+            return None
+        mark = self.selection.mark(self.number)
+        strategies = [self.selection.strategy(group) for group, _, _ in mark]
+        if not all(alone.takes(s, state, len(mine)) for s, (_, mine, state) in zip(strategies, mark, strict=True)):
+            return None
+        left = (self.limit - self.written) * self.live  # a row that has ended stands still
+        steps, end, counter = min(alone.every, int(left.max())), self.position + left, self.written + self.shift
+        start = Start(self.last, self.author, self.position, end, counter, self.stream, self.parameters, mark)
+        self.races = []
+        written = alone.run(self.caches, strategies, start, self.shaping, steps=steps, every_mark=self.turns)
+        if len(self.caches) == 1 and not bool((written.authors == bool(min(self.caches)))[self.live].all()):
+            raise _broken_promise()
+        return Block(written.tokens, written.authors, written.logprobs, self.live * steps, written.marks)
 
     def _one_token(self) -> Block:
         """The next token of every row, without a draft."""
@@ -474,7 +516,7 @@ class DecodingBatch:
             if bool(mine.all()):
                 logits = head(hidden)[:, :vocabulary].float().to(self.device)
             elif len(self.caches) == 1:
-                raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
+                raise _broken_promise()
             elif bool(mine.any()):
                 if logits.shape[0] == 0:
                     logits = torch.empty(len(self.rows), vocabulary, device=self.device)
@@ -523,23 +565,16 @@ class DecodingBatch:
             rows: which rows of the batch these are. None means all of them.
             counts: how often each row of the batch has each token in its turn. None stands for ``self.counts``.
         """
-        shaped = self._shaped(logits, rows, counts)
-        tokens, logprobs = draw(shaped, race)
-        if self.greedy:
-            some = slice(None) if rows is None else rows
-            deterministic = self.parameters[some, 0] == 0
-            tokens = torch.where(deterministic, shaped.argmax(-1), tokens)
-            logprobs = torch.where(deterministic, 0.0, logprobs)
-        return tokens, logprobs
-
-    def _shaped(
-        self,
-        logits: Float[Tensor, "k v"],
-        rows: Int64[Tensor, " k"] | None = None,
-        counts: Int64[Tensor, "b v"] | None = None,
-    ) -> Float[Tensor, "k v"]:
-        """The logits after penalties, temperature and truncation; -inf at what is cut off."""
         some = slice(None) if rows is None else rows
-        penalised = (self.seen[some], (self.counts if counts is None else counts)[some]) if self.penalised else None
-        scaled = self.scaled or self.greedy
-        return shaped(logits, self.parameters[some], penalised, scaled=scaled, truncated=self.truncated)
+        return sample(logits, race, self.parameters[some], self._penalised(some, counts), self.shaping)
+
+    def _shaped(self, logits: Float[Tensor, "k v"], rows: Int64[Tensor, " k"]) -> Float[Tensor, "k v"]:
+        """The logits after penalties, temperature and truncation; -inf at what is cut off."""
+        return shaped(logits, self.parameters[rows], self._penalised(rows), self.shaping)
+
+    def _penalised(self, rows: Tensor | slice, counts: Tensor | None = None) -> Penalised | None:
+        return (self.seen[rows], (self.counts if counts is None else counts)[rows]) if self.penalised else None
+
+
+def _broken_promise() -> EngineError:
+    return EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")

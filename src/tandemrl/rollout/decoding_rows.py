@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.models.sampling import Truncation, kept_tokens, penalise
+from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
@@ -111,19 +111,26 @@ def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int) -> Bool[Tensor,
     return seen
 
 
+class Shaping(NamedTuple):
+    """What the rows ask for, and so what is computed for all of them: a temperature other than 1, the most probable
+    token, truncation."""
+
+    scaled: bool = False
+    greedy: bool = False
+    truncated: bool = False
+
+
+Penalised = tuple[Bool[Tensor, "k v"], Int64[Tensor, "k v"]]
+"""Which tokens each row has before its turn, and how often each in it."""
+
+
 def shaped(
-    logits: Float[Tensor, "k v"],
-    parameters: Float[Tensor, "k 7"],
-    penalised: tuple[Bool[Tensor, "k v"], Int64[Tensor, "k v"]] | None,
-    *,
-    scaled: bool,
-    truncated: bool,
+    logits: Float[Tensor, "k v"], parameters: Float[Tensor, "k 7"], penalised: Penalised | None, shaping: Shaping
 ) -> Float[Tensor, "k v"]:
     """Logits after penalties, temperature and truncation, as far as any row asks for each; -inf at what is cut off.
 
     Args:
         parameters: see ``sampling_parameters``.
-        penalised: which tokens each row has before its turn, and how often each in it.
     """
     temperature, top_k, top_p, min_p, repetition, presence, frequency = parameters.split(1, dim=1)
     if penalised is not None:
@@ -136,11 +143,34 @@ def shaped(
             presence=presence,
             frequency=frequency,
         )
-    if scaled:
+    if shaping.scaled or shaping.greedy:
         logits = logits / torch.where(temperature > 0, temperature, 1.0)
-    if truncated:
+    if shaping.truncated:
         logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
     return logits
+
+
+def sample(
+    logits: Float[Tensor, "k v"],
+    race: Float64[Tensor, "k r"],
+    parameters: Float[Tensor, "k 7"],
+    penalised: Penalised | None,
+    shaping: Shaping,
+) -> tuple[Int64[Tensor, " k"], Float[Tensor, " k"]]:
+    """Sample a token for each row and return the tokens with their log-probs.
+
+    Args:
+        logits: logits of the author's model.
+        race: random numbers of the draws.
+        parameters, penalised, shaping: see ``shaped``.
+    """
+    logits = shaped(logits, parameters, penalised, shaping)
+    tokens, logprobs = draw(logits, race)
+    if shaping.greedy:
+        deterministic = parameters[:, 0] == 0
+        tokens = torch.where(deterministic, logits.argmax(-1), tokens)
+        logprobs = torch.where(deterministic, 0.0, logprobs)
+    return tokens, logprobs
 
 
 class Draft(NamedTuple):
@@ -164,8 +194,9 @@ class Draft(NamedTuple):
 class Block(NamedTuple):
     """The next tokens of every row, of which each row takes at most the first ``most``.
 
-    After a draft, marks are the states of the strategies before each token, and guesses are the drafted tokens. After a
-    single token, next says whether the senior writes (or proposes) what follows it, and handovers are those of
+    After several tokens, marks are the states of the strategies before each token, or before the last one alone if no
+    row that has ended goes on; after a draft, guesses are the drafted tokens. After a single token, next says whether
+    the senior writes (or proposes) what follows it, and handovers are those of
     ``Completion.handover_logprobs``.
     """
 
@@ -182,7 +213,8 @@ class Block(NamedTuple):
         """What it cost with ``live`` rows, of which each row takes ``count`` tokens, and ``readers`` read every one."""
         total = int(count.sum())
         if self.guesses is None:
-            return Passes(total, *(live * (who in readers) for who in (1, 0)))
+            read = max(total, live)  # also a row whose token is dropped
+            return Passes(total, *(read * (who in readers) for who in (1, 0)))
         examined = self.authors & (torch.arange(self.tokens.shape[1]) < count[:, None])
         accepted = count_accepted(examined, self.guesses == self.tokens)
         return Passes(total, live, live * self.tokens.shape[1]) + accepted

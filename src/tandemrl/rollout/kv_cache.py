@@ -88,6 +88,92 @@ class KVCache:
                 old[row, :, : new.shape[2]] = new[0]
 
 
+class StaticCache(KVCache):
+    """A KV cache that stays where it is in memory, from call to call, so that a graph can read and write it.
+
+    ``layers`` are the rows in use. What lies behind them is never read for a row: old numbers, all of them finite.
+
+    Args:
+        rows, columns: round what is needed up to what there is room for.
+    """
+
+    def __init__(self, rows: Callable[[int], int], columns: Callable[[int], int]) -> None:
+        super().__init__()
+        self._rows, self._columns = rows, columns
+        self._whole: Layers = {}
+        self._wanted = 0, 0
+        self.moves = 0
+        """How often it has got another place in memory."""
+        self.large = False
+        """Whether it has more than a quarter of the memory that was free."""
+
+    def clear(self, rows: int, width: int) -> None:
+        """Forget all rows, and make ready for a call that may need so much room."""
+        self.layers, self._wanted = {}, (self._rows(rows), self._columns(width))
+        for pair in self._whole.values():
+            for whole in pair:
+                whole.zero_()
+
+    def append(self, prompts: Layers, source: Int64[Tensor, " b"], rows: int) -> None:
+        new = rows + len(source)
+        self._grow(new, max(keys.shape[2] for keys, _ in prompts.values()) + 1, prompts)
+        for layer, pair in prompts.items():
+            for whole, fresh in zip(self._whole[layer], pair, strict=True):
+                whole[rows:new, :, fresh.shape[2] :].zero_()
+                whole[rows:new, :, : fresh.shape[2]] = fresh.index_select(0, source.to(fresh.device))
+        self._show(new)
+
+    def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
+        for pair in self._whole.values():
+            for whole in pair:
+                whole[: len(index), :, :width] = whole[:, :, :width].index_select(0, index.to(whole.device))
+        self._show(len(index))
+
+    def reserve(self, width: int = 0, rows: int = 0) -> None:
+        shown = max((keys.shape[0] for keys, _ in self.layers.values()), default=0)
+        self._grow(max(rows, shown), width, {})
+        self._show(max(rows, shown))
+
+    def put(self, row: int, kept: Layers, rows: int) -> None:
+        self._grow(rows, max((keys.shape[2] for keys, _ in kept.values()), default=0), kept)
+        self._show(rows)
+        super().put(row, kept, rows)
+
+    def room(self, rows: int, width: int) -> Layers:
+        """The first rows, those behind the ones in use included."""
+        self._grow(rows, width, {})
+        return {layer: (keys[:rows], values[:rows]) for layer, (keys, values) in self._whole.items()}
+
+    def _show(self, rows: int) -> None:
+        self.layers = {layer: (keys[:rows], values[:rows]) for layer, (keys, values) in self._whole.items()}
+
+    def _grow(self, rows: int, width: int, like: Layers) -> None:
+        rows, width = self._rows(rows), self._columns(width)
+        if not self._whole and like:
+            keys, values = next(iter(like.values()))
+            most, longest = (max(pair) for pair in zip(self._wanted, (rows, width), strict=True))
+            size = 2 * len(like) * most * keys.shape[1] * longest * keys.shape[3] * keys.element_size()
+            free = _free_memory(keys.device) if keys.is_cuda else 4 * size
+            if 4 * size <= free:  # room for the whole call
+                rows, width = most, longest
+            for layer, pair in like.items():
+                new_keys, new_values = (x.new_zeros(rows, x.shape[1], width, x.shape[3]) for x in pair)
+                self._whole[layer] = new_keys, new_values
+            self.large, self.moves = 4 * size > free, self.moves + 1
+        for layer, (keys, values) in self._whole.items():
+            more, wider = max(0, rows - keys.shape[0]), max(0, width - keys.shape[2])
+            if more or wider:
+                extra = (0, 0, 0, wider, 0, 0, 0, more)
+                self._whole[layer] = F.pad(keys, extra), F.pad(values, extra)
+                self.moves += 1
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that are free, or that torch holds for nothing."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
+
+
 def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -> Float[Tensor, "*b w"]:
     """An additive attention mask over ``width`` columns: 0 up to each position, -inf beyond."""
     seen = torch.arange(width, device=position.device) <= position[..., None]

@@ -13,6 +13,7 @@ from tandemrl.models.lora import adapted_layers, is_adapter
 from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder
+from tandemrl.rollout.device_steps import CUDA_STEPS, DeviceSteps
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import (
@@ -46,6 +47,7 @@ class TorchEngine(BatchEngine):
         compile: compile each model's decoding step with ``torch.compile``, all layers in one graph. The first steps
             then take long. The pass in which the senior reads a draft is not compiled.
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
+        host_every: see ``rollout.host_every``.
         junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
         partner: the junior, if it is not in this process (``endpoint_partner``).
         ends: the ids that end a text. None stands for those of the models and the tokenizer.
@@ -65,6 +67,7 @@ class TorchEngine(BatchEngine):
         policy_version: int = 0,
         compile: bool = False,
         draft_tokens: int | str = 0,
+        host_every: int | str = "auto",
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
         partner: EndpointJunior | None = None,
         ends: Sequence[int] | None = None,
@@ -94,6 +97,11 @@ class TorchEngine(BatchEngine):
             make_partner=make_partner,
         )
         self._adapted = frozenset(adapted_layers(senior))
+        on_cuda = ours.heads[1].weight.device.type == "cuda"
+        every = (CUDA_STEPS if on_cuda else 1) if host_every == "auto" else int(host_every)
+        one_place = len({head.weight.device for head in ours.heads.values()}) == 1
+        alone = every > 1 and one_place and make_partner is None
+        self._alone = DeviceSteps(ours, every, max_rows, self.context) if alone else None
         if draft_tokens and junior is not None:
             tokens = None if draft_tokens == "auto" else int(draft_tokens)
             costs = CPU if ours.heads[1].weight.device.type == "cpu" else CUDA
@@ -148,7 +156,7 @@ class TorchEngine(BatchEngine):
     ) -> DecodingBatch:
         by_text = anything or any(request.strategy.removed is not None for request in requests)
         if self._make_partner is None or not by_text:
-            return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts)
+            return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts, alone=self._alone)
         spelling, partner = self._spelling, self._make_partner
         assert spelling is not None
         return TwoVocabularies(self._decoder, requests, total, turns=turns, vocabulary=spelling, make_partner=partner)

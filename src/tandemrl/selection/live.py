@@ -56,8 +56,8 @@ class LiveSelection:
                 senior[mine], started = resumed(strategy, keys[mine], [histories[i] for i in mine.tolist()])
             group = self._group(strategy, started)
             needed = int(slots[mine].max()) + 1
-            self._states[group] = _map(lambda x, size=needed: _grown(x, size), self._states[group])
-            _map(lambda old, new, at=slots[mine]: old.index_copy_(0, at, new), self._states[group], started)
+            self._states[group] = map_state(lambda x, size=needed: _grown(x, size), self._states[group])
+            map_state(lambda old, new, at=slots[mine]: old.index_copy_(0, at, new), self._states[group], started)
             self._strategy_of = _grown(self._strategy_of, needed, fill=-1)
             self._strategy_of[slots[mine]] = group
         return senior
@@ -93,8 +93,8 @@ class LiveSelection:
                 continue
             mine = (group_of == group).nonzero().squeeze(1)
             at = slots[mine]
-            senior[mine], state = turn(_map(lambda x, at=at: x.index_select(0, at), self._states[group]))
-            _map(lambda x, new, at=at: x.index_copy_(0, at, new), self._states[group], state)
+            senior[mine], state = turn(map_state(lambda x, at=at: x.index_select(0, at), self._states[group]))
+            map_state(lambda x, new, at=at: x.index_copy_(0, at, new), self._states[group], state)
         return senior
 
     def mark(self, slots: Int64[Tensor, " b"]) -> Mark:
@@ -106,7 +106,7 @@ class LiveSelection:
         group_of = self._strategy_of[slots]
         each = ((group, (group_of == group).nonzero().squeeze(1)) for group in group_of.unique().tolist())
         return [
-            (group, mine, _map(lambda x, at=slots[mine]: x.index_select(0, at), self._states[group]))
+            (group, mine, map_state(lambda x, at=slots[mine]: x.index_select(0, at), self._states[group]))
             for group, mine in each
         ]
 
@@ -119,8 +119,12 @@ class LiveSelection:
             def chosen(*states: Tensor, at: Tensor = which[mine]) -> Tensor:
                 return torch.stack(states)[at, torch.arange(len(at))]
 
-            state = _map(chosen, *(part[2] for part in parts))
-            _map(lambda x, new, at=slots[mine]: x.index_copy_(0, at, new), self._states[group], state)
+            state = map_state(chosen, *(part[2] for part in parts))
+            map_state(lambda x, new, at=slots[mine]: x.index_copy_(0, at, new), self._states[group], state)
+
+    def strategy(self, number: int) -> Strategy:
+        """The strategy with this number of a mark."""
+        return self._strategies[number]
 
     def runs(self, slots: Int64[Tensor, " k"], room: int, begin: int, *, senior: bool) -> list[int | None]:
         """How many words the draws give an author from here on in each slot, at most ``room``; None: those up to the
@@ -148,7 +152,7 @@ class LiveSelection:
             state = kept[2]
         else:
             self._scatter()
-            state = _map(lambda x: x.index_select(0, slots), self._states[group])
+            state = map_state(lambda x: x.index_select(0, slots), self._states[group])
         senior, state = self._strategies[group].step(state, tokens)
         self._gathered = group, slots, state
         return senior
@@ -156,14 +160,14 @@ class LiveSelection:
     def _scatter(self) -> None:
         if self._gathered is not None:
             group, slots, state = self._gathered
-            _map(lambda x, new: x.index_copy_(0, slots, new), self._states[group], state)
+            map_state(lambda x, new: x.index_copy_(0, slots, new), self._states[group], state)
             self._gathered = None
 
     def _group(self, strategy: Strategy, like: Any) -> int:
         for group, known in enumerate(self._strategies):
             if known is strategy:
                 return group
-        empty = _map(lambda x: x.new_zeros(0, *x.shape[1:]), like)
+        empty = map_state(lambda x: x.new_zeros(0, *x.shape[1:]), like)
         in_use = set(self._strategy_of.tolist())
         for group in range(len(self._strategies)):
             if group not in in_use:
@@ -182,9 +186,9 @@ def _grown(tensor: Tensor, size: int, fill: int = 0) -> Tensor:
     return torch.cat([tensor, extra])
 
 
-def _map(function: Callable[..., Tensor], *states: Any) -> Any:
+def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
     """Apply ``function`` to corresponding tensors of (nested) NamedTuple states."""
     if isinstance(states[0], Tensor):
         return function(*states)
-    mapped = [_map(function, *parts) for parts in zip(*states, strict=True)]
+    mapped = [map_state(function, *parts) for parts in zip(*states, strict=True)]
     return type(states[0])(*mapped) if hasattr(states[0], "_fields") else tuple(mapped)
