@@ -234,7 +234,7 @@ def _patched(name: str, value: Any) -> Iterator[None]:
         setattr(device_steps, name, old)
 
 
-VARIANTS = {"as_it_is": None, "own_norms": ("_plain_norms", lambda models: []), "one_stream": None, "every_32": None}
+VARIANTS = {"as_it_is": None, "own_norms": ("plain_norms", lambda models: []), "one_stream": None, "every_32": None}
 
 
 def varied(variant: str, pair: list[PreTrainedModel], strategy: Strategy, rows: int, on_cuda: bool) -> dict[str, Any]:

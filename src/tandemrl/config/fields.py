@@ -72,6 +72,7 @@ def check_parameters(key: str, name: str, parameters: Mapping[str, Any]) -> Iter
 PositiveInt = Annotated[int, Allowed("at least 1", lambda n: n >= 1)]
 NonNegativeInt = Annotated[int, Allowed("0 or positive", lambda n: n >= 0)]
 DraftTokens = Annotated[int | str, Allowed("auto, 0 or positive", lambda n: n == "auto" or (type(n) is int and n >= 0))]
+HostEvery = Annotated[int | str, Allowed("auto, or at least 1", lambda n: n == "auto" or (type(n) is int and n >= 1))]
 PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
 Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]

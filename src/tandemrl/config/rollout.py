@@ -20,6 +20,7 @@ from tandemrl.config.fields import (
     Allowed,
     DraftTokens,
     Fault,
+    HostEvery,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -118,6 +119,10 @@ class RolloutConfig:
     show."""
     max_rows: PositiveInt = 256
     """Maximum number of concurrent sequences."""
+    host_every: HostEvery = "auto"
+    """With the torch engine: how many tokens each sequence gets before the host looks at them, ends sequences and lets
+    others join. The text is the same. On CUDA the steps between run as a CUDA graph. With penalties or `before_word` the
+    host looks at each token all the same. auto: 16 on CUDA, 1 on a CPU."""
     draft_tokens: DraftTokens = 0
     """Tokens that the junior drafts, whoever their author is, before the senior reads them all at once and draws its
     own tokens again. The text is the same, with fewer forward passes of a senior that costs more than its junior. auto:
@@ -168,6 +173,8 @@ class RolloutConfig:
             yield Fault("rollout.tensor_parallel", f"1 with the {self.engine} engine")
         if self.compile and not kind.compiles:
             yield Fault("rollout.compile", f"false with rollout.engine={self.engine}, which has its own way")
+        if self.host_every != "auto" and not kind.compiles:
+            yield Fault("rollout.host_every", f"auto with rollout.engine={self.engine}, which has its own way")
         if self.draft_tokens != 0 and not kind.drafts:
             yield Fault("rollout.draft_tokens", f"0 with rollout.engine={self.engine}, which does not draft")
         if kind.section == "vllm" and v.mode == "draft" and self.draft_tokens == 0:

@@ -199,7 +199,7 @@ class DeviceSteps:
         self._taken: dict[int, tuple[Strategy, bool]] = {}
         self._pool: Any = None
         self._stream, self._side = (torch.cuda.Stream(self._device) if on_cuda else None for _ in range(2))
-        self._norms = _plain_norms(decoder.models.values()) if self._static else []
+        self._norms = plain_norms(decoder.models.values()) if self._static else []
 
     def cache(self, who: int, rows: int, width: int) -> KVCache:
         """The empty KV cache of a model for a call of so many rows and columns."""
@@ -232,9 +232,7 @@ class DeviceSteps:
             try:
                 strategy.step(here, torch.zeros(rows, dtype=torch.int64, device=self._device))
             except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-                cause = (
-                    f"a strategy is asked on the CPU, after each token, since it cannot be elsewhere: {_cause(error)}"
-                )
+                cause = f"a strategy is asked on the CPU, as it cannot be asked elsewhere: {_cause(error)}"
                 warnings.warn(cause, stacklevel=2)
                 able = False
             self._taken[id(strategy)] = strategy, able
@@ -290,7 +288,7 @@ class DeviceSteps:
         if known is None:
             step = self._step(static, strategies, start, shaping, rows=rows, width=columns, steps=self.every)
             step.load(start)
-            with self._aside(), _fewer_kernels(self._norms):
+            with self._aside(), fewer_kernels(self._norms):
                 step()  # what a first step sets up must not be captured
             known = step, self._captured(step)
             left = steps - 1
@@ -303,7 +301,7 @@ class DeviceSteps:
         step, graph = known
         for _ in range(left):
             if graph is None:
-                with _fewer_kernels(self._norms):
+                with fewer_kernels(self._norms):
                     step()
             else:
                 graph.replay()
@@ -331,7 +329,7 @@ class DeviceSteps:
         try:
             with (
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-                _fewer_kernels(self._norms),
+                fewer_kernels(self._norms),
             ):
                 step()
         except (RuntimeError, TypeError, ValueError) as error:  # of CUDA, or of a model that asks for values
@@ -349,7 +347,7 @@ def _cause(error: Exception) -> str:
 # ----------------------------------------------------------------------------------------------------- fewer kernels
 
 
-def _plain_norms(models: Iterable[nn.Module]) -> list[nn.Module]:
+def plain_norms(models: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that compute RMSNorm as ``F.rms_norm`` does, up to rounding."""
     norms = [
         module
@@ -376,7 +374,7 @@ def _fused_norm(module: nn.Module, hidden: Tensor) -> Tensor:
 
 
 @contextmanager
-def _fewer_kernels(norms: Sequence[nn.Module]) -> Iterator[None]:
+def fewer_kernels(norms: Sequence[nn.Module]) -> Iterator[None]:
     """A context in which these modules run as one kernel, and attention by kernels that a graph can hold."""
     for module in norms:
         module.forward = partial(_fused_norm, module)

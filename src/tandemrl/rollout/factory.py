@@ -183,6 +183,7 @@ def torch_engine(
         max_rows=config.max_rows,
         compile=config.compile,
         draft_tokens=config.draft_tokens,
+        host_every=config.host_every,
         junior_tokenizer=None if junior is None else junior.tokenizer,
         partner=partner,
         ends=ends_of(senior, junior, tokenizer) if ends is None else ends,

@@ -1,0 +1,219 @@
+"""Steps between two looks of the host write what steps with a look at each token write.
+
+On a CPU the same steps run without a graph, with the keys and values that a graph would need in their places
+(``static``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
+
+from helpers import (
+    VOCABULARY,
+    flat,
+    gpt2,
+    llama,
+    prepared,
+    prompts,
+    qwen3,
+    requests,
+    small_qwen3,
+    strategies,
+    tokenizer,
+)
+from scripted_world import ScriptedWorld
+from tandemrl.rollout import torch_engine
+from tandemrl.rollout.call import Finished
+from tandemrl.rollout.decoding_rows import Decoder, Shaping
+from tandemrl.rollout.device_steps import DeviceSteps, Step, fewer_kernels, plain_norms
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.kv_cache import eager_step
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, bernoulli, solo, turn
+
+WAYS = {"4": (4, False), "16": (16, False), "4, static": (4, True), "16, static": (16, True)}
+"""Steps between two looks, and whether everything stays in its place."""
+SAMPLINGS = (
+    Sampling(max_tokens=21, stop_token_ids=(7, 30), ignore_eos=True),
+    Sampling(max_tokens=33, temperature=0.7),
+    Sampling(max_tokens=5, temperature=0.0),
+    Sampling(max_tokens=18, top_k=9, top_p=0.9, min_p=0.02),
+    Sampling(max_tokens=30, stop=("a", "b c"), ignore_eos=True),
+)
+
+
+@cache
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return prepared(qwen3()), prepared(small_qwen3())
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def engine(host_every: int = 1, static: bool = False, **options: Any) -> TorchEngine:
+        monkeypatch.setattr(torch_engine, "DeviceSteps", partial(DeviceSteps, static=static))
+        return TorchEngine(*pair(), tokenizer(), host_every=host_every, **options)
+
+    return engine
+
+
+def batch(strategy: Strategy, *, kinds: int = len(SAMPLINGS)) -> list[Request]:
+    asked = requests(prompts(2 * kinds), SAMPLINGS[0], strategy, samples=2)
+    return [replace(request, sampling=SAMPLINGS[i % kinds]) for i, request in enumerate(asked)]
+
+
+def same(found: list[Completion], wanted: list[Completion]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert one.stop_reason == other.stop_reason
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["solo senior", "solo junior", "word", "mixed"])
+def test_how_often_the_host_looks_changes_no_token(name: str, way: str, make: Any) -> None:
+    """Rows end at stops and limits within the steps; six rows at once, so that others follow them."""
+    known = list(strategies().values())
+    asked = batch(known[0])
+    asked = [
+        replace(request, strategy=known[i % len(known)] if name == "mixed" else strategies()[name])
+        for i, request in enumerate(asked)
+    ]
+    by_host, alone = make(max_rows=6), make(*WAYS[way], max_rows=6)
+    wanted = flat(by_host.generate(asked))
+    assert {c.stop_reason for c in wanted} == {"stop", "eos", "length"}
+    same(flat(alone.generate(asked)), wanted)
+    assert alone.passes == by_host.passes
+    same(flat(alone.generate(asked)), wanted)  # what was kept from the first call
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
+    known = [turn(0.5), strategies()["word"], bernoulli(0.5), solo("junior")]
+    asked = [
+        replace(request, strategy=known[i % len(known)], turn_tokens=7, observation_tokens=30)
+        for i, request in enumerate(batch(known[0]))
+    ]
+    wanted = flat(make(max_rows=5).generate(asked, responder=ScriptedWorld()))
+    assert max(len(c.turns) for c in wanted) == 3
+    same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
+
+
+def test_a_look_is_taken_every_so_many_steps(make: Any) -> None:
+    asked = requests(prompts(2), Sampling(max_tokens=21, ignore_eos=True), bernoulli(0.5))
+    penalised = [replace(each, sampling=replace(each.sampling, presence_penalty=0.5)) for each in asked]
+    for each, looks in ((asked, [2 * 8, 2 * 8, 2 * 5]), (penalised, [2] * 21)):
+        told = list[int]()
+        make(8).generate(each, progress=told.append)
+        assert told == looks
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_requests_join_at_a_look(static: bool, make: Any) -> None:
+    """Longer ones and more of them than the call began with."""
+    first, second = batch(bernoulli(0.5))[:2], batch(strategies()["word"])
+    second = [replace(each, prompt=[*each.prompt, *range(10, 60), *range(10, 60)]) for each in second]
+    wanted = [c for group in (first, second) for c in flat(make().generate(group))]
+    with make(4, static).open() as call:
+        numbers = call.submit(first)
+        call.step()
+        numbers += call.submit(second)
+        left = set(numbers)
+        while left:
+            left -= {event.number for event in call.step() if isinstance(event, Finished)}
+        same(call.take(numbers), wanted)
+
+
+def test_new_weights_count_from_the_next_call_on(make: Any) -> None:
+    kept = {name: parameter.clone() for name, parameter in pair()[0].named_parameters()}
+    asked, alone = batch(bernoulli(0.5)), make(8, True)
+    before = flat(alone.generate(asked))
+    try:
+        alone.load_weights([(name, weight * 1.5) for name, weight in kept.items()], 1)
+        after = flat(alone.generate(asked))
+        same(after, [replace(c, policy_version=1) for c in flat(make().generate(asked))])
+    finally:
+        alone.load_weights(list(kept.items()), 2)
+    assert [c.tokens.tolist() for c in before] != [c.tokens.tolist() for c in after]
+
+
+def test_a_strategy_that_cannot_be_asked_on_the_device_is_asked_on_the_host(make: Any) -> None:
+    known, asked = bernoulli(0.5), list[int]()
+
+    def step(state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        asked.append(len(tokens))
+        if len(asked) == 1:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return known.step(state, tokens)
+
+    group = batch(known)
+    wanted = flat(make().generate(group))
+    with pytest.warns(UserWarning, match="asked on the CPU, as it cannot be asked elsewhere: can't convert"):
+        same(flat(make(8).generate([replace(each, strategy=known._replace(step=step)) for each in group])), wanted)
+
+
+def test_a_strategy_that_breaks_its_promise_is_refused(make: Any) -> None:
+    liar = bernoulli(0.5)._replace(writers="senior")
+    with pytest.raises(EngineError, match="promised"):
+        make(8).generate(requests(prompts(3), Sampling(max_tokens=12, ignore_eos=True), liar))
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what would have the host wait, or a constant of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        tensors = [x for x in tree_flatten((args, kwargs or {}))[0] if isinstance(x, Tensor)]
+        name = str(func)
+        assert not any(x.device.type == "cpu" for x in tensors), name
+        assert not any(part in name for part in ("lift_fresh", "_local_scalar_dense", "nonzero")), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shaping", [Shaping(), Shaping(scaled=True, greedy=True, truncated=True)])
+@pytest.mark.parametrize("build", [qwen3, llama])
+def test_a_step_asks_the_host_for_nothing(build: Any, shaping: Shaping) -> None:
+    """On the meta device nothing has a value, so a step that needs one could not run."""
+    models = {1: prepared(build()), 0: prepared(small_qwen3())}
+    keys, known = torch.arange(2), list(strategies().values())
+    mark = [(i, keys, strategy.init(keys)[1]) for i, strategy in enumerate(known)]
+    for model in models.values():
+        model.to("meta")
+    heads = {who: model.get_output_embeddings() for who, model in models.items()}
+    steps = {who: eager_step(model) for who, model in models.items()}
+    decoder = Decoder(models, heads, steps, VOCABULARY, (0,), tokenizer())
+    layers = {}
+    for who, model in models.items():
+        config = model.config
+        heads_of = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = 4, heads_of, 16, size
+        layers[who] = {
+            i: (torch.zeros(shape, device="meta"), torch.zeros(shape, device="meta"))
+            for i in range(config.num_hidden_layers)
+        }
+    sizes = {"rows": 4, "width": 16, "steps": 2}
+    with torch.inference_mode():
+        step = Step(decoder, layers, shaping, known, mark, device=torch.device("meta"), **sizes)
+        step()  # tables are copied to a device once
+        with NoHost():
+            step()
+
+
+def test_norms_are_fused_where_they_are_plain() -> None:
+    norms = plain_norms([pair()[0], prepared(llama()), prepared(gpt2())])
+    assert {type(module).__name__ for module in norms} == {"Qwen3RMSNorm", "LlamaRMSNorm"}
+    x = torch.randn(3, norms[0].weight.shape[0], generator=torch.Generator().manual_seed(0))
+    before = norms[0](x)
+    with fewer_kernels(norms):
+        torch.testing.assert_close(norms[0](x), before)
+        assert "forward" in norms[0].__dict__
+    assert "forward" not in norms[0].__dict__
