@@ -121,8 +121,8 @@ class RolloutConfig:
     """Maximum number of concurrent sequences."""
     host_every: HostEvery = "auto"
     """With the torch engine: how many tokens each sequence gets before the host looks at them, ends sequences and lets
-    others join. The text is the same. On CUDA the steps between run as a CUDA graph. With penalties or `before_word` the
-    host looks at each token all the same. auto: 16 on CUDA, 1 on a CPU."""
+    others join. The text is the same. On CUDA the steps between run as a CUDA graph. With penalties or `before_word`
+    the host looks at each token all the same. auto: 16 on CUDA, 1 on a CPU."""
     draft_tokens: DraftTokens = 0
     """Tokens that the junior drafts, whoever their author is, before the senior reads them all at once and draws its
     own tokens again. The text is the same, with fewer forward passes of a senior that costs more than its junior. auto:
