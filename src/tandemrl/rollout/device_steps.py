@@ -83,7 +83,7 @@ class Step:
         width: int,
         steps: int,
         device: torch.device,
-        side: Any = None,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
         self.decoder, self.layers, self.shaping, self.strategies = decoder, layers, shaping, strategies
         self.width = width
@@ -142,18 +142,16 @@ class Step:
             head.weight.dtype: column_mask(column, self.width, head.weight.dtype)[:, None, None]
             for head in self.decoder.heads.values()
         }
-        found = dict[int, Tensor]()
-        main = None if self.side is None else torch.cuda.current_stream()
-        for who in self.layers:
-            apart = self.side if who == 0 else None
-            if apart is not None:
-                apart.wait_stream(main)
-            with nullcontext() if apart is None else torch.cuda.stream(apart):
+        found, side = dict[int, Tensor](), self.side
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        for who, layers in self.layers.items():
+            with torch.cuda.stream(side) if side is not None and who == 0 else nullcontext():
                 head = self.decoder.heads[who]
-                hidden = self.decoder.steps[who](last, column, self.layers[who], masks[head.weight.dtype])
+                hidden = self.decoder.steps[who](last, column, layers, masks[head.weight.dtype])
                 found[who] = head(hidden)[:, : self.decoder.vocabulary]
-        if main is not None:
-            main.wait_stream(self.side)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         if len(found) == 1:
             return found.popitem()[1].float()
         if found[0].dtype != found[1].dtype:
@@ -358,8 +356,9 @@ def plain_norms(models: Iterable[nn.Module]) -> list[nn.Module]:
     plain = dict[type[nn.Module], bool]()
     for module in norms:
         if type(module) not in plain:
-            size, like = module.weight.shape[0], module.weight
-            probe = torch.linspace(-2, 3, 2 * size, dtype=like.dtype, device=like.device).view(2, size)
+            like = module.weight
+            assert isinstance(like, Tensor)
+            probe = torch.stack([torch.linspace(-2, 3, len(like)), torch.linspace(1, 0, len(like))]).to(like)
             with torch.inference_mode():
                 close = torch.allclose(module(probe), _fused_norm(module, probe), rtol=0.02, atol=1e-3)
             plain[type(module)] = close
