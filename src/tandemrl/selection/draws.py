@@ -85,7 +85,7 @@ def group_of(keys: Int64[Tensor, "*b"]) -> Int64[Tensor, "*b"]:
     return keys >> SAMPLE_BITS << SAMPLE_BITS
 
 
-def _finalise(z: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
+def _finalise(z: Int64[Tensor, "*b"]) -> Int64[Tensor, "*b"]:
     # In place, on temporaries made here. `>>` copies the sign bit, hence the masks.
     z = (z >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(z).mul_(_MULTIPLIER_1)
     z = (z >> 27).bitwise_and_((1 << 37) - 1).bitwise_xor_(z).mul_(_MULTIPLIER_2)
