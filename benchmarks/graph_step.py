@@ -54,14 +54,14 @@ def main() -> None:
     emit("models", at_s=elapsed())
     strategies = {"tandem": tandem(pair[0].config.vocab_size), "solo": solo()}
     run = Parts(options.seconds)
-    for part in options.parts:
+    for part in sorted(options.parts, key=lambda name: name != "check"):
         if part == "check":
             for who in strategies:
                 run(part, functools.partial(check, pair, strategies[who], 64 if on_cuda else 4), who=who)
-            for each in pair:
-                for parameter in each.parameters():
-                    parameter.data = parameter.data.to(torch.bfloat16)
-        elif part == "speed":
+            continue
+        for parameter in (parameter for each in pair for parameter in each.parameters()):
+            parameter.data = parameter.data.to(torch.bfloat16)
+        if part == "speed":
             for rows in sorted(many, key=lambda n: n != 64):
                 for who in strategies:
                     run(part, functools.partial(speed, pair, strategies[who], rows, 256 if on_cuda else 20), who=who)
