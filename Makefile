@@ -83,7 +83,7 @@ notebooks-check: .venv/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/test_notebooks.py
 
 # Rollout workers on a real Ray cluster on this machine, with everything that is slow about them. More faults than ten:
-# make fleet-check TANDEMRL_FLEET_FAULTS=60 TANDEMRL_FLEET_RESULT=benchmarks/results/fleet_faults.json
+# make fleet-check TANDEMRL_FLEET_FAULTS=60
 fleet-check: .venv/.dev
 	@$(BIN)/pip install $(PIP_FLAGS) -e ".[ray]" "ray[default]"
 	$(TEST_ENV) $(BIN)/python -m pytest tests/rollout/fleet tests/training/test_train_workers.py

@@ -148,7 +148,7 @@ def test_the_sample_is_dealt_out_and_within_the_budget() -> None:
 
 
 def test_every_wait_for_rollouts_counts_and_evaluations_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("redone", "restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
+    names = ("restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
     now, counts = 0.0, dict.fromkeys(names, 0.0)
 
     def passing(seconds: float, value: Any = None, *, idle: float = 0.25) -> Any:
@@ -164,7 +164,7 @@ def test_every_wait_for_rollouts_counts_and_evaluations_are_left_out(monkeypatch
     monkeypatch.setattr(async_rollouts, "time", SimpleNamespace(monotonic=lambda: now))
     rollouts = AsyncRollouts(lambda: [0], lambda *_, **__: passing(2.0, batch), [], fleet, lambda: lambda _: {})
     rollouts._threads = Mock(submit=lambda *_: Mock(done=lambda: True, result=lambda: passing(3.0, batch)))
-    fleet.at_step.return_value = fleet
+    fleet.snapshot.return_value = fleet
 
     rollouts.take(1)
     rollouts.start_until(2, 2)
@@ -173,10 +173,10 @@ def test_every_wait_for_rollouts_counts_and_evaluations_are_left_out(monkeypatch
     rollouts.wait()
     with rollouts.aside():
         passing(100.0, idle=1.0)
-        counts |= {"units": 9.0, "unit_s": 99.0, "redone": 1.0}
+        counts |= {"units": 9.0, "unit_s": 99.0, "restarts": 1.0}
     found = rollouts.fleet_metrics(1, batch)
     assert (found["fleet/idle_trainer"], found["fleet/idle_workers"]) == (7 / 11, 0.25)
-    assert (found["fleet/staleness"], found["fleet/redone"]) == (0, 1)
+    assert (found["fleet/staleness"], found["fleet/restarts"]) == (0, 1)
     assert "fleet/unit_s" not in found
 
     rollouts.state_dict()  # a checkpoint
@@ -184,4 +184,4 @@ def test_every_wait_for_rollouts_counts_and_evaluations_are_left_out(monkeypatch
     counts |= {"units": 11.0, "unit_s": 102.0}
     rollouts.take(2)
     found = rollouts.fleet_metrics(2, batch)
-    assert (found["fleet/idle_trainer"], found["fleet/unit_s"], found["fleet/redone"]) == (6 / 9, 1.5, 0)
+    assert (found["fleet/idle_trainer"], found["fleet/unit_s"], found["fleet/restarts"]) == (6 / 9, 1.5, 0)

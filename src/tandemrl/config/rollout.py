@@ -143,7 +143,7 @@ class RolloutConfig:
     the same units has the same bits with any number of workers. null = 4 with workers, without them all groups of a
     step, whose turns wait for nobody's."""
     worker_timeout_s: PositiveFloat = 600.0
-    """A worker that has not started, loaded weights or decoded a unit in this time is replaced."""
+    """A worker that has not started, or not loaded weights and decoded a unit, in this time is restarted."""
     allow_truncated: bool = False
     """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -67,7 +67,6 @@ def make_engine(
     dtype: str = "float32",
     device: str = "cpu",
     longest: int | None = None,
-    max_staleness: int = 0,
     factory: EngineFactory | None = None,
     acting: Acting | None = None,
     ends: Sequence[int] | None = None,
@@ -83,7 +82,6 @@ def make_engine(
         device: ``model.device``, for the vLLM engine. The torch engine takes its models as they are loaded.
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
-        max_staleness: with workers, by how many steps their weights may be older than the newest possible ones.
         factory: used instead of ``rollout.engine``.
         acting: with workers, makes what the authors take turns with there, as a responder does here.
         ends: the ids that end a text. None stands for those of the models: of both, if they have one vocabulary.
@@ -118,13 +116,8 @@ def make_engine(
         store_bytes=STORED_VERSIONS * stored or None,
     )
     assert config.units is not None
-    return FleetEngine(
-        RayWorkers(make, cluster, acting),
-        size=config.workers,
-        unit_groups=config.units,
-        max_staleness=max_staleness,
-        timeout_s=config.worker_timeout_s,
-    )
+    workers = RayWorkers(make, cluster, acting, config.worker_timeout_s)
+    return FleetEngine(workers, size=config.workers, unit_groups=config.units)
 
 
 def _own_engine(

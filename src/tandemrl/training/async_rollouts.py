@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import exchanged, trained_parts
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
+from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.shared import Fleet, SharedFleet
 from tandemrl.rollout.groups import rollout_of
 from tandemrl.training.gates import check_mismatch
@@ -48,7 +49,8 @@ weights that wrote them."""
 class _Pending(NamedTuple):
     step: int
     examples: list[int]
-    batch: Future[CompletionBatch]
+    batch: Future[CompletionBatch] | None
+    """None in a process without the fleet, where ``SharedFleet.told`` brings it."""
     compare: Compare
 
 
@@ -129,20 +131,11 @@ class AsyncRollouts:
         for step in steps:
             assert compare is not None
             examples, engine = self._draw(), self._engine
-            if isinstance(engine, Fleet):
-                engine = engine.at_step(step)
-            batch = self._threads.submit(self._begin, engine, step, examples)
-            while isinstance(engine, Fleet) and not (batch.done() or engine.begun.wait(0.01)):
-                pass  # until then, its weights might be dropped for newer ones
+            own = engine.own if isinstance(engine, SharedFleet) else engine
+            if isinstance(own, FleetEngine):
+                own = own.snapshot()
+            batch = None if own is None else self._threads.submit(self._generate, own, step, examples)
             self._pending.append(_Pending(step, examples, batch, compare))
-
-    def _begin(self, engine: Engine, step: int, examples: list[int]) -> CompletionBatch:
-        try:
-            return self._generate(engine, step, examples)
-        except BaseException as error:
-            if isinstance(engine, SharedFleet):
-                engine.give_up(error)  # else the calls of all processes would wait for this one
-            raise
 
     def wait(self) -> None:
         """Wait until the engine is free."""
@@ -165,7 +158,6 @@ class AsyncRollouts:
             "fleet/staleness": float(np.mean(ages)),
             "fleet/idle_trainer": new["waited_s"] / max(new["wall_s"], 1e-9),
             "fleet/idle_workers": new["idle_s"] / max(new["worker_s"], 1e-9),
-            "fleet/redone": new["redone"],
             "fleet/restarts": new["restarts"],
             **means,
         }
@@ -176,7 +168,7 @@ class AsyncRollouts:
         before = self._counts()
         yield
         for name, value in self._counts().items():
-            if name not in ("redone", "restarts"):
+            if name != "restarts":
                 self._counted[name] += value - before[name]
 
     def _counts(self) -> dict[str, float]:
@@ -194,6 +186,9 @@ class AsyncRollouts:
     def _result(self, pending: _Pending) -> CompletionBatch:
         """Wait for the rollouts of a thread. The watchdog counts the thread's progress as this thread's meanwhile."""
         with self._waiting(), WATCHDOG.shared():
+            if isinstance(self._engine, SharedFleet):
+                return cast(CompletionBatch, self._engine.told(pending.batch))
+            assert pending.batch is not None
             return pending.batch.result()
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -236,7 +231,7 @@ class AsyncRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while running := [pending.batch for pending in self._pending if not pending.batch.done()]:
+        while running := [each.batch for each in self._pending if each.batch is not None and not each.batch.done()]:
             self._engine.abort()  # again: it forgets what it was told before a call began
             wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)

@@ -341,7 +341,6 @@ def build_engine(
         dtype=model.dtype,
         device=model.device,
         longest=longest,
-        max_staleness=config.train.async_steps,
         factory=factory,
         acting=acting,
     )

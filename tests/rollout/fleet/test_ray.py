@@ -17,7 +17,7 @@ from helpers import flat, prompts, qwen3, requests, small_qwen3, strategies, tok
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.files import pip_install
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import Engine, Request, Sampling, generate_verified
+from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, Request, Sampling, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers, cards_of, parts_of, require_ray, restored
@@ -112,11 +112,38 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_
         assert bits(written) == after != before
         assert all(c.tokens.flags.writeable for c in flat(written))
         assert fleet.counts()["restarts"] == 1
-        assert fleet.counts()["redone"] == 1
     finally:
         fleet.close()
     assert not ray.is_initialized()
     assert gone(session)
+
+
+@needs_ray
+def test_a_silent_worker_is_restarted_and_one_that_cannot_start_is_an_error_with_its_cause() -> None:
+    import ray
+
+    def unable() -> Any:
+        raise EngineError("out of memory")
+
+    class Sleeper:
+        def sleep(self, seconds: float) -> str:
+            time.sleep(seconds)
+            return "slept"
+
+    workers = RayWorkers(unable, Cluster("local", 1), timeout_s=60.0)
+    try:
+        with pytest.raises(EngineDeadError, match=r"a rollout worker failed: ActorDiedError: .*out of memory"):
+            workers.start()
+        actor = ray.remote(max_restarts=-1, max_task_retries=1)(Sleeper).remote()
+        ray.get(actor.sleep.remote(0))
+        workers._timeout_s = 2.0
+        with pytest.raises(EngineDeadError, match="no answer within 2 s, 2 times"):
+            workers._result(actor, actor.sleep.remote(600), tries=2)
+        workers._timeout_s = 60.0
+        assert workers._result(actor, actor.sleep.remote(0), tries=1) == "slept"
+    finally:
+        workers.end()
+        workers.close()
 
 
 @needs_ray
@@ -135,14 +162,14 @@ def kill_at_the_first_unit(fleet: FleetEngine) -> None:
 
     workers = fleet._workers
     assert isinstance(workers, RayWorkers)
-    generate = workers.generate
+    result = workers._result
 
-    def generate_and_die(number: int, *values: Any) -> None:
-        workers.generate = generate  # type: ignore[method-assign]
-        generate(number, *values)
-        ray.kill(workers._actors[number])
+    def result_of_a_killed_worker(actor: Any, asked: Any, *, tries: int) -> Any:
+        workers._result = result  # type: ignore[method-assign]
+        ray.kill(actor, no_restart=False)
+        return result(actor, asked, tries=tries)
 
-    workers.generate = generate_and_die  # type: ignore[method-assign]
+    workers._result = result_of_a_killed_worker  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

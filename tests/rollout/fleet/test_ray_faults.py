@@ -1,7 +1,6 @@
 """A run on a real Ray cluster of several nodes on this machine, with faults at random moments: it ends, and is the run
 without them, bit for bit."""
 
-import json
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,19 +9,16 @@ from typing import Any, get_args
 
 import psutil
 import pytest
-from ray_faults import NODE, NODES, SETTINGS, FaultyRun, Kind, consequences, drawn, start_s, steps_for
+from ray_faults import NODE, NODES, SETTINGS, FaultyRun, Kind, drawn, start_s, steps_for
 from test_ray import gone, session_of_ray
 
-from runs import config
+from runs import config, metrics
 from tandemrl.config import to_yaml
 from tandemrl.training.loop import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")]
-FAULTS = int(os.environ.get("TANDEMRL_FLEET_FAULTS", "10"))
-RESULT = os.environ.get("TANDEMRL_FLEET_RESULT")
-"""A file for what became of each fault."""
+FAULTS = int(os.environ.get("TANDEMRL_FLEET_FAULTS", "12"))
 SEED, WORKERS, STOP_S = 0, 2, 30.0
-NOTICED_S = 30.0
 MOST_BYTES = 6 * 2**30
 RUN = (
     f"train.steps={steps_for(FAULTS)}",
@@ -77,16 +73,7 @@ def test_a_run_with_faults_is_that_without(cluster: Any, tiny_pair: Path, tmp_pa
     assert listeners() <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     for file in ("samples.jsonl", f"hf/step_{steps_for(FAULTS)}/model.safetensors"):
         assert (here / "run" / file).read_bytes() == (alone / file).read_bytes(), file
-    found = consequences(run.journal(), run.done)
-    if RESULT is not None:
-        about = {"seed": SEED, "workers": WORKERS, "nodes": NODES, "steps": steps_for(FAULTS), "stop_s": STOP_S}
-        about |= {"worker_timeout_s": round(timeout), "import_s": round(start, 1)}
-        found |= {"drivers": run.drivers, "peak_gib": round(run.peak_bytes / 2**30, 2), "equal": True}
-        Path(RESULT).write_text(json.dumps(about | found, indent=1) + "\n")
     assert {fault.kind for fault in faults} == {*get_args(Kind)}
     assert run.drivers == 1 + sum(fault.kind == "driver killed" for fault in faults)
     assert run.peak_bytes < MOST_BYTES
-    slowest = max(found["worker_start_s"])
-    redone = [seconds for fault in found["faults"] for seconds in fault["redone_s"]]
-    assert redone  # half of the faults come while a worker has a unit
-    assert max(redone) < NOTICED_S + slowest
+    assert sum(step["fleet/restarts"] for step in metrics(here / "run")) >= 1

@@ -1,16 +1,18 @@
 """An ``Engine`` over the engines of several workers, and one that decodes in the same units without any.
 
-``FleetEngine`` carries out what ``dispatcher`` decides, in a thread of its own. Where the workers are is the business
-of the ``Workers`` that it gets, such as those on Ray (``ray_workers``).
+A call is split into *units*: fixed sets of keys that are always decoded together, so that a unit has the same bits
+whichever worker generates it, however often. Each is asked for with a reference to its weights and their version, and
+each answer says which version and checksum the worker has. Where the workers are, and who restarts them, is the
+business of the ``Workers`` (``ray_workers``).
 """
 
 import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
-from queue import Empty, SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +24,7 @@ from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.engine import (
     Completion,
     Engine,
+    EngineDeadError,
     EngineError,
     EngineInfo,
     Passes,
@@ -30,93 +33,58 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.envs.episodes import Episodes
-from tandemrl.rollout.fleet.dispatcher import Dispatcher, DispatchError
-from tandemrl.rollout.fleet.events import (
-    INITIAL,
-    Answered,
-    Assign,
-    Deliver,
-    Event,
-    Fail,
-    Fence,
-    Joined,
-    Load,
-    Published,
-    Retire,
-    Start,
-    Submitted,
-    Tick,
-    Unit,
-)
-from tandemrl.rollout.fleet.units import UnitAnswer, turns_with
+from tandemrl.rollout.fleet.units import INITIAL, Described, Generated, UnitAnswer, turns_with
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
-TICK_S = 1.0
-LOST_PER_WORKER = 4  # in a row, before the fleet gives up
-COUNTED = ("redone", "restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
+TRIES = 4  # of a unit, before the fleet gives up
+COUNTED = ("restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
 """What ``FleetEngine.counts`` has."""
 
 
-class Described(NamedTuple):
-    """What the engines of all workers have in common."""
+class Weights(NamedTuple):
+    """Weights of the senior, which workers can load."""
 
-    info: EngineInfo
-    vocabulary: int
-    context: int
-    has_junior: bool
-    policy_version: int
-    """Of the weights that they start with."""
-    junior: int | None
-    """The fingerprint of the junior."""
-    acts: bool = False
-    """Whether the workers have an environment to take turns with."""
+    version: int
+    stored: Any
+    """What ``Workers.put`` returned; None = those that workers start with."""
+    checksum: int | None
+    """None until a worker says it."""
 
 
 @runtime_checkable
 class Workers(Protocol):
-    """Processes that each hold an engine, by number. Every method returns at once; what comes of it is told."""
+    """Processes that each hold an engine, by number."""
 
-    def begin(self, tell: Callable[[Event], None]) -> None:
-        """Tell events to this function, which any thread may call."""
+    def start(self) -> list[tuple[Described, str]]:
+        """Start all of them. Returns ``described`` and ``process`` of their ``units.WorkerEngine``.
+
+        Raises:
+            EngineError: one does not start.
+        """
         ...
 
-    def start(self, number: int) -> None: ...
+    def ask(self, number: int, weights: Weights, requests: Sequence[Request], turns: bool) -> Generated:
+        """What ``units.WorkerEngine.generate`` of a worker returns.
 
-    def load(self, number: int, version: int) -> None:
-        """Let a worker load the weights that were ``put`` under this version; ``INITIAL`` are those it starts with."""
+        Raises:
+            EngineDeadError: the worker fails, however often it is restarted.
+        """
         ...
 
-    def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
-        """Let a worker generate, taking turns with its environment or not. What is told is what
-        ``units.WorkerEngine.generate`` returns; an error has no other remedy than another request."""
+    def restart(self, number: int) -> None: ...
+
+    def abort(self, keys: Iterable[int] | None) -> None: ...
+
+    def put(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """Keep weights for all workers, as long as there is a reference to what this returns."""
         ...
 
-    def abort(self, number: int, keys: Iterable[int] | None) -> None: ...
-
-    def end(self, number: int) -> None: ...
-
-    def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep weights for all workers."""
+    def end(self) -> None:
+        """End all workers. What is still asked for fails."""
         ...
-
-    def drop(self, version: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass
-class _Call:
-    """A running call of ``generate``."""
-
-    units: list[list[Request]]
-    turns: bool = False
-    """Whether the authors take turns with an environment."""
-    arrived: SimpleQueue[UnitAnswer | Exception] = field(default_factory=SimpleQueue)
-
-
-class _Abort(NamedTuple):
-    keys: frozenset[int] | None
 
 
 def units_of(requests: Sequence[Request], size: int) -> list[list[Request]]:
@@ -175,69 +143,46 @@ class UnitEngine:
 
 
 class FleetEngine:
-    """The workers of a fleet as one engine. Several threads may call ``generate``; their calls are served in order.
+    """The workers of a fleet as one engine. Several threads may call ``generate``; their units are served in order.
 
-    The weights are sent once, into ``Workers.put``. ``fingerprint`` is of what was sent, and no worker generates
-    anything unless what it has loaded, read back, has the same fingerprint.
+    The weights are sent once, into ``Workers.put``. ``fingerprint`` is of what was sent, and nothing is accepted from a
+    worker unless what it has loaded, read back, has the same fingerprint.
 
     Args:
         size: how many workers.
         unit_groups: how many requests are a unit.
-        max_staleness: see ``Dispatcher``.
-        timeout_s: a worker that does not start, load or answer in this time is replaced.
 
     Raises:
-        EngineError: no worker starts.
+        EngineError: a worker does not start, or has another engine.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        *,
-        size: int,
-        unit_groups: int,
-        max_staleness: int = 0,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._workers, self._unit_groups = workers, unit_groups
-        self._dispatcher = Dispatcher(
-            size,
-            max_staleness=max_staleness,
-            timeout_s=timeout_s,
-            patience=LOST_PER_WORKER * size,
-            numbers=count(),
-        )
-        self._events: SimpleQueue[Event | _Abort | None] = SimpleQueue()
-        self._changed = threading.Condition()
-        self._calls: dict[int, _Call] = {}
-        self._numbers, self._aborts = count(), Aborts()
-        self._failures: list[str] = []
-        self._described: Described | None = None
-        self._step: int | None = None
-        self.begun = threading.Event()
-        """Set when a call of ``generate`` has its place and its weights."""
-        self._version, self._base = INITIAL, 0
-        self._checksums: dict[int, int | None] = {INITIAL: None}
-        """Of the newest version; a worker's, where only that can be known."""
+    def __init__(self, workers: Workers, *, size: int, unit_groups: int) -> None:
+        self._workers, self._size, self._unit_groups = workers, size, unit_groups
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="fleet")
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._calls, self._aborts, self._base = set[object](), Aborts(), 0
+        self._free: SimpleQueue[int] = SimpleQueue()
+        self._busy, self._processes = dict[int, float](), dict[int, str]()
+        self._counted = dict.fromkeys((*COUNTED, "busy_s"), 0.0)
         self.passes = Passes()
-        workers.begin(self._events.put)
-        self._events.put(Published(INITIAL, None))
-        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
-        self._thread.start()
         try:
-            self._wait_for(lambda: self._described is not None)
+            started = workers.start()
+            self._described = started[0][0]
+            for number, (described, process) in enumerate(started):
+                self._check_described(described)
+                self._processes[number] = process
+                self._free.put(number)
         except EngineError:
             self.close()
             raise
-        assert self._described is not None
-        described = self._described
-        self.info: EngineInfo = described.info
-        self.vocabulary: int = described.vocabulary
-        self.context: int = described.context
-        self.has_junior: bool = described.has_junior
-        self.policy_version: int = described.policy_version
-
-    # ------------------------------------------------------------------------------------------------------ the engine
+        self._begun = time.monotonic()
+        d = self._described
+        self.info: EngineInfo = d.info
+        self.vocabulary: int = d.vocabulary
+        self.context: int = d.context
+        self.has_junior: bool = d.has_junior
+        self.policy_version: int = d.policy_version
+        self._weights = Weights(INITIAL, None, d.senior)
 
     def generate(
         self,
@@ -246,7 +191,6 @@ class FleetEngine:
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
-        assert self._described is not None
         if responder is not None and not (self._described.acts and isinstance(responder, Episodes)):
             raise EngineError(
                 "the workers have no environment to take turns with; make their engine with `acting` (as train and "
@@ -254,21 +198,16 @@ class FleetEngine:
             )
         for i, request in enumerate(requests):
             check_request(i, request, self)
-        if not requests:
-            return []
-        call = _Call(units_of(requests, self._unit_groups), turns=responder is not None)
-        with self._changed:
+        units, call = units_of(requests, self._unit_groups), object()
+        with self._lock:  # so that calls do not mix their units
             if not self._calls:
                 self._aborts.clear()
-            number = next(self._numbers)
-            self._calls[number] = call
-            step = self._version + 1 if self._step is None else self._step
-            self._events.put(Submitted(number, len(call.units), self._version, step))
-        self.begun.set()
-        completions, passes = [], Passes()
+            self._calls.add(call)
+            asked = [self._threads.submit(self._unit, unit, responder is not None) for unit in units]
+        completions, passes = list[list[Completion]](), Passes()
         try:
-            for unit in call.units:
-                answer = self._next(call)
+            for unit, future in zip(units, asked, strict=True):
+                answer = future.result()
                 completions += _with_aborted(unit, answer.completions, responder)
                 passes += answer.passes
                 if isinstance(responder, Episodes):
@@ -277,35 +216,71 @@ class FleetEngine:
                 if progress is not None:
                     progress(sum(int((c.author >= 0).sum()) for group in answer.completions for c in group))
         finally:
-            del self._calls[number]
+            for future in asked:
+                future.cancel()
+            self._calls.discard(call)
         self.passes = passes
         return completions
 
-    def _next(self, call: _Call) -> UnitAnswer:
-        while True:
-            if self._failures:
-                raise EngineError(self._failures[0])
-            try:
-                answer = call.arrived.get(timeout=TICK_S)
-            except Empty:
-                continue
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+    def _unit(self, requests: Sequence[Request], turns: bool) -> UnitAnswer:
+        """What a worker generates of a unit."""
+        kept = _without(requests, self._aborts)
+        answer = self._ask(kept, turns).answer if kept else UnitAnswer([], Passes())
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    def _ask(self, requests: Sequence[Request], turns: bool = False) -> Generated:
+        """What the next free worker says, once it has the right weights."""
+        number, weights, why = self._free.get(), self._weights, ""
+        self._busy[number] = time.monotonic()
+        try:
+            for _ in range(TRIES):
+                if self._closed.is_set():
+                    raise EngineError("the fleet was closed")
+                try:
+                    told = self._workers.ask(number, weights, requests, turns)
+                except EngineDeadError as error:
+                    why = str(error)
+                else:
+                    self._check_described(told.described)
+                    self._count(number, told)
+                    if told.version == weights.version and weights.checksum in (None, told.fingerprint):
+                        return told
+                    why = f"weights {weights.version} did not reach it: it has {told.fingerprint:#x}"
+                self._workers.restart(number)
+            raise EngineError(f"the rollout workers do not last: {TRIES} tries of a unit failed; the last: {why}")
+        finally:
+            with self._lock:
+                self._counted["busy_s"] += time.monotonic() - self._busy.pop(number)
+            self._free.put(number)
+
+    def _check_described(self, described: Described) -> None:
+        if described != self._described:
+            raise EngineError(f"the engine of a worker is another one: {described}, not {self._described}")
+
+    def _count(self, number: int, told: Generated) -> None:
+        with self._lock:
+            restarts, self._processes[number] = told.process != self._processes[number], told.process
+            new = {"restarts": restarts, "units": 1, "unit_s": told.unit_s}
+            for name, value in (new | {"loads": told.load_s > 0, "load_s": told.load_s}).items():
+                self._counted[name] += value
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         keys = None if keys is None else frozenset(keys)
         self._aborts.add(keys)
-        self._events.put(_Abort(keys))
+        self._workers.abort(keys)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send weights. Workers that are generating load them before their next unit.
+        """Send weights. Workers load them before their next unit.
 
         Raises:
-            EngineError: the version is not newer than the one before; or no worker can load adapters.
+            EngineError: the version is not newer than the one before.
         """
-        if version <= self._version:
-            raise EngineError(f"the fleet has weights {self._version}; newer ones need a greater number, not {version}")
+        if version <= self._weights.version:
+            raise EngineError(
+                f"the fleet has weights {self._weights.version}; newer ones need a greater number, not {version}"
+            )
         sent, dtype = 0, getattr(torch, self.info.dtype)
 
         def counted() -> Iterator[tuple[str, Tensor]]:
@@ -315,137 +290,38 @@ class FleetEngine:
                 sent ^= fingerprint([(name, tensor)])  # the whole one is the xor of its parts
                 yield name, tensor
 
-        self._workers.put(version, counted())
-        unknown = self.info.adapters and self._version == INITIAL  # what the workers have beside the adapters
-        with self._changed:
-            self._checksums = {version: None if unknown else sent ^ self._base}
-            self._version = self.policy_version = version
-            self._events.put(Published(version, self._checksums[version]))
-        if unknown:
-            self._base = self.fingerprint() ^ sent
+        stored = self._workers.put(counted())
+        first = self._weights.version == INITIAL
+        self._weights = Weights(version, stored, None)
+        if self.info.adapters and first:  # what the workers have beside them is known to them alone
+            self._base = self._ask([]).fingerprint ^ sent
+        self._weights = self._weights._replace(checksum=sent ^ self._base)
+        self.policy_version = version
 
     def fingerprint(self, who: Who = "senior") -> int:
-        assert self._described is not None
-        if who == "junior":
-            if self._described.junior is None:
-                raise EngineError("this engine has no junior")
-            return self._described.junior
-        self._wait_for(lambda: self._checksums[self._version] is not None)
-        checksum = self._checksums[self._version]
-        assert checksum is not None
+        checksum = self._weights.checksum if who == "senior" else self._described.junior
+        if checksum is None:
+            raise EngineError("this engine has no junior")
         return checksum
 
-    def at_step(self, step: int) -> "FleetEngine":
-        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards.
-
-        Once its ``generate`` has ``begun``, the workers can get those weights until it has all that it asks for.
-        """
-        view = copy.copy(self)  # all but these values is the fleet's
-        view._step, view.begun = step, threading.Event()
-        return view
+    def snapshot(self) -> "FleetEngine":
+        """This fleet with the weights of now, whatever weights come afterwards."""
+        return copy.copy(self)  # the weights are a reference; all else is the fleet's
 
     def counts(self) -> dict[str, float]:
-        """What the fleet did since its start: ``redone`` units, ``restarts`` of workers, ``idle_s`` of ``worker_s``,
-        and how many ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
-        d = self._dispatcher
-        counted = {"redone": d.redone, "restarts": d.restarts, "idle_s": d.idle_s, "worker_s": d.worker_s}
-        for name, state in (("unit", "generating"), ("load", "loading")):
-            counted |= {f"{name}s": d.done.get(state, 0), f"{name}_s": d.done_s.get(state, 0.0)}
-        return {name: float(value) for name, value in counted.items()}
+        """What the fleet did since its start: ``restarts`` of workers, ``idle_s`` of ``worker_s``, and how many
+        ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
+        with self._lock:
+            now, counted = time.monotonic(), dict(self._counted)
+            busy = counted.pop("busy_s") + sum(now - since for since in self._busy.values())
+        total = self._size * (now - self._begun)
+        return counted | {"idle_s": total - busy, "worker_s": total}
 
     def close(self) -> None:
-        self._events.put(None)
-        self._thread.join()
+        self._closed.set()
+        self._workers.end()
+        self._threads.shutdown(cancel_futures=True)
         self._workers.close()
-
-    def _wait_for(self, holds: Callable[[], bool]) -> None:
-        """Wait until the thread of the fleet has made something true.
-
-        Raises:
-            EngineError: the fleet has failed.
-        """
-        with self._changed:
-            while not holds():
-                if self._failures:
-                    raise EngineError(self._failures[0])
-                self._changed.wait(TICK_S)
-                stamp()
-
-    # ------------------------------------------------------------------------------------------ the thread of the fleet
-
-    def _run(self) -> None:
-        try:
-            while (event := self._event()) is not None:
-                self._take(event)
-        except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
-            raise
-
-    def _event(self) -> Event | _Abort | None:
-        try:
-            return self._events.get(timeout=TICK_S)
-        except Empty:
-            return Tick()
-
-    def _take(self, event: Event | _Abort) -> None:
-        if isinstance(event, _Abort):
-            for number, worker in self._dispatcher.workers.items():
-                if worker.state == "generating":
-                    self._workers.abort(number, event.keys)
-            return
-        if isinstance(event, Joined):
-            self._joined(event)
-        try:
-            actions = self._dispatcher.handle(event, time.monotonic())
-        except DispatchError as error:
-            assert isinstance(event, Submitted)
-            self._calls[event.batch].arrived.put(EngineError(str(error)))
-            return
-        for action in actions:
-            self._carry_out(action)
-        with self._changed:
-            if self._checksums.get(self._version, 0) is None:
-                self._checksums[self._version] = self._dispatcher.checksums.get(self._version)
-            self._changed.notify_all()
-
-    def _joined(self, event: Joined) -> None:
-        if self._described is None:
-            self._described = event.described
-        if event.described != self._described:
-            self._fail(f"the engine of a worker is another one: {event.described}, not {self._described}")
-
-    def _carry_out(self, action: Any) -> None:
-        match action:
-            case Start(number):
-                self._workers.start(number)
-            case Load(number, version):
-                self._workers.load(number, version)
-            case Assign(number, unit, attempt):
-                self._assign(number, unit, attempt)
-            case Fence(number):
-                self._workers.end(number)
-            case Deliver(unit, answer) if unit.batch in self._calls:
-                self._calls[unit.batch].arrived.put(answer)
-            case Retire(version):
-                self._workers.drop(version)
-            case Fail(why):
-                self._fail(f"the rollout workers do not last: {why}")
-
-    def _assign(self, number: int, unit: Unit, attempt: int) -> None:
-        call = self._calls.get(unit.batch)
-        requests = [] if call is None else _without(call.units[unit.index], self._aborts)
-        if call is not None and requests:
-            self._workers.generate(number, unit, attempt, requests, call.turns)
-        else:  # nobody waits for it any more
-            version = self._dispatcher.workers[number].version
-            assert version is not None
-            checksum, nothing = self._dispatcher.checksums[version], UnitAnswer([], Passes())
-            self._events.put(Answered(number, unit, attempt, version, checksum or 0, nothing))
-
-    def _fail(self, why: str) -> None:
-        with self._changed:
-            self._failures.append(why)
-            self._changed.notify_all()
 
 
 def _without(requests: Sequence[Request], aborts: Aborts) -> list[Request]:

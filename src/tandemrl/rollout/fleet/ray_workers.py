@@ -1,7 +1,7 @@
 """Workers that are actors on a Ray cluster. This module alone imports ray, when a cluster is needed.
 
-Ray places the actors, says when one is lost, and carries requests, completions and weights. The weights of a version
-are put into its object store once, in parts; the workers of a node share its copy.
+Ray places the actors, restarts those that are lost and asks them again, and carries requests, completions and weights.
+The weights of a version are put into its object store once, in parts; the workers of a node share its copy.
 """
 
 import importlib.util
@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pickle import PicklingError
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from tandemrl.config import ConfigError
 from tandemrl.files import pip_install
-from tandemrl.rollout.engine import Completion, Engine, Request
+from tandemrl.rollout.engine import Completion, Engine, EngineDeadError, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.fleet.engine import Described
-from tandemrl.rollout.fleet.events import INITIAL, Answered, Event, Joined, Loaded, Lost, Unit
-from tandemrl.rollout.fleet.units import Generated, UnitAnswer, WorkerEngine
+from tandemrl.rollout.fleet.engine import TRIES, Weights
+from tandemrl.rollout.fleet.units import Described, Generated, UnitAnswer, WorkerEngine
 
 PART_BYTES = 2**28  # what is copied at once on the way of the weights
 LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
@@ -74,19 +72,14 @@ class RayWorker:
         engine, acting = ray.get(make[0])
         self.own = WorkerEngine(engine(), None if acting is None else acting())
 
-    def describe(self) -> Described:
-        e = self.own.engine
-        junior = e.fingerprint("junior") if e.has_junior else None
-        told = (e.info, e.vocabulary, e.context, e.has_junior, e.policy_version, junior)
-        return Described(*told, acts=self.own.acting is not None)
+    def describe(self) -> tuple[Described, str]:
+        return self.own.described, self.own.process
 
-    def load(self, version: int, parts: Sequence[Any]) -> int:
+    def generate(self, version: int, parts: Sequence[Any], requests: Sequence[Request], turns: bool) -> Generated:
         import ray
 
-        return self.own.load(version, (named for part in parts for named in restored(ray.get(part))))
-
-    def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
-        return self.own.generate(requests, turns)
+        weights = (named for part in parts for named in restored(ray.get(part)))
+        return self.own.generate(version, weights, requests, turns)
 
     def abort(self, keys: Iterable[int] | None) -> None:
         self.own.engine.abort(keys)
@@ -101,12 +94,15 @@ class RayWorkers:
             cluster that Ray's own ``RAY_ADDRESS`` names, as it does within ``ray job submit``, and without it one of
             our own; else the cluster at this address.
         acting: makes what the authors take turns with in a worker. It is pickled, too.
+        timeout_s: a worker that does not start or answer in this time is restarted.
 
     Raises:
         ConfigError: Ray is not installed, no cluster at the address lets us in, or something cannot be pickled.
     """
 
-    def __init__(self, make: Callable[[], Engine], cluster: Cluster, acting: Acting | None = None) -> None:
+    def __init__(
+        self, make: Callable[[], Engine], cluster: Cluster, acting: Acting | None = None, timeout_s: float = 600.0
+    ) -> None:
         address = cluster.address
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or "local"
@@ -115,9 +111,15 @@ class RayWorkers:
             os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by Ray: whoever shares the machine would starve them
         self._ray = require_ray(f"rollout.workers={cluster.workers}")
         self._ours = self._connect(cluster, address)
-        options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        # Two calls at once, so that ``abort`` reaches a worker that generates.
-        self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
+        self._size, self._timeout_s = cluster.workers, timeout_s
+        self._actor = self._ray.remote(
+            num_cpus=1,
+            num_gpus=cluster.gpus,
+            max_restarts=-1,
+            max_task_retries=TRIES - 1,
+            max_concurrency=2,  # so that ``abort`` reaches a worker that generates
+            scheduling_strategy="SPREAD",
+        )(RayWorker)
         try:
             self._make = self._ray.put((make, acting))
         except (TypeError, PicklingError) as error:
@@ -127,9 +129,7 @@ class RayWorkers:
                 f"rollout.workers={cluster.workers}: an engine or environment that was passed cannot be sent to "
                 f"workers: {_why(error.__cause__ or error)}; name one as module:name, or set rollout.workers=0"
             ) from error
-        self._actors: dict[int, Any] = {}
-        self._parts: dict[int, list[Any]] = {INITIAL: []}
-        self._tell: Callable[[Event], None] = lambda event: None
+        self._actors: list[Any] = []
 
     def _connect(self, cluster: Cluster, address: str) -> bool:
         """Connect this process, unless it is. Returns whether it was not."""
@@ -161,59 +161,49 @@ class RayWorkers:
             )
         return True
 
-    def begin(self, tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+    def start(self) -> list[tuple[Described, str]]:
+        threads = torch.get_num_threads()
+        self._actors = [self._actor.remote([self._make], sys.path, threads) for _ in range(self._size)]
+        return [self._result(actor, actor.describe.remote(), tries=1) for actor in self._actors]
 
-    def start(self, number: int) -> None:
-        actor = self._actors[number] = self._actor.remote([self._make], sys.path, torch.get_num_threads())
-        self._then(number, actor.describe.remote(), partial(Joined, number))
+    def ask(self, number: int, weights: Weights, requests: Sequence[Request], turns: bool) -> Generated:
+        actor = self._actors[number]
+        asked = actor.generate.remote(weights.version, weights.stored or [], requests, turns)
+        told: Generated = self._result(actor, asked, tries=TRIES)
+        if isinstance(told.answer, UnitAnswer):
+            own = [[_own(completion) for completion in group] for group in told.answer.completions]
+            told = told._replace(answer=told.answer._replace(completions=own))
+        return told
 
-    def load(self, number: int, version: int) -> None:
-        answer = self._actors[number].load.remote(version, self._parts[version])
-        self._then(number, answer, partial(Loaded, number, version))
+    def _result(self, actor: Any, asked: Any, *, tries: int) -> Any:
+        """What an actor answers. Ray asks it again when it was lost; one that is silent is restarted."""
+        errors = self._ray.exceptions
+        for _ in range(tries):
+            try:
+                return self._ray.get(asked, timeout=self._timeout_s)
+            except errors.GetTimeoutError:
+                self._ray.kill(actor, no_restart=False)
+            except errors.RayError as error:
+                raise EngineDeadError(f"a rollout worker failed: {_why(error)}") from None
+        raise EngineDeadError(f"a rollout worker gave no answer within {self._timeout_s:g} s, {tries} times")
 
-    def generate(self, number: int, unit: Unit, attempt: int, requests: Sequence[Request], turns: bool) -> None:
-        def answered(answer: Generated) -> Event:
-            version, fingerprint, generated = answer
-            if isinstance(generated, UnitAnswer):
-                own = [[_own(completion) for completion in group] for group in generated.completions]
-                generated = generated._replace(completions=own)
-            return Answered(number, unit, attempt, version, fingerprint, generated)
+    def restart(self, number: int) -> None:
+        self._ray.kill(self._actors[number], no_restart=False)
 
-        self._then(number, self._actors[number].generate.remote(requests, turns), answered)
+    def abort(self, keys: Iterable[int] | None) -> None:
+        for actor in self._actors:
+            actor.abort.remote(keys)
 
-    def abort(self, number: int, keys: Iterable[int] | None) -> None:
-        self._actors[number].abort.remote(keys)
+    def put(self, weights: Iterable[tuple[str, Tensor]]) -> list[Any]:
+        return [self._ray.put(part) for part in parts_of(weights, PART_BYTES)]
 
-    def end(self, number: int) -> None:
-        if (actor := self._actors.pop(number, None)) is not None:
+    def end(self) -> None:
+        for actor in self._actors:
             self._ray.kill(actor)
 
-    def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._parts[version] = [self._ray.put(part) for part in parts_of(weights, PART_BYTES)]
-
-    def drop(self, version: int) -> None:
-        del self._parts[version]
-
     def close(self) -> None:
-        self._tell = lambda event: None
-        for number in [*self._actors]:
-            self.end(number)
-        self._parts.clear()
         if self._ours:
             self._ray.shutdown()
-
-    def _then(self, number: int, reference: Any, event: Callable[[Any], Event]) -> None:
-        """Tell the event of a result when it is there, or that the worker is lost."""
-
-        def done(future: Any) -> None:
-            try:
-                told = event(future.result())
-            except Exception as error:
-                told = Lost(number, _why(error))
-            self._tell(told)
-
-        reference.future().add_done_callback(done)
 
 
 def cards_of(cluster: Cluster) -> list[str] | None:

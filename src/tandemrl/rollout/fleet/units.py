@@ -1,5 +1,7 @@
 """What the engine of a worker generates of a unit, and the turns that its authors take with an environment."""
 
+import time
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from tandemrl.rollout.engine import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineInfo,
     Passes,
     Reply,
     Request,
@@ -17,8 +20,27 @@ from tandemrl.rollout.engine import (
     Turn,
 )
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes, Tally
-from tandemrl.rollout.fleet.events import INITIAL
 from tandemrl.types import Transcript
+
+INITIAL = -1
+"""The version of the weights that workers start with."""
+
+
+class Described(NamedTuple):
+    """What the engines of all workers have in common."""
+
+    info: EngineInfo
+    vocabulary: int
+    context: int
+    has_junior: bool
+    policy_version: int
+    """Of the weights that they start with."""
+    senior: int
+    """The fingerprint of these."""
+    junior: int | None
+    """That of the junior."""
+    acts: bool
+    """Whether the workers have an environment to take turns with."""
 
 
 class UnitAnswer(NamedTuple):
@@ -35,8 +57,14 @@ class Generated(NamedTuple):
 
     version: int
     fingerprint: int
-    """Of the weights that it has."""
+    """Of the weights that it has, read back."""
+    described: Described
+    process: str
+    """Another one after each start of the worker."""
     answer: UnitAnswer | EngineError
+    load_s: float
+    """What it took to load the weights; 0 if it had them."""
+    unit_s: float
 
 
 class WorkerEngine:
@@ -47,32 +75,37 @@ class WorkerEngine:
     """
 
     def __init__(self, engine: Engine, acting: EpisodeRunner | None) -> None:
-        self.engine, self.acting = engine, acting
-        self._version, self._fingerprint = INITIAL, 0
+        self.engine, self.acting, self.process = engine, acting, uuid.uuid4().hex
+        self._version, self._fingerprint = INITIAL, engine.fingerprint("senior")
+        junior = engine.fingerprint("junior") if engine.has_junior else None
+        told = (engine.info, engine.vocabulary, engine.context, engine.has_junior, engine.policy_version)
+        self.described = Described(*told, self._fingerprint, junior, acts=acting is not None)
 
-    def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Load weights; ``INITIAL`` are those it has. Returns the fingerprint of the engine's, read back.
+    def generate(
+        self, version: int, weights: Iterable[tuple[str, Tensor]], requests: Sequence[Request], turns: bool
+    ) -> Generated:
+        """Generate a unit with the ``weights`` of this ``version``, which are loaded unless the engine has them.
+
+        Args:
+            turns: whether the authors take turns with the environment. Its episodes begin and end with the unit.
 
         Raises:
-            EngineError: the weights do not fit, or are those that the engine no longer has.
+            EngineError: the weights do not fit, or the engine's process has ended.
         """
-        if version != INITIAL:
+        begun = loaded = time.monotonic()
+        if version != self._version:
+            if version == INITIAL:
+                raise EngineError("a worker does not go back to the weights that it started with")
             self.engine.load_weights(weights, version)
-        elif self._version != INITIAL:
-            raise EngineError("a worker does not go back to the weights that it started with")
-        self._version, self._fingerprint = version, self.engine.fingerprint("senior")
-        return self._fingerprint
-
-    def generate(self, requests: Sequence[Request], turns: bool) -> Generated:
-        """Generate a unit, taking ``turns`` or not. The episodes begin and end with the unit.
-
-        Raises:
-            EngineError: the engine's process has ended.
-        """
+            self._version, self._fingerprint = version, self.engine.fingerprint("senior")
+            loaded = time.monotonic()
         answer = self._answer(requests, self.acting.episodes() if turns and self.acting is not None else None)
-        return Generated(self._version, self._fingerprint, answer)
+        seconds = loaded - begun, time.monotonic() - loaded
+        return Generated(self._version, self._fingerprint, self.described, self.process, answer, *seconds)
 
     def _answer(self, requests: Sequence[Request], episodes: Episodes | None) -> UnitAnswer | EngineError:
+        if not requests:
+            return UnitAnswer([], Passes())
         try:
             completions = self.engine.generate(requests, **turns_with(episodes))
         except EngineDeadError:
