@@ -242,19 +242,6 @@ def test_every_path_that_a_document_names_is_there_and_holds_what_it_names(page:
             assert defined, f"{page}: no {name} in {path}"
 
 
-def test_the_architecture_names_every_module_in_its_folder() -> None:
-    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## The house")[2].partition("\n## ")[0]
-    for line in section.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) != 3 or not (match := re.match(r"`(\w+(?:/\w+)*)/`", cells[1])):
-            continue
-        folder = ROOT / "cli" if match.group(1) == "cli" else HOUSE / match.group(1)
-        modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-        named = set(re.findall(r"`(\w+)`", cells[2]))
-        assert named <= modules | {"data_source", "evaluate", "Score"}, (cells[1], named - modules)
-        assert folder.name == "cli" or modules <= named, (cells[1], modules - named)
-
-
 def test_the_architecture_lists_the_public_names() -> None:
     section = (ROOT / "ARCHITECTURE.md").read_text().partition("## Public names")[2].partition("\n## ")[0]
     names = [name for line in section.splitlines() if line.startswith("|") for name in re.findall(r"`(\w+)`", line)]

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = """
+LAYERS = """
 files selection
 config
 data distributed
@@ -28,8 +28,8 @@ apps.report apps.planning apps.score apps.serve
 apps.experiments apps.play
 cli
 """
-"""Packages, lowest floor first. Imports go down, stay within a package, or go sideways without circles."""
-FLOOR = {f"tandemrl.{name}": i for i, names in enumerate(FLOORS.split("\n")) for name in names.split()}
+"""Packages, lowest layer first. Imports go down, stay within a package, or go sideways without circles."""
+LAYER = {f"tandemrl.{name}": i for i, names in enumerate(LAYERS.split("\n")) for name in names.split()}
 
 
 def package(module: str) -> str:
@@ -65,21 +65,21 @@ def imported(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
                 yield full if full in MODULES else str(node.module)
 
 
-def test_every_package_has_a_floor() -> None:
+def test_every_package_has_a_layer() -> None:
     """At the top there are packages, the facade and what all of them stand on."""
-    assert {package(name) for name in MODULES} - {"tandemrl", "tandemrl.apps"} == FLOOR.keys()
+    assert {package(name) for name in MODULES} - {"tandemrl", "tandemrl.apps"} == LAYER.keys()
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if package(name) in FLOOR])
+@pytest.mark.parametrize("name", [name for name in MODULES if package(name) in LAYER])
 def test_imports_go_down_or_sideways(name: str) -> None:
     own = {other for other in imported(MODULES[name]) if other.split(".")[0] == "tandemrl"}
-    assert {other for other in own if FLOOR.get(package(other), 99) > FLOOR[package(name)]} == set()
+    assert {other for other in own if LAYER.get(package(other), 99) > LAYER[package(name)]} == set()
 
 
 CORE = [
     name
     for name in MODULES
-    if package(name) in FLOOR and not package(name).startswith(("tandemrl.apps.", "tandemrl.cli"))
+    if package(name) in LAYER and not package(name).startswith(("tandemrl.apps.", "tandemrl.cli"))
 ]
 
 
@@ -105,7 +105,7 @@ def test_no_circles() -> None:
     """Neither between modules, imports inside of functions included, nor between packages."""
     modules = {name: {i for i in imported(path) if i in MODULES} for name, path in MODULES.items()}
     del modules["tandemrl"], modules["tandemrl.apps"]
-    packages: dict[str, set[str]] = {one: set() for one in FLOOR}
+    packages: dict[str, set[str]] = {one: set() for one in LAYER}
     for name, others in modules.items():
         packages[package(name)] |= {package(other) for other in others} - {package(name)}
     for graph in (modules, packages):
