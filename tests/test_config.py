@@ -764,6 +764,7 @@ OUTSIDE = {
     "at least 64": ("63",),
     "0 or positive": ("-1",),
     "auto, 0 or positive": ("-1", "many"),
+    "auto, or at least 1": ("0", "-1", "many"),
     "between 0 and 8": ("9", "-1"),
     "0 (off) or above 1": ("1", "0.5", "-1"),
     "positive": ("0", "-1"),
