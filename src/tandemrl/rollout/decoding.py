@@ -455,7 +455,7 @@ class DecodingBatch:
         """
         width, count = block.tokens.shape[1], block.most.minimum(self.limit - self.written)
         if width == 1:  # without a draft, every microsecond counts
-            row = count.nonzero().squeeze(1)
+            row = (count > 0).nonzero().squeeze(1)  # negative where a row waits beyond its limit
             at, stopped = torch.zeros_like(row), self.stops.stop[self.stop_row, block.tokens[:, 0]] & (count > 0)
         else:
             column = torch.arange(width)
