@@ -119,28 +119,30 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_
 
 
 @needs_ray
-def test_a_silent_worker_is_restarted_and_one_that_cannot_start_is_an_error_with_its_cause() -> None:
+def test_a_silent_worker_is_restarted_and_one_that_cannot_start_is_an_error_with_its_cause(tmp_path: Path) -> None:
     import ray
 
     def unable() -> Any:
         raise EngineError("out of memory")
 
-    class Sleeper:
-        def sleep(self, seconds: float) -> str:
-            time.sleep(seconds)
-            return "slept"
+    class Silent:
+        """When it is asked for the first time."""
+
+        def answer(self, asked: str) -> str:
+            if not Path(asked).exists():
+                Path(asked).touch()
+                time.sleep(600)
+            return "here"
 
     workers = RayWorkers(unable, Cluster("local", 1), timeout_s=60.0)
     try:
         with pytest.raises(EngineDeadError, match=r"a rollout worker failed: ActorDiedError: .*out of memory"):
             workers.start()
-        actor = ray.remote(max_restarts=-1, max_task_retries=1)(Sleeper).remote()
-        ray.get(actor.sleep.remote(0))
-        workers._timeout_s = 2.0
-        with pytest.raises(EngineDeadError, match="no answer within 2 s, 2 times"):
-            workers._result(actor, actor.sleep.remote(600), tries=2)
-        workers._timeout_s = 60.0
-        assert workers._result(actor, actor.sleep.remote(0), tries=1) == "slept"
+        workers._timeout_s = 15.0
+        actor = ray.remote(max_restarts=-1, max_task_retries=-1)(Silent).remote()
+        assert workers._result(actor, actor.answer.remote(str(tmp_path / "asked")), tries=9) == "here"
+        with pytest.raises(EngineError, match=r"no answer within 15 s, 1 times"):
+            workers._result(actor, actor.answer.remote(str(tmp_path / "never")), tries=1)
     finally:
         workers.end()
         workers.close()

@@ -68,7 +68,8 @@ class Workers(Protocol):
         """What ``units.WorkerEngine.generate`` of a worker returns.
 
         Raises:
-            EngineDeadError: the worker fails, however often it is restarted.
+            EngineDeadError: the worker fails; after a restart it may be asked again.
+            EngineError: it is silent, however often it is restarted.
         """
         ...
 

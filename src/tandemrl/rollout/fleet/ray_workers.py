@@ -7,6 +7,7 @@ The weights of a version are put into its object store once, in parts; the worke
 import importlib.util
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tandemrl.config import ConfigError
 from tandemrl.files import pip_install
-from tandemrl.rollout.engine import Completion, Engine, EngineDeadError, Request
+from tandemrl.rollout.engine import Completion, Engine, EngineDeadError, EngineError, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet.engine import TRIES, Weights
 from tandemrl.rollout.fleet.units import Described, Generated, UnitAnswer, WorkerEngine
@@ -69,6 +70,7 @@ class RayWorker:
 
         torch.set_num_threads(threads)
         sys.path += [folder for folder in path if folder not in sys.path]  # before what is in them is unpickled
+        self._one = threading.Lock()
         engine, acting = ray.get(make[0])
         self.own = WorkerEngine(engine(), None if acting is None else acting())
 
@@ -79,7 +81,8 @@ class RayWorker:
         import ray
 
         weights = (named for part in parts for named in restored(ray.get(part)))
-        return self.own.generate(version, weights, requests, turns)
+        with self._one:
+            return self.own.generate(version, weights, requests, turns)
 
     def abort(self, keys: Iterable[int] | None) -> None:
         self.own.engine.abort(keys)
@@ -185,7 +188,8 @@ class RayWorkers:
                 self._ray.kill(actor, no_restart=False)
             except errors.RayError as error:
                 raise EngineDeadError(f"a rollout worker failed: {_why(error)}") from None
-        raise EngineDeadError(f"a rollout worker gave no answer within {self._timeout_s:g} s, {tries} times")
+        # Ray might still repeat the task, so it must not be asked for anew.
+        raise EngineError(f"a rollout worker gave no answer within {self._timeout_s:g} s, {tries} times")
 
     def restart(self, number: int) -> None:
         self._ray.kill(self._actors[number], no_restart=False)
