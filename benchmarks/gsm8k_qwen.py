@@ -272,6 +272,7 @@ def _version(name: str) -> str | None:
 def collect(o: argparse.Namespace) -> None:
     """Write the result, from the files in ``--work``."""
     from tandemrl.evals.compare import CompareError, compare, to_json
+    from tandemrl.evals.files import read_samples
 
     held_out, correct = {}, {}
     places = {"base": o.work / "base"} | {
@@ -281,10 +282,9 @@ def collect(o: argparse.Namespace) -> None:
         for phase in PHASES:
             if (file := place / f"{phase}.json").is_file():
                 held_out.setdefault(name, {})[phase] = json.loads(file.read_text())["metrics"]["macro"]
-                samples = [json.loads(line) for line in (place / f"{phase}.samples.jsonl").read_text().splitlines()]
                 marks: dict[str, str] = {}
-                for sample in samples:
-                    marks[sample["arm"]] = marks.get(sample["arm"], "") + str(int(sample["correct"]))
+                for sample in read_samples(place / f"{phase}.samples.jsonl"):
+                    marks[sample.arm] = marks.get(sample.arm, "") + str(int(bool(sample.correct)))
                 correct.setdefault(name, {})[phase] = marks
     contrasts = {}
     for a, b in CONTRASTS:

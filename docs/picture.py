@@ -116,7 +116,8 @@ def main() -> None:
         print(out)
         return
     run, tokenizer_folder = map(Path, sys.argv[1:])
-    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    with open(run / "samples.jsonl", encoding="utf-8") as file:  # texts may hold other line separators than \n
+        lines = [json.loads(line) for line in file]
     last = max(line["step"] for line in lines)
     sample = next(line for line in lines if line["step"] == last and line["reward"] == 1)
     tokenizer = load_tokenizer(tokenizer_folder)

@@ -24,6 +24,12 @@ from torch.distributed import TCPStore
 from runs import FORKED
 
 
+def status(name: str) -> int:
+    """Bytes of this process, such as ``VmRSS`` or, since the last reset, ``VmHWM``, by Linux's account."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
 def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """``function(*args)`` in ``size`` processes; their results by rank, which are pickled.
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from helpers import _build, _common, prompts, qwen3
-from processes import run
+from processes import run, status
 from tandemrl.config import LoraConfig, ParallelConfig
 from tandemrl.distributed.world import World, init_world
 from tandemrl.models.attention import ModelError
@@ -153,15 +153,10 @@ def peak(home: Path, parts: bool) -> tuple[int, int]:
     world = init_world(ParallelConfig(), torch.device("cpu"))
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: freed tensors are given back, gaps are not counted
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
+    before = status("VmRSS")
     model = load_sharded(home, world, **PLAIN) if parts else shard(load_model(home), world, dtype=torch.float32)
     kept = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    return _status("VmHWM") - before, kept
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+    return status("VmHWM") - before, kept
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What a sync holds beside the weights that stay: no process ever has all gathered ones."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from helpers import tokenizer
-from processes import run
+from processes import run, status
 from tandemrl.config import ParallelConfig
 from tandemrl.distributed.world import init_world
 from tandemrl.models.loading import prepare
@@ -43,11 +42,6 @@ def model() -> Any:
     return made
 
 
-def memory(name: str) -> int:
-    [kilobytes] = re.findall(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(kilobytes) * 1024
-
-
 def synced(syncs: int) -> list[int]:
     """Bytes of the peak above what is resident before each sync."""
     world = init_world(ParallelConfig(dp_shard=2), torch.device("cpu"))
@@ -60,9 +54,9 @@ def synced(syncs: int) -> list[int]:
             for parameter in policy.parameters():
                 parameter.mul_(1.01)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-        before = memory("VmRSS")
+        before = status("VmRSS")
         sync_weights(policy, engine, version)
-        above.append(memory("VmHWM") - before)
+        above.append(status("VmHWM") - before)
     return above
 
 

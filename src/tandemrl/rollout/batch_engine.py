@@ -87,9 +87,11 @@ class BatchCall(OpenCall[Row]):
         anything: whether requests of any kind may join later; else those of the first ``submit`` decide.
     """
 
+    engine: BatchEngine
+
     def __init__(self, engine: BatchEngine, *, turns: bool, streams: bool, anything: bool) -> None:
         super().__init__(engine, turns=turns, streams=streams)
-        self._engine, self._anything = engine, anything
+        self._anything = anything
         self._batch: DecodingBatch | None = None
         self._waiting: list[Row] = []
         self._inside: set[int] = set()
@@ -101,13 +103,13 @@ class BatchCall(OpenCall[Row]):
 
     def close(self) -> None:
         if self._batch is not None:
-            self._engine.passes = self._batch.passes
+            self.engine.passes = self._batch.passes
             self._batch.close()
-        self._engine.closed(self)
+        self.engine.closed(self)
 
     @torch.inference_mode()
     def submit(self, requests: Sequence[Request]) -> list[int]:
-        engine = self._engine
+        engine = self.engine
         for i, request in enumerate(requests):
             engine.check(i, request)
         pairs = [(request, key) for request in requests for key in request.keys]
@@ -174,7 +176,7 @@ class BatchCall(OpenCall[Row]):
 
     def _join(self, batch: DecodingBatch) -> None:
         """Let rows into the batch: those with an answer before new ones, so that what has begun comes to its end."""
-        most = self._engine.max_rows
+        most = self.engine.max_rows
         if self._ready and (places := most - int(batch.live.sum())):
             back, self._ready = self._ready[:places], self._ready[places:]
             batch.resume(back)
@@ -194,7 +196,7 @@ class BatchCall(OpenCall[Row]):
     def _room(self) -> int:
         """How many more rows may be decoded or wait between two turns."""
         rows = 0 if self._batch is None else len(self._batch.rows)
-        return 2 * self._engine.max_rows - rows - len(self._awaited) - len(self._ready)
+        return 2 * self.engine.max_rows - rows - len(self._awaited) - len(self._ready)
 
     def _turn(self, batch: DecodingBatch, row: Row) -> Turn:
         """The ended turn of a row, which waits for an answer from now on."""
