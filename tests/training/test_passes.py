@@ -33,10 +33,10 @@ def test_the_line_of_a_step_tells_the_acceptance() -> None:
 def test_passes_of_rollouts_in_flight_are_kept() -> None:
     channels = (np.array([4], dtype=np.int64), np.array([1], dtype=np.int8), np.zeros(1, dtype=np.float32))
     batch = CompletionBatch([], [[Completion(7, *channels, "eos")]], Draws(3, 1), Passes(5, 4, 3, 2, 1))
-    nothing: Any = None
+    engine: Any = object()  # which nobody asks
 
     def rollouts_of() -> AsyncRollouts:
-        return AsyncRollouts(lambda: [], lambda engine, step, examples: batch, [], nothing, lambda: lambda _: {})
+        return AsyncRollouts(lambda: [], lambda *asked: batch, [], engine, lambda: lambda _: {})
 
     with rollouts_of() as rollouts:
         rollouts.start_until(2, 2)
