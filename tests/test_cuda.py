@@ -211,6 +211,16 @@ def test_every_knob_of_a_gpu_trains(name: str, tiny_pair: Path, tmp_path: Path) 
     assert all(line.get("mismatch/mean_abs", 0.0) <= limit for line in metrics(out))
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("extra", [(), ("rollout.vllm.sleep=true",), ("rollout.vllm.multiprocess=true",)])
+def test_a_run_on_vllm_passes_its_gates(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
+    """Weights go in and are read back after each step, the junior replays; asleep between rollouts, by handles."""
+    pytest.importorskip("vllm.version", reason="needs the vllm extra")
+    given = ["model.device=cuda", "model.dtype=bfloat16", "rollout.engine=vllm", "train.eval_every=0", *extra]
+    run_elsewhere(tiny_pair, tmp_path, *given)
+    assert all(line["mismatch/mean_abs"] <= 2e-2 for line in metrics(tmp_path))
+
+
 NEED_MORE = ("verified", "legibility")
 """Phases for which more must be given: a judge, readers."""
 

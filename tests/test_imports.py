@@ -1,7 +1,6 @@
 """The architecture as a test: modules have layers, imports go down or sideways without cycles, start-up is light."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -200,88 +199,3 @@ def test_the_facade_is_made_of_functions_and_values() -> None:
     assert ["__version__", *aliases] == tandemrl.__all__  # no line of the stub escapes the facade
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert {"py.typed", "*.pyi"} <= set(settings["package-data"]["tandemrl"])  # and both are installed
-
-
-@pytest.mark.slow  # `make test-core` collects them so, too
-def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
-    """Neither vLLM nor what only comes with it may be needed before a test is skipped; a folder of tests is no vLLM."""
-    tests = str(ROOT / "tests" / "rollout")
-    (tmp_path / "core.py").write_text(
-        "import sys\n"
-        "from importlib.machinery import PathFinder\n"
-        "class Core:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name in ('cloudpickle', 'fastapi'):\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        f"        return PathFinder.find_spec(name, [{tests!r}]) if name == 'vllm' else None\n"
-        "sys.meta_path.insert(0, Core())\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "core",
-        "--collect-only",
-        "-q",
-        "-m",
-        "not vllm",
-        "tests/rollout/vllm",
-        "tests/apps/serve",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    collected = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert collected.returncode in (0, 5), collected.stdout  # 5: everything is skipped or deselected
-
-
-CHECKED = """
-import tandemrl
-from tandemrl import {names}
-
-settings: tandemrl.Config = load("quickstart")
-tandemrl.train(settings, reward=lambda row, text: Score(1.0, {{"acc": 1.0}}, None))
-every = [{qualified}]
-"""
-UNCHECKED = """
-import tandemrl
-from tandemrl import Scroe
-tandemrl.trian
-tandemrl.load(3)
-tandemrl.train(tandemrl.load(), reward=3)
-"""
-
-
-def test_a_user_s_script_is_type_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mypy import api
-
-    import tandemrl
-
-    names = [name for name in tandemrl.__all__ if name != "__version__"]
-    (tmp_path / "right.py").write_text(
-        CHECKED.format(names=", ".join(names), qualified=", ".join(f"tandemrl.{name}" for name in tandemrl.__all__))
-    )
-    (tmp_path / "wrong.py").write_text(UNCHECKED)
-    outside = [
-        f"[mypy-{name}.*]\nfollow_imports = skip\nignore_missing_imports = true\n"
-        for name in (
-            "torch",
-            "transformers",
-            "numpy",
-            "scipy",
-            "matplotlib",
-            "yaml",
-            "sympy",
-            "mpmath",
-            "vllm",
-            "rich",
-        )
-    ]
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n" + "".join(outside))
-    monkeypatch.setenv("MYPYPATH", str(ROOT / "src"))
-    options = [f"--config-file={tmp_path}/mypy.ini", f"--cache-dir={tmp_path}/cache", "--follow-imports=silent"]
-    report, errors, _ = api.run([*options, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")])
-    assert not errors
-    lines = [line.removeprefix(f"{tmp_path}/") for line in report.splitlines() if ": error: " in line]
-    assert [line.split(": error: ")[0] for line in lines] == [f"wrong.py:{line}" for line in (3, 4, 5, 6)], report
-    assert 'no attribute "Scroe"' in lines[0]
-    assert 'no attribute "trian"' in lines[1]

@@ -4,7 +4,6 @@
 """
 
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -97,166 +96,33 @@ def execute(name: str, runs: Path, patch: pytest.MonkeyPatch) -> dict[str, str]:
     return said
 
 
+TRAINED = {
+    "01_selection_strategy": ["relay"],
+    "02_loss": ["loss/grpo", "loss/soft_gate"],
+    "03_read_a_run": ["read"],
+    "04_paper_claims": [],
+    "05_reward": ["reward/right_and_short"],
+    "06_environment": ["environment"],
+}
+"""The runs of each notebook."""
+
+
 @pytest.mark.slow
-def test_a_strategy_is_written_checked_and_trained_with(
-    runs: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = execute(NAMES[0], runs, monkeypatch)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs(name: str, runs: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(name, runs, monkeypatch)
     manifest = "manifest.json"
     assert (runs / "tiny" / manifest).read_text() == (tiny_pair / manifest).read_text()  # not built again
-    assert "background: #0072b2" in said["rollout"]  # the senior's words
-    assert "text-decoration: underline" in said["rollout"]  # and the junior's
-    assert "every author as replayed" in said["replay"]
-    assert "forged: completion" in said["replay"]
-    assert "token 3 is recorded" in said["replay"]
-    shares = re.findall(r"p (\S+): senior's share (\S+) ± (\S+), same texts: (\w+)", said["share"])
-    assert [p for p, *_ in shares] == ["0.10", "0.25", "0.50", "0.75", "0.90"]
-    for p, share, two_errors, same in shares:
-        assert abs(float(share) - float(p)) <= 2 * float(two_errors)  # four standard errors
-        assert same == "True"
-    steps = metrics(runs / "relay")
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    assert steps[0]["tandem/senior_frac"] > steps[-1]["tandem/senior_frac"]  # the schedule goes from 0.9 to 0.5
-    assert all("<image>" in said[cell] for cell in ("picture", "share", "train"))
-
-
-@pytest.mark.slow
-def test_a_loss_is_written_checked_by_hand_and_trained(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = execute(NAMES[1], runs, monkeypatch)
-    rows = [line.split() for line in said["toy"].splitlines()[1:]]
-    assert [who for who, *_ in rows] == ["prompt", "senior", "junior", "senior", "prompt", "junior", "senior", "senior"]
-    for who, *values in rows:
-        at_0, by_hand_0, at_1, by_hand_1 = map(float, values)
-        assert (at_0, at_1) == pytest.approx((by_hand_0, by_hand_1), abs=1e-4)
-        assert (at_0 != 0, at_1 != 0) == (who == "senior", who != "prompt")
-    assert float(said["split"].rpartition(":")[2]) < 1e-6
-    assert all("<image>" in said[cell] for cell in ("curves", "plots"))
-
-    grpo, soft = (metrics(runs / "loss" / name) for name in ("grpo", "soft_gate"))
-    assert grpo[0]["reward/mean"] == soft[0]["reward/mean"] > 0  # the same texts, and something to learn from
-    assert {step["updates"] for step in grpo + soft} == {2.0}
-    assert all(step["clip_fraction"] == 0 for step in soft)  # it has no range to leave
-    weights = [(runs / "loss" / name / "hf/step_3/model.safetensors").read_bytes() for name in ("grpo", "soft_gate")]
-    assert weights[0] != weights[1]
-
-
-@pytest.mark.slow
-def test_a_run_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = execute(NAMES[2], runs, monkeypatch)
-    seen = re.search(
-        r"(\d+) of (\d+) draws are the senior's: (\S+)\n.*?(\S+)σ away; in metrics.jsonl: (\S+)", said["gates"]
-    )
-    assert seen is not None
-    senior, total, share, sigmas, recorded = map(float, seen.groups())
-    assert (share, recorded) == pytest.approx((senior / total, senior / total), abs=1e-4)
-    assert abs(sigmas) < 6
-    assert "gate: " in said["gates"]
-    assert "selection.prob_senior is 0.9" in said["gates"]
-    assert "‹" in said["samples"]
-
-    file, samples = (line.partition(":")[2].strip() for line in said["evaluation"].splitlines()[:2])
-    macro = json.loads((runs / "read/eval/tandem/pass-at-k.json").read_text())["metrics"]["macro"]
-    assert file == samples
-    assert file == "pass@1 {pass@1:.4f} [{pass@1/low:.4f}, {pass@1/high:.4f}]".format(**macro)
-    assert "| handoff | senior_first/pass@1 |" in said["compare"]
-    assert "One seed" in said["report"]
-    assert "</html>" in (runs / "read" / "report.html").read_text()
-    assert all("<image>" in said[cell] for cell in ("metrics", "evaluation", "compare"))
-
-
-@pytest.mark.slow
-def test_the_claims_are_shown_and_a_small_run_is_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = execute(NAMES[3], runs, monkeypatch)
-    assert "Blorp" in said["languages"]
-    full = json.loads((NOTEBOOKS.parent / "docs" / "paper_claims_jargon.json").read_text())
-    titles = {"grpo": "GRPO", "kl": "KL-regularised GRPO", "tandem": "tandem GRPO", "base": "before training"}
-    for arm, title in titles.items():
-        values = [row["solo/pass@1"] for row in full["rows"] if row["arm"] == arm]
-        assert len(values) == 5
-        assert f"| {title} | {sum(values) / 5:.3f} [" in said["table"]
-    assert f"at commit {full['evaluated_by'][0]['git_revision'][:7]}, seeds [0, 1, 2, 3, 4]" in said["table"]
-    assert said["claims"].startswith(f"{len(full['claims'])} claims")
-    assert said["claims"].count("| holds |") == [claim["verdict"] for claim in full["claims"]].count("holds") > 0
-
-    small = json.loads((runs / "paper-claims" / "results.json").read_text())
-    arms = ["base", "grpo", "tandem"]
-    assert [row["arm"] for row in small["rows"]] == arms
-    for row in small["rows"]:
-        assert f"| {titles[row['arm']]} | {row['solo/pass@1']:.3f} [" in said["run"]
-    assert all(f"<b>{arm}</b>" in said["texts"] for arm in arms)
-    assert "<image>" in said["plots"]
-
-
-@pytest.mark.slow
-def test_a_reward_is_written_weighed_and_trained_with(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = execute(NAMES[4], runs, monkeypatch)
-    assert [line.split()[-2:] for line in said["reward"].splitlines()] == [
-        ["0.920", "1.0"],  # of 16 characters
-        ["0.920", "0.5"],
-        ["0.970", "0.0"],
-    ]
-    assert [line[36:] for line in said["sum"].splitlines()] == [
-        "1.4600 = 1 + 0.5 * 0.9200",
-        "1.4175 = 1 + 0.5 * 0.8350",  # of 33 characters
-        "0.4600 = 0 + 0.5 * 0.9200",
-    ]
-    assert said["refused"].count("refused: ") == 3
-    assert "did you mean synthetic/plain?" in said["refused"]
-    assert "did you mean brevity?" in said["refused"]
-    assert "reward broken, row a: expected a finite number" in said["refused"]
-    for step in metrics(runs / "reward" / "right_and_short"):
-        assert step["reward/mean"] == pytest.approx(step["reward/boxed"] + 0.5 * step["reward/brevity"])
-        assert 0 < step["reward/brevity"] < 1
-    assert "<image>" in said["plots"]
-
-
-@pytest.mark.slow
-def test_an_environment_is_written_tried_and_trained_in(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = execute(NAMES[5], runs, monkeypatch)
-    assert list(json.loads(said["tool"])) == ["left", "sign", "right"]
-    assert said["call"].splitlines() == [
-        "8 | state {'sums': 1} | over False",
-        "Error: times is neither plus nor minus | state {} | over False",
-        "Error: argument 'left' of calculate must be integer | state {} | over False",
-        "Error: a <tool_call> is not closed by </tool_call> | state {} | over False",
-        "| state {} | over True",
-    ]
-    assert said["environment"].splitlines() == [
-        "First 5 plus 3 is 9. → 5 plus 3 is 8. What is 5 plus 3? | over False",
-        "First 5 plus 3 is 8. → | over True",
-    ]
-    for step in metrics(runs / "environment"):
-        assert 1 < step["env/turns"] <= 3
-        assert 0 < step["env/wrong_sums"] <= step["env/turns"]
-    turns = re.search(r"(\d) turns, tokens of the junior (\d+), senior (\d+)", said["episode"])
-    assert turns is not None
-    assert said["episode"].count("assistant: ") == int(turns[1]) > 1
-    assert min(int(turns[2]), int(turns[3])) > 0
-    assert "<image>" in said["plots"]
-
-
-def test_these_are_all_notebooks() -> None:
-    assert sorted(path.name for path in NOTEBOOKS.iterdir() if not path.name.startswith(".")) == [
-        f"{name}.ipynb" for name in NAMES
-    ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_cells_of_a_notebook(name: str) -> None:
-    notebook = load(name)
-    nbformat.validate(notebook)
-    assert notebook.metadata.kernelspec.name == "python3"
-    assert set(notebook.metadata) == {"kernelspec", "language_info", "executed"}
-    assert set(notebook.metadata.language_info) == {"name"}  # a version would change with every editor
-    assert 8 <= len(notebook.cells) <= 15
-    for cell in notebook.cells:
-        assert not cell.metadata
-        assert not ABSOLUTE_PATH.search(cell.source), f"{cell.id}: an absolute path"
-    first = notebook.cells[0]
-    assert first.cell_type == "markdown"
-    assert re.match(r"# \d\. .*\n\nYou will see ", first.source), "the first sentence says what there is to see"
-    settings = [cell.id for cell in notebook.cells if "os.environ" in cell.source]
-    assert settings == ["settings"] == [cell.id for cell in notebook.cells if cell.cell_type == "code"][:1]
+    assert any("<image>" in text for text in said.values())
+    for run in TRAINED[name]:
+        assert [step["step"] for step in metrics(runs / run)][:3] == [1, 2, 3]
+    if name == "01_selection_strategy":
+        assert "every author as replayed" in said["replay"]
+        assert "forged: completion" in said["replay"]
+    if name == "02_loss":  # library and NumPy, token by token
+        for _, *values in (line.split() for line in said["toy"].splitlines()[1:]):
+            at_0, by_hand_0, at_1, by_hand_1 = map(float, values)
+            assert (at_0, at_1) == pytest.approx((by_hand_0, by_hand_1), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

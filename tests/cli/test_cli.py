@@ -1,6 +1,5 @@
 """The command line: what it hands on, what it prints, and that bad input is one line and exit code 2."""
 
-import contextlib
 import copy
 import json
 import os
@@ -9,8 +8,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tandemrl.cli.main import app
-from tandemrl.config import Config
 
 
 def run(*arguments: str) -> Result:
@@ -60,30 +56,6 @@ def test_help_lists_the_commands() -> None:
     assert run("--version").output.startswith("tandemrl 0.")
 
 
-@pytest.mark.parametrize("group", [(), ("eval",), ("data",), ("model",)])
-def test_help_says_of_every_command_a_whole_sentence_in_80_columns(group: tuple[str, ...]) -> None:
-    lines = CliRunner().invoke(app, [*group, "--help"], terminal_width=80).output.splitlines()
-    commands = lines[lines.index("Commands:") + 1 :]
-    assert commands
-    assert [line for line in commands if line.endswith("...") or len(line) > 80] == []
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_a_dry_run_says_fits_a_terminal_and_stays_whole_elsewhere(
-    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    with contextlib.suppress(SystemExit):
-        app(["train", "--config", "gsm8k_tandem", "--dry-run"])
-    _, plan = capsys.readouterr().out.split("\nbatch plan per step: ")
-    lines = plan.splitlines()
-    assert any(line.startswith("PROBLEM      data.train: ") for line in lines)
-    assert any(line.startswith(" " * 13) for line in lines) == terminal  # a check that takes more than a line
-    assert all(len(line) <= 80 or " " not in line.strip() for line in lines) == terminal
-
-
 @pytest.mark.parametrize("name", ["quickstart", "gsm8k_tandem", "deepscaler_tandem", "deepscaler_grpo_g16"])
 def test_dry_run_prints_the_resolved_config_and_the_plan(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,36 +69,6 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
     (tmp_path / "shown.yaml").write_text(yaml)
     assert load(tmp_path / "shown.yaml") == load(name, ["train.steps=7"])
     assert plan.startswith("16 prompts -> ")
-
-
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("countdown", "8 prompts -> 64 rollouts -> 4 update(s)\n    an update: 16 sequences, each <= 1152 tokens"),
-        ("eurus", "256 prompts -> 256 rollouts -> 2 update(s)\n    an update: 128 sequences, each <= 33792 tokens"),
-    ],
-)
-def test_dry_run_of_the_published_single_model_runs(name: str, plan: str) -> None:
-    result = run("train", "--config", name, "--dry-run")
-    assert f"batch plan per step: {plan}" in result.output
-
-
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("rrm_train", "128 prompts -> 1024 rollouts -> 1 update(s)\n    an update: 1024 sequences, each <= 12048"),
-        ("rrm_policy", "512 prompts -> 4096 rollouts -> 8 update(s)\n    an update: 512 sequences, each <= 5120"),
-    ],
-)
-def test_dry_run_of_the_rubric_configs(name: str, plan: str) -> None:
-    result = run("train", "--config", name, "model.senior=an-sft-model", "train.steps=3", "judge.url=null", "--dry-run")
-    assert f"batch plan per step: {plan}" in result.output
-
-
-def test_a_config_key_typed_as_an_option_is_told_apart() -> None:
-    result = run("train", "--config", "quickstart", "--train.steps", "3")
-    assert result.exit_code == 2
-    assert "config keys are given without dashes: train.steps=VALUE" in " ".join(result.output.split())
 
 
 def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,16 +248,6 @@ def test_a_profile_replaces_the_sampling_of_a_config(monkeypatch: pytest.MonkeyP
     assert "eval.profile=paper: must be custom with eval.max_tokens=9" in result.output
 
 
-def test_eval_needs_no_samples_of_an_evaluation_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.evals
-
-    evaluate = Recorder({"pass-at-k": RESULT})
-    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
-    result = run("eval", "pass-at-k", "--model", "M", "--data", "a", "--samples", "8", "--k", "8")
-    assert result.exit_code == 0, result.output
-    assert evaluate.arguments[0].eval.k == (8,)
-
-
 def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
@@ -335,83 +267,6 @@ def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytes
     assert not any("problems" in line for line in lines)
     assert any(line.startswith("left out: verified needs a judge; give judge.url=") for line in lines)
     assert "left out: tandem needs a junior" in run("eval", "all", "--model", "M", "--data", "a").output
-
-
-def test_the_table_of_a_phase_has_rounds_only_where_both_wrote() -> None:
-    from tandemrl.cli.evaluate import metrics_table
-
-    def names(**rounds: float) -> list[str]:
-        macro = {"pass@1": 0.5} | {
-            f"{arm}/{name}": value for arm, value in rounds.items() for name in ("rounds", "length")
-        }
-        macro |= {f"{arm}/above_150_rounds": 0 for arm in rounds}
-        table = metrics_table("t", {"macro": macro, "by_set": {"set": macro}})
-        return [str(cell) for cell in table.columns[0].cells]
-
-    assert names(one=1.0, both=3.5) == ["pass@1", "one/length", "both/rounds", "both/length", "both/above_150_rounds"]
-
-
-def test_eval_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.evals
-
-    def evaluate(config: Config, **keywords: Any) -> dict[str, Any]:
-        keywords["progress"]("tandem: tokens", 1500, 3000)
-        return {"tandem": RESULT}
-
-    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    result = run("eval", "tandem", "--model", "M", "--junior", "J", "--data", "a")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"tandem: tokens.*1,500 of 3,000", result.stderr)
-    assert "1,500" not in result.stdout
-
-
-@pytest.mark.parametrize("command", ["eval", "model", "experiment"])
-def test_what_takes_minutes_says_where_it_is_without_a_terminal(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import tandemrl.apps.experiments.experiment
-    import tandemrl.apps.experiments.tiny
-    import tandemrl.cli.heartbeat
-    import tandemrl.evals
-
-    @contextmanager
-    def beats_once_at_the_end(say: Callable[[str], None], line: Callable[[], str]) -> Iterator[None]:
-        yield
-        say(f"7 s: {line()}")
-
-    monkeypatch.setattr(tandemrl.cli.heartbeat, "heartbeat", beats_once_at_the_end)
-    arguments = {
-        "eval": ["eval", "tandem", "--model", "M", "--junior", "J", "--data", "a"],
-        "model": ["model", "tiny", "--out", str(tmp_path / "tiny")],
-        "experiment": ["experiment", "quickstart", "--out", str(tmp_path)],
-    }
-    record = tmp_path / "jargon" / "seed-0" / "grpo" / "metrics.jsonl"
-
-    def evaluate(config: Config, **keywords: Any) -> dict[str, Any]:
-        keywords["progress"]("tandem: tokens", 1500, 3000)
-        return {"tandem": RESULT}
-
-    def build(out: Path, **keywords: Any) -> dict[str, Any]:
-        keywords["progress"](5, 20, 0.25)
-        return {"parameters": 1, "vocab_size": 2, "base": {}}
-
-    def experiment(*_: Any, **__: Any) -> dict[str, Any]:
-        record.parent.mkdir(parents=True)
-        record.write_text('{"step": 11}\n{"step": 12}\n')
-        return {"claims": []}
-
-    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
-    monkeypatch.setattr(tandemrl.apps.experiments.tiny, "build_tiny_pair", build)
-    monkeypatch.setattr(tandemrl.apps.experiments.experiment, "run_experiment", experiment)
-    result = run(*arguments[command])
-    assert result.exit_code == 0, result.output
-    expected = {
-        "eval": "tandem: tokens: 1,500 of 3,000",
-        "model": "warm start of the plain pair: step 5 of 20, loss 0.250, about 0 s left",
-        "experiment": "last written: jargon/seed-0/grpo/metrics.jsonl, step 12",
-    }
-    assert f"7 s: {expected[command]}\n" in result.output
 
 
 def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,18 +446,6 @@ def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "solo/pass@1 0.5" in result.output
 
 
-def test_a_bar_says_when_a_built_pair_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.apps.experiments.tiny
-
-    def build(out: Path, **keywords: Any) -> dict[str, Any]:
-        keywords["progress"](20, 20, 0.25)
-        return {"parameters": 1, "vocab_size": 2, "base": {}}
-
-    monkeypatch.setattr(tandemrl.apps.experiments.tiny, "build_tiny_pair", build)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "warm start of the plain pair, measuring what it can do" in run("model", "tiny", "--out", "x").output
-
-
 def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     from tandemrl.cli import check
 
@@ -654,19 +497,6 @@ def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, packag
     monkeypatch.setitem(sys.modules, "tandemrl.rollout.vllm", None)
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: {package}"), result.output
-
-
-@pytest.mark.parametrize(
-    ("version", "tested"), [("0.32.0", True), ("0.27.1", True), ("0.27.1+cu130", True), ("0.31.0", False)]
-)
-def test_check_names_the_tested_versions_of_vllm_beside_another_one(
-    monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
-) -> None:
-    from tandemrl.cli import check
-
-    monkeypatch.setattr(check, "_version", {"vllm": version}.get)
-    monkeypatch.setattr(check, "_import_error", lambda module: None)
-    assert ("tested with 0.32.0, 0.27.1: pip install" in check._vllm().remedy) == (not tested)
 
 
 def test_check_holds_a_tokenizer_against_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Lines where there is no bar."""
 
 import json
-import re
 import threading
 from pathlib import Path
 
@@ -24,20 +23,6 @@ def test_lines_come_while_the_body_runs_and_end_with_it() -> None:
         assert second.wait(60)
     assert lines[:2] == ["0 s: at 0", "0 s: at 1"]
     assert threading.active_count() == before
-
-
-def test_a_file_that_goes_while_it_is_looked_at_ends_nothing() -> None:
-    tries: list[int] = []
-    said = threading.Event()
-
-    def line() -> str:
-        tries.append(len(tries))
-        if len(tries) == 1:
-            raise FileNotFoundError("step_3")
-        return "on"
-
-    with heartbeat(lambda text: said.set(), line, every_s=0.001):
-        assert said.wait(60)
 
 
 def test_the_newest_file_says_where_an_experiment_is(tmp_path: Path) -> None:
@@ -76,32 +61,3 @@ def test_the_time_left_follows_the_recent_steps(times: list[float], left: str, t
     lines = [json.dumps({"step": step, "time/step": seconds}) for step, seconds in enumerate(times, 1)]
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "ti']))
     assert last_written(tmp_path) == f"last written: word_problems/seed-0/weak/metrics.jsonl, {left}"
-
-
-def test_a_warm_start_says_what_is_built_how_far_it_is_and_how_long_it_takes(tmp_path: Path) -> None:
-    from tandemrl.apps.experiments.experiment import Job, _building
-
-    home = tmp_path / "jargon" / "seed-3"
-    with _building(home, Job("jargon", 3)) as progress:
-        progress(1, 100, 5.0)
-        assert re.fullmatch(
-            r"building the jargon pair of seed 3: step 1 of 100, loss 5\.000, about \d+ s left", last_written(tmp_path)
-        )
-        progress(2, 100, 4.0)  # at most once a second
-        assert "step 1 of 100" in last_written(tmp_path)
-        progress(100, 100, 1.0)
-        assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
-    assert last_written(tmp_path) == "building the models"
-
-
-def test_the_time_left_of_a_warm_start_follows_its_recent_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandemrl.apps.experiments import warm_start
-
-    now = [0.0]
-    monkeypatch.setattr(warm_start.time, "monotonic", lambda: now[0])
-    pace = warm_start.Pace()
-    for took in [50.0, *[4.0] * 3, *[1.0] * 4, 9.0]:
-        now[0] += took
-        times = pace.times()
-    assert times == [1.0, 1.0, 1.0, 1.0, 9.0]
-    assert warm_start.progress_line(9, 49, 1.0, times) == "step 9 of 49, loss 1.000, about 40 s left"
