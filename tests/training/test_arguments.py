@@ -1,9 +1,6 @@
 """What is passed to ``train`` in Python: its short forms work, and what cannot work is refused before any weight."""
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +14,10 @@ from tandemrl.cli.errors import one_line
 from tandemrl.config import ConfigError, FunctionRecord, load
 from tandemrl.config.compatibility import check
 from tandemrl.config.schema import FunctionsConfig
-from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip, try_recipe
-from tandemrl.rollout.signatures import signature
-from tandemrl.selection import Strategy, annealed, before_word, bernoulli, chunk, linear, solo, try_strategy
+from tandemrl.selection import Strategy, annealed, bernoulli, chunk, linear, solo, try_strategy
 from tandemrl.selection.strategies import turn
-from tandemrl.training.arguments import accept, tried_recipe, try_strategies
+from tandemrl.training.arguments import tried_recipe, try_strategies
 from tandemrl.training.loop import train
 from tandemrl.types import Batch, Totals
 
@@ -162,22 +157,6 @@ def test_a_key_that_the_recipe_does_not_read_is_refused(overrides: list[str], me
         tried_recipe(None, load(overrides=[*overrides, "loss.normalise_by=response"]))
 
 
-def test_the_keys_of_a_mean_and_of_importance_sampling_go_with_them() -> None:
-    for more in (["loss.reduction=sequence_mean_token_mean", "loss.importance=token"], ["train.async_steps=1"]):
-        settings = load(overrides=["loss.normalise_by=response", "loss.importance_cap=3", *more])
-        assert tried_recipe(None, settings).importance_cap == 3
-
-
-def test_a_recipe_s_name_in_the_config_says_nothing_beside_one_that_is_passed() -> None:
-    settings = load(overrides=["train.mini_batch_prompts=8"])
-    unpaired = replace(settings.rollout, group_size=1)
-    with_critic = replace(settings, functions=OWN, model=replace(settings.model, critic="x"), rollout=unpaired)
-    check(with_critic)
-    assert tried_recipe(RECIPES["ppo"]._replace(whiten=False), with_critic).advantage is None
-    alone = replace(settings, functions=OWN, rollout=unpaired)
-    assert tried_recipe(GRPO._replace(advantage=lambda rewards, groups: rewards - 0.5), alone).advantage is not None
-
-
 def test_a_custom_recipe_without_a_ratio_gets_no_second_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "my_rloo.py").write_text(
         "from tandemrl.losses import RECIPES\nmine = RECIPES['rloo']._replace(name='mine')\n"
@@ -299,50 +278,6 @@ def test_the_strategy_of_a_later_step_is_tried_too_as_long_as_there_is_time(monk
     assert try_strategies(at_five, 9, 100) == 2
 
 
-def test_names_and_a_bare_strategy_are_accepted() -> None:
-    named, recipe, strategy, _ = accept(load(), "rloo", "sentence")
-    assert (named.loss.recipe, named.selection.strategy, recipe, strategy) == ("rloo", "sentence", None, None)
-    every = accept(load(), None, GOOD).strategy
-    assert every is not None
-    assert every(7) is GOOD
-    same: Callable[[float], Any] = lambda p: accept(load(), None, bernoulli(p))[2]  # noqa: E731
-    assert signature(same(0.5)) == signature(same(0.5)) != signature(same(0.4))
-    with pytest.raises(ConfigError, match=r"loss\.clip_low=0\.1: must be null with rloo"):
-        accept(load(overrides=["loss.clip_low=0.1"]), "rloo", None)
-    with pytest.raises(ConfigError, match=re.escape("config='quickstart' is a str; pass load('quickstart')")):
-        train("quickstart")  # type: ignore[arg-type]
-
-
-def test_functions_that_close_over_strategies_are_told_apart() -> None:
-    def fixed(strategy: Strategy) -> Callable[[int], Strategy]:
-        return lambda step: strategy
-
-    for make in (fixed, lambda s: annealed(partial(bernoulli), linear(1.0, 0.5 if s.init is GOOD.init else 0.4, 9))):
-        assert signature(make(GOOD)) == signature(make(GOOD)) != signature(make(bernoulli(0.5)))
-
-
-def test_functions_that_differ_in_a_collection_a_table_or_an_object_are_told_apart() -> None:
-    class Weighted:
-        def __init__(self, weight: float) -> None:
-            self.weight = weight
-
-        def __call__(self, row: Row, text: str) -> float:
-            return self.weight * len(text)
-
-    def by_default(weight: float) -> Callable[..., Any]:
-        return lambda row, text, weights=(1.0, weight): sum(weights)
-
-    def by_closure(weight: float) -> Callable[..., Any]:
-        weights = {"brevity": [weight]}
-        return lambda row, text: weights
-
-    def by_table(weight: float) -> Strategy:
-        return before_word(0.5, torch.arange(10) < weight)
-
-    for make in (Weighted, by_default, by_closure, by_table, lambda w: Weighted(w).__call__, lambda w: {w}):
-        assert signature(make(2.0)) == signature(make(2.0)) != signature(make(3.0))
-
-
 def test_a_run_with_a_bare_strategy_and_a_recipe_s_name(tiny_pair: Path, tmp_path: Path) -> None:
     settings = config(tiny_pair, tmp_path, "train.steps=1", "train.eval_every=0", "train.save_every=1")
     out = train(settings, recipe="dr_grpo", strategy=bernoulli(0.9), quiet=True)
@@ -354,7 +289,3 @@ def test_a_run_with_a_bare_strategy_and_a_recipe_s_name(tiny_pair: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"functions\.strategy") as raised:
         train(stored, strategy=bernoulli(0.1), quiet=True)
     assert one_line(raised.value)
-
-
-def test_a_recipe_is_a_recipe() -> None:
-    assert isinstance(accept(load(), GRPO, None)[1], Recipe)

@@ -2,9 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,14 +11,10 @@ import torch
 from runs import SMALL, assert_same_run, config, kill, metrics, samples
 from tandemrl.losses import RECIPES
 from tandemrl.rollout import collect
-from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Completion, Draws, Passes
-from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.training import async_rollouts
 from tandemrl.training.arguments import resolve_recipe
-from tandemrl.training.async_rollouts import AsyncRollouts, first_within, remember, writer_mismatch
+from tandemrl.training.async_rollouts import remember, writer_mismatch
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import storage as checkpoint
 from tandemrl.training.gates import TrainError
@@ -137,51 +131,3 @@ def test_the_weights_that_wrote_are_taken_back_for_a_moment(tiny_pair: Path, tmp
     juniors = [[dataclasses.replace(c, author=np.minimum(c.author, 0)) for c in g] for g in written.completions[:3]]
     late = written._replace(completions=[*juniors, written.completions[3]])  # beyond the budget of the first rollouts
     assert writer_mismatch(setup, models.policy, late)["mismatch/writer_mean_abs"] > 1e-3
-
-
-def test_the_sample_is_dealt_out_and_within_the_budget() -> None:
-    lengths = [3, 9, 3, 9, 3, 1]
-    assert first_within(lengths, 99, rank=0, size=1) == [0, 1, 2, 3, 4, 5]
-    assert first_within(lengths, 18, rank=0, size=1) == [0, 1, 2]  # not 5, though it would fit: the first ones
-    assert [first_within(lengths, 18, rank=rank, size=2) for rank in (0, 1)] == [[0, 2, 4], [1, 3]]
-    assert first_within(lengths[:1], 9, rank=1, size=2) == []
-
-
-def test_every_wait_for_rollouts_counts_and_evaluations_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
-    now, counts = 0.0, dict.fromkeys(names, 0.0)
-
-    def passing(seconds: float, value: Any = None, *, idle: float = 0.25) -> Any:
-        nonlocal now
-        now += seconds
-        counts["worker_s"] += 2 * seconds
-        counts["idle_s"] += 2 * seconds * idle
-        return value
-
-    nothing = [np.zeros(0, dtype) for dtype in (np.int64, np.int8, np.float32)]
-    batch = CompletionBatch([], [[Completion(0, *nothing, "eos", policy_version=0)]], Draws(0, 0), Passes())
-    fleet = Mock(spec=FleetEngine, counts=lambda: dict(counts))
-    monkeypatch.setattr(async_rollouts, "time", SimpleNamespace(monotonic=lambda: now))
-    rollouts = AsyncRollouts(lambda: [0], lambda *_, **__: passing(2.0, batch), [], fleet, lambda: lambda _: {})
-    rollouts._threads = Mock(submit=lambda *_: Mock(done=lambda: True, result=lambda: passing(3.0, batch)))
-    fleet.snapshot.return_value = fleet
-
-    rollouts.take(1)
-    rollouts.start_until(2, 2)
-    rollouts.generate(1, [0], drawn=1)  # resampled
-    passing(4.0)
-    rollouts.wait()
-    with rollouts.aside():
-        passing(100.0, idle=1.0)
-        counts |= {"units": 9.0, "unit_s": 99.0, "restarts": 1.0}
-    found = rollouts.fleet_metrics(1, batch)
-    assert (found["fleet/idle_trainer"], found["fleet/idle_workers"]) == (7 / 11, 0.25)
-    assert (found["fleet/staleness"], found["fleet/restarts"]) == (0, 1)
-    assert "fleet/unit_s" not in found
-
-    rollouts.state_dict()  # a checkpoint
-    passing(3.0)
-    counts |= {"units": 11.0, "unit_s": 102.0}
-    rollouts.take(2)
-    found = rollouts.fleet_metrics(2, batch)
-    assert (found["fleet/idle_trainer"], found["fleet/unit_s"], found["fleet/restarts"]) == (6 / 9, 1.5, 0)

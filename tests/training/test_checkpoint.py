@@ -1,6 +1,5 @@
 """Checkpoints: whole or not there at any moment, plain data only, and a resume that cannot become another run."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -8,10 +7,7 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from helpers import qwen3, tokenizer
-from runs import FORKED
 from tandemrl import files as versions
 from tandemrl.config import Config, LoraConfig, load
 from tandemrl.files import recover, write_text
@@ -177,15 +172,6 @@ def test_only_the_newest_are_kept_and_steps_are_numbers_not_text(tmp_path: Path)
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_100"
 
 
-def test_latest_ignores_what_is_not_a_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path) is None
-    folder = tmp_path / "checkpoints"
-    for name in (".new-step_9", ".old-step_8", "step_x", "step_7.bak"):
-        (folder / name).mkdir(parents=True)
-    (folder / "step_6").write_text("a file")
-    assert checkpoint.latest(tmp_path) is None
-
-
 def test_a_saved_step_is_never_overwritten(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
     with pytest.raises(CheckpointError, match=r"step_1 exists already"):
@@ -281,36 +267,6 @@ def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
     assert file.read_text() == "new"
 
 
-def saves(folder: Path, step_saved: Connection) -> None:
-    """In a process that is killed meanwhile."""
-    for step in range(1, 100_000):
-        content = {"step": step, "weights": {"a": torch.full((200_000,), float(step))}}
-        checkpoint.save(folder, step, content, Config(), keep=2)
-        step_saved.send(step)
-
-
-def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    told, tells = FORKED.Pipe(duplex=False)
-    process = FORKED.Process(target=saves, args=(tmp_path, tells))
-    process.start()
-    tells.close()
-    for _ in range(3):
-        reported = told.recv()
-    time.sleep(random.Random(os.getpid()).uniform(0, 0.3))
-    process.kill()
-    process.join()
-    with contextlib.suppress(EOFError, OSError):  # the last one may be torn
-        while True:
-            reported = told.recv()
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None
-    assert checkpoint.step_of(newest) >= reported
-    assert is_whole(newest)
-    following = checkpoint.step_of(newest) + 1
-    checkpoint.save(tmp_path, following, state(following), Config(), keep=2)
-    assert set(names(tmp_path)) == {f"step_{following - 1}", f"step_{following}"}
-
-
 # ------------------------------------------------------------------------------------------------ models and optimisers
 
 
@@ -344,20 +300,6 @@ def test_an_optimiser_that_has_not_stepped_is_saved_and_restored_as_such(tmp_pat
         train(part, 2)
     assert same(everything(untouched), everything(fresh))
     assert same(everything(untouched), everything(resumed))
-
-
-def test_hyperparameters_come_back_but_not_how_they_are_computed(tmp_path: Path) -> None:
-    policy = trained(0, steps=1)
-    policy.optimizer.param_groups[0]["lr"] = 0.025
-    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
-    module = Small(3)
-    split = [{"params": [module.embed.weight]}, {"params": [module.head.bias, module.unused]}]
-    resumed = Trained(module, torch.optim.AdamW(split, lr=1.0, betas=(0.0, 0.0), foreach=False))
-    checkpoint.load_parts(path, {"policy": resumed})
-    for group in resumed.optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["foreach"]) == (0.025, (0.9, 0.999), False)
-    state = resumed.optimizer.state[module.embed.weight]
-    assert torch.equal(state["exp_avg"], policy.optimizer.state[policy.module.embed.weight]["exp_avg"])
 
 
 def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
@@ -450,15 +392,6 @@ def read_all(path: Path) -> None:
     checkpoint.load_config(path)
     checkpoint.load(path)
     checkpoint.load_parts(path, {"policy": trained(1)})
-
-
-def test_every_file_is_stored_with_its_hash(tmp_path: Path) -> None:
-    parts = {"policy": trained(0, steps=1)}
-    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
-    expected = files_of(path)
-    assert set(expected) == {"state.pt", "config.yaml", "tensors/.metadata", "tensors/__0_0.distcp"}
-    assert json.loads((path / "meta.json").read_text())["files"] == expected
-    checkpoint.verify(path)
 
 
 SHARD = "tensors/__0_0.distcp"
@@ -606,30 +539,6 @@ def test_a_full_disk_is_recognised_behind_the_error_of_torch_s_writer(
         checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts=parts)
 
 
-def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(*_: Any) -> None:
-        raise PermissionError(errno.EACCES, "not yours")
-
-    monkeypatch.setattr(Full, "write_data", denied)
-    monkeypatch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", Full)
-    with pytest.raises(CheckpointError, match=r"step_1: not written \(PermissionError: .*not yours\)"):
-        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
-    assert names(tmp_path) == []
-
-
-def test_an_interrupt_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSystemWriter, "write_data", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
-    assert checkpoint.latest(tmp_path) is None
-    checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
-    assert names(tmp_path) == ["step_1"]
-
-
 # -------------------------------------------------------------------------------------------------------------- exports
 
 
@@ -649,21 +558,6 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
     assert loaded.dtype == wanted
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.to(wanted))
-
-
-def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: Path) -> None:
-    best = tmp_path / "hf" / "best"
-    export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
-
-    class Broken(Part):
-        def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
-            super().save_pretrained(folder)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(CheckpointError, match=r"best: not written, the disk is full \(.*No space"):
-        export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
-    assert {path.read_text() for path in best.iterdir()} == {"old"}
-    assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize(
@@ -702,12 +596,6 @@ def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], m
         check_same_config(load(), load(overrides=overrides))
 
 
-def test_growing_a_cosine_run_is_refused() -> None:
-    cosine = ["train.schedule=cosine"]
-    with pytest.raises(CheckpointError, match=r"train\.steps"):
-        check_same_config(load(overrides=cosine), load(overrides=[*cosine, "train.steps=60"]))
-
-
 def test_discard_after_removes_the_abandoned_future(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, {}, Config(), keep=3)
@@ -728,43 +616,3 @@ def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
         assert draw() == expected
     finally:
         restore_rng(before)
-
-
-@pytest.mark.parametrize(("rank", "given"), [(0, 10), (1, 11), (2, 10)])
-def test_each_process_gets_the_state_of_its_own_gpu(rank: int, given: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of two processes goes on with any number of them, and of visible GPUs."""
-    device, states = torch.device("cuda", rank), {}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([10 + device.index]))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: int(state)}))
-    two = [rng_state(torch.device("cuda", index)) for index in range(2)]
-    saved = {**two[0], "cuda": [each for own in two for each in own["cuda"]]}
-    restore_rng(saved, device, rank=rank)
-    assert states == {device: given}
-    restore_rng(saved)
-    assert rng_state()["cuda"] == []
-    assert states == {device: given}
-
-
-def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = versions.versions()
-    assert set(found) == {"python", "torch", "transformers", "tandemrl", "git_revision", "git_dirty"}
-    assert found["tandemrl"]
-    code = tmp_path / "versions.py"
-    code.write_text("1")
-    monkeypatch.setattr(versions, "__file__", str(code))
-    outside = versions.versions()
-    assert (outside["git_revision"], outside["git_dirty"]) == (None, None)
-
-    def git(*arguments: str) -> None:
-        who = ["-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
-
-    git("init")
-    assert versions.versions()["git_revision"] is None  # a repository that the code is not part of
-    git("add", "versions.py")
-    git("commit", "-m", "a")
-    clean = versions.versions()
-    assert len(str(clean["git_revision"])) == 40
-    assert clean["git_dirty"] is False
-    code.write_text("2")
-    assert versions.versions()["git_dirty"] is True

@@ -179,26 +179,6 @@ def test_the_gate_judges_the_first_mini_batch_with_tokens_of_the_senior(
     assert "mismatch/mean_abs" not in nothing_to_see["metrics"]
 
 
-@pytest.mark.parametrize("knobs", [[], ["loss.entropy_coef=0.01"], ["loss.kl_in_reward=true", "loss.kl_coef=0.1"]])
-def test_the_advantage_function_is_called_once_a_step(knobs: list[str], tiny_pair: Path, tmp_path: Path) -> None:
-    """It may be the user's own, and slow."""
-    run = run_of(tiny_pair, tmp_path, *knobs)
-    calls: list[torch.Tensor] = []
-
-    def counting(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        calls.append(rewards.clone())
-        return losses.group_centred(rewards, group_ids)
-
-    setup = replace(run.setup, recipe=run.setup.recipe._replace(advantage=counting))
-    experience = make_experience(setup, groups_of(run, REWARDS))
-    if run.setup.config.loss.kl_in_reward:
-        experience = experience._replace(kl=torch.arange(12.0))
-    add_group_advantages(setup, pack_mini_batches(setup, experience), experience, 0.1)
-    (rewards,) = calls
-    expected = experience.rewards if experience.kl is None else experience.rewards - 0.1 * experience.kl
-    assert torch.equal(rewards, expected)
-
-
 def test_the_gate_sees_a_group_with_tokens_of_the_senior(tiny_pair: Path, tmp_path: Path) -> None:
     run = run_of(tiny_pair, tmp_path, "loss.junior_weight=1", "selection.strategy=chunk")
     first, *others = groups_of(run, [[1.0] * 3] * 4)

@@ -32,23 +32,6 @@ def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
     assert float(yaml.safe_load(shown)["train"]["lr"]) == 1e-6
 
 
-def test_a_model_that_wrote_alone_has_no_junior() -> None:
-    config = load("quickstart", ["selection.strategy=solo", "model.junior=null"])
-    card = model_card(config, step=1, best="none", versions={})
-    assert "The *senior* wrote all texts that this model learnt from." in card
-    assert "tandem-rl" not in front(card)["tags"]
-    assert "| junior | `none` |" in card
-    assert "| hf/best so far | `none` |" in card
-
-
-def test_the_juniors_weight_is_named() -> None:
-    config = load("quickstart", ["loss.junior_weight=0.5", "selection.strategy=sentence"])
-    card = model_card(config, step=1, best="none", versions={})
-    assert (
-        "(`sentence`). It was trained on its own tokens with weight 1, on those of the junior with weight 0.5." in card
-    )
-
-
 def test_what_was_passed_in_python_and_what_changes_over_the_run_is_said() -> None:
     config = load("quickstart", ["selection.prob_senior_final=1.0", "selection.anneal_steps=5"])
     assert "(`word`, p = 0.5 to 1)" in model_card(config, step=1, best="none", versions={})

@@ -228,14 +228,6 @@ def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
     assert second["kl/coef"] == pytest.approx(adapt_kl_coef(0.05, first["kl/per_token"], target=0.01))
 
 
-def test_a_group_of_one_trains(tiny_pair: Path, tmp_path: Path) -> None:
-    """The penalty of length makes rewards differ, however rare right answers are."""
-    knobs = ["train.steps=1", "rollout.group_size=1", "train.prompts_per_step=16", "loss.overlong_buffer=40"]
-    line = metrics(train(config(tiny_pair, tmp_path, *knobs), quiet=True))[0]
-    assert line["grad_norm"] > 0
-    assert line["value/loss"] > 0
-
-
 def test_a_critic_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -317,13 +309,6 @@ def test_flat_groups_give_way_to_the_next_prompts(monkeypatch: pytest.MonkeyPatc
     assert drawn == [4, 6, 7]  # prompts of the step before each round: fresh keys
     assert written.draws == Draws(130, 65)
     assert written.passes == Passes(260, 78, 27, 12, 9)
-
-
-def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, groups, count), drawn = resampled(monkeypatch, good=set(), rounds=3)
-    assert (count, len(drawn), len(groups)) == (6, 3, 4)
-    (_, groups, count), drawn = resampled(monkeypatch, good=set(), rounds=0)
-    assert (count, drawn, [g.example_id for g in groups]) == (0, [], ["900", "901", "902", "903"])
 
 
 def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.models.loading import load_model
-from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.checkpoint import check_resume
 from tandemrl.training.preflight import NotHereError, Preflight
 
@@ -299,16 +298,6 @@ def test_a_body_and_pickled_weights_are_models_too(arguments: list[str], models:
         assert torch.equal(load_model(name).lm_head.weight, load_model(models / "senior").lm_head.weight)
 
 
-def test_a_dry_run_lists_every_problem_once(arguments: list[str]) -> None:
-    result = dry_run(*arguments, "data.train=a.jsonl", "data.eval=b.jsonl", "--resume", "nope")
-    problems = [line for line in result.stdout.splitlines() if line.startswith("PROBLEM")]
-    assert [sum(name in line for line in problems) for name in ("a.jsonl", "b.jsonl", "nope: no such folder")] == [
-        1
-    ] * 3
-    assert "rewards: see data.train" in problems[-1]
-    assert result.stderr == "error: 3 of the checks failed: --resume, data.train, data.eval\n"
-
-
 def test_a_dry_run_downloads_nothing(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
 
@@ -461,16 +450,6 @@ def test_a_reward_that_fails_is_found_by_a_dry_run_in_a_line(
     assert result.exit_code == 2
     assert reason in " ".join(result.stdout.split())
     assert "Traceback" not in result.output
-
-
-def test_a_reward_that_is_passed_is_tried_before_any_weight(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tandemrl.training.loop import train
-
-    monkeypatch.setattr(tandemrl.training.build, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
-    with pytest.raises(GraderError, match=r"^reward reward, row math500/1: ZeroDivisionError"):
-        train(load("quickstart", arguments), reward=lambda row, text: 1 / 0, quiet=True)
 
 
 def test_a_dry_run_asks_the_retrieval_service(monkeypatch: pytest.MonkeyPatch) -> None:

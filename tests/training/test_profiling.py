@@ -15,10 +15,7 @@ from tandemrl.training.profiling import (
     TRACED_CALLS,
     Clock,
     Profiler,
-    StepRecord,
     Work,
-    markdown,
-    summarise,
 )
 
 CPU = torch.device("cpu")
@@ -44,36 +41,6 @@ def test_the_clock_adds_up_nested_and_repeated_phases() -> None:
     metrics = clock.metrics(tokens=100.0)
     assert metrics.keys() == {"time/step", "tokens/s", "time/update", "time/sync"}
     assert metrics["tokens/s"] == pytest.approx(100.0 / metrics["time/step"])
-
-
-def test_the_clock_knows_where_an_error_came_from() -> None:
-    clock = Clock()
-    with pytest.raises(ZeroDivisionError), clock("update"), clock("optimizer"):
-        raise ZeroDivisionError
-    assert clock.where == "update/optimizer"
-    assert clock.seconds.keys() == {"update", "update/optimizer"}
-    with clock("sync"):  # the path is that of the outside again
-        pass
-    assert "sync" in clock.seconds
-
-
-def _record(rollout: float, forward: float, *, skewed: bool = False) -> StepRecord:
-    own = {"rollout": rollout, "update": 1.0, "update/logprobs": 1.0, "update/forward_backward": forward, "idle": 1.0}
-    return StepRecord(own, {name: 2 * seconds for name, seconds in own.items()}, Work(100.0, 400.0), skewed)
-
-
-def test_the_table_is_the_mean_of_the_steps_that_nothing_skewed() -> None:
-    table = summarise([_record(50.0, 9.0, skewed=True), _record(4.0, 1.0), _record(6.0, 3.0)], processes=2)
-    assert table["steps"] == 2
-    assert table["step_s"] == pytest.approx(5 + 1 + 1 + 2 + 1)
-    assert table["phases"]["rollout"] == {"s": 5.0, "share": 0.5, "slowest_s": 10.0}
-    assert sum(row["share"] for row in table["phases"].values()) == pytest.approx(1)
-    assert table["tokens_per_s"] == {"step (written)": 10.0, "rollout (written)": 20.0, "update (trained)": 100.0}
-    text = markdown(table)
-    assert "| rollout | 5.000 | 50.0% | 10.000 |" in text
-    only = summarise([_record(50.0, 9.0, skewed=True)], processes=1)
-    assert only["phases"]["rollout"]["s"] == 50.0
-    assert "slowest" not in markdown(only)
 
 
 def _profile(folder: Path | None, **steps: int) -> Profiler:
@@ -111,17 +78,6 @@ def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path) -> None
         "trace_rollout.json.gz",
         "trace_update.json.gz",
     ]
-
-
-def test_a_run_of_one_step_is_traced_and_one_without_profile_leaves_nothing(tmp_path: Path) -> None:
-    for folder in (tmp_path / "profile", None):
-        profile = _profile(folder, first=9, last=9)
-        clock = profile.clock(2)
-        with clock("update"), profile.trace("update", 9):
-            pass
-        profile.step(9, clock, Work(1, 1))
-    assert (tmp_path / "profile" / "trace_update.json.gz").exists()
-    assert list(tmp_path.iterdir()) == [tmp_path / "profile"]
 
 
 def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path) -> None:

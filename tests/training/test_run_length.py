@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from runs import config, lines, metrics
-from tandemrl.cli.main import app
-from tandemrl.config import ConfigError, load, to_yaml, with_steps
+from tandemrl.config import ConfigError, load, with_steps
 from tandemrl.training.loop import train
 
 SHORT = ["train.prompts_per_step=4", "train.eval_every=1", "train.save_every=1", "rollout.max_tokens=16"]
@@ -39,27 +37,6 @@ def test_a_run_of_an_epoch_over_a_few_rows_goes_on_for_another(tiny_pair: Path, 
         assert sum(text["correct"] for text in kept) / 8 == pytest.approx(line["eval/pass@1"])
         assert {(text["source"], set(text["author"][0])) == ("eval", {"S"}) for text in kept} == {True}
         assert all(text["text"] for text in kept)
-
-
-def test_a_dry_run_says_how_many_steps_the_epochs_are(tiny_pair: Path, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config(tiny_pair, tmp_path / "run", *SHORT, "data.limit=9", "train.epochs=3")))
-    done = CliRunner().invoke(app, ["train", "--config", str(file), "--dry-run"])
-    assert done.exit_code == 0, done.output
-    output = " ".join(done.output.split())
-    assert "data.train: 9 rows;" in output
-    assert "train.epochs=3 makes 6 steps" in output
-    warm = ["loss.recipe=ppo", "train.critic_warmup_steps=6"]
-    done = CliRunner().invoke(app, ["train", "--config", str(file), "--dry-run", *warm])
-    assert done.exit_code == 2
-    assert "train.critic_warmup_steps=6: must be 0 or positive, and below train.steps (6)" in " ".join(
-        done.output.split()
-    )
-
-
-def test_validation_texts_are_not_kept_if_they_are_not_wanted(tiny_pair: Path, tmp_path: Path) -> None:
-    train(config(tiny_pair, tmp_path, *SHORT, "train.steps=1", "train.keep_eval_texts=false"), quiet=True)
-    assert not (tmp_path / "eval_texts").exists()
 
 
 def test_the_kl_can_be_in_the_loss_and_in_the_reward_at_once(tiny_pair: Path, tmp_path: Path) -> None:

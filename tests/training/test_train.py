@@ -4,13 +4,12 @@ import dataclasses
 import io
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -26,8 +25,7 @@ from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weight
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
-from tandemrl.evals import EvalResult
-from tandemrl.losses import RECIPES, Reduction
+from tandemrl.losses import RECIPES
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
@@ -39,11 +37,9 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training import checkpoint, evaluation, gates, loop
-from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training import loop
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, identity, latest, lock, restore
-from tandemrl.training.evaluation import evaluate
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit, self_difference
 from tandemrl.training.loop import train
 from tandemrl.training.tracking import Tracker
@@ -111,37 +107,11 @@ def failing(original: Callable[..., None], at: int) -> Callable[..., None]:
     return step
 
 
-def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = build(config(tiny_pair, tmp_path, "data.monitor=synthetic:plain:train:3"))
-    run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
-    score, exported = {4: 0.25, 3: 0.75}, []
-
-    def graded(_: object, prompts: Sequence[object], *_rest: object) -> EvalResult:
-        values = dict.fromkeys(("pass@1", "pass@2", "reward", "length", "truncation_rate"), score[len(prompts)])
-        return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
-
-    monkeypatch.setattr(evaluation, "evaluate_solo", graded)
-    monkeypatch.setattr(checkpoint, "export", lambda run, name, step: exported.append(name))
-    first = evaluate(run, 1)
-    assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
-    score[3] = 1.0
-    evaluate(run, 1)
-    assert (run.progress.best.values["pass@2"], exported) == (0.25, ["best"] * 2)
-    score[4] = 0.5
-    evaluate(run, 1)
-    assert (run.progress.best.values["pass@2"], exported) == (0.5, ["best"] * 3)
-
-
 def test_the_export_is_a_plain_hf_folder(finished: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished / "hf" / "step_6")
     logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
     assert logits.shape[:2] == (1, 3)
     assert "tandemrl" not in (finished / "hf" / "step_6" / "config.json").read_text()
-
-
-def test_training_changes_the_senior(tiny_pair: Path, finished: Path) -> None:
-    base, trained = load_file(tiny_pair / "senior" / "model.safetensors"), weights(finished, 6)
-    assert any(not torch.equal(base[name], trained[name]) for name in base)
 
 
 MOMENTS = [  # in a run of six steps that saves after every second: a function, which call of it, and whether before it
@@ -337,21 +307,6 @@ def test_every_knob_trains_and_matches_the_engine(extra: Sequence[str], tiny_pai
     assert all(line.get("mismatch/mean_abs", 0.0) <= limit for line in metrics(out))
 
 
-def test_deterministic_kernels_are_asked_for_before_anything_computes(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they are good for only a GPU can show: `test_cuda`."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(loop, "build", Mock(side_effect=InterruptedError))
-    try:
-        with pytest.raises(InterruptedError):
-            train(config(tiny_pair, tmp_path, "train.deterministic=true"), quiet=True)
-        assert torch.are_deterministic_algorithms_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, tmp_path: Path) -> None:
     """That weight 1 is plain GRPO exactly is tested where the loss is, in tests/losses."""
     all_tokens = config(tiny_pair, tmp_path / "a", "train.steps=1", "loss.junior_weight=1", "train.eval_every=0")
@@ -408,14 +363,6 @@ def test_micro_batches_do_not_change_the_update(reduction: str, tiny_pair: Path,
         # AdamW's first step is ±lr wherever the gradient is not tiny; only those entries can be compared.
         moved = (runs[0][name] - base[name]).abs() > 2.9e-4
         assert torch.allclose(runs[0][name][moved], runs[1][name][moved], atol=1e-6)
-
-
-def test_the_reduction_is_the_recipe_s_unless_the_config_has_one() -> None:
-    def reduction(*overrides: str) -> str:
-        return resolve_recipe(RECIPES["dr_grpo"], load(overrides=[*overrides])).reduction
-
-    assert reduction() == "token_sum_constant"
-    assert {reduction(f"loss.reduction={name}") for name in get_args(Reduction)} == {*get_args(Reduction)}
 
 
 def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
@@ -595,22 +542,6 @@ def test_the_self_difference_is_that_of_the_stock_model_with_other_embeddings(to
     )
     assert got == pytest.approx(expected, rel=1e-3)
     assert got > 1e-4
-
-
-def test_the_self_difference_reads_the_ends_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their logits would take gigabytes."""
-    read: list[int] = []
-    original = gates.packed_logits
-
-    def noting(*arguments: Any) -> torch.Tensor:
-        read.append(len(arguments[2]))
-        return original(*arguments)
-
-    monkeypatch.setattr(gates, "packed_logits", noting)
-    given = [Prompt(Row("", (), "", "", {}), (3, 4, 5) * 100)] * 3
-    common = dict(options=ForwardOptions(), dtype=torch.bfloat16, world=World(), device=torch.device("cpu"))
-    self_difference(prepared(qwen3()), given, **common)
-    assert read == [2 * gates.SELF_TOKENS] * 2
 
 
 def test_the_mismatch_gate_names_difference_and_limit() -> None:
@@ -819,28 +750,6 @@ def test_two_processes_cannot_write_one_folder(
         monkeypatch.setattr(loop, name, lambda *_, **__: pytest.fail("something was started"))
     with lock(tmp_path), pytest.raises(CheckpointError, match="another process is training there"):
         train(config(tiny_pair, tmp_path), quiet=True)
-
-
-def test_a_lock_leaves_no_folder_where_nothing_was_written_and_none_to_a_fork(tmp_path: Path) -> None:
-    with lock(tmp_path / "new"):
-        assert (tmp_path / "new").is_dir()
-    assert not (tmp_path / "new").exists()
-    with lock(tmp_path / "run"):
-        (tmp_path / "run" / "config.yaml").touch()
-        (begun, begin), (ended, end) = os.pipe(), os.pipe()
-        child = os.fork()
-        if child == 0:  # it waits for the end of the test
-            os.close(end)
-            os.write(begin, b".")
-            os.read(ended, 1)
-            os._exit(0)
-        os.read(begun, 1)
-    with lock(tmp_path / "run"):
-        assert (tmp_path / "run" / "config.yaml").is_file()
-    os.close(end)
-    os.waitpid(child, 0)
-    with pytest.raises(CheckpointError, match=r"config\.yaml: a file"), lock(tmp_path / "run" / "config.yaml"):
-        pass
 
 
 def test_a_run_without_checkpoint_is_not_overwritten_by_another(tiny_pair: Path, tmp_path: Path) -> None:

@@ -27,12 +27,3 @@ def test_a_run_with_drafts_trains_what_one_without_them_trains(tiny_pair: Path, 
     before, after = weights(plain, steps), weights(drafted, steps)
     for name, tensor in before.items():
         np.testing.assert_allclose(after[name], tensor, rtol=0, atol=2e-5, err_msg=name)
-
-
-def test_auto_leaves_a_pair_of_one_size_as_it_is(tiny_pair: Path, tmp_path: Path) -> None:
-    common = ["train.steps=1", "train.eval_every=0", "train.save_every=1"]
-    plain, auto = (
-        train(config(tiny_pair, tmp_path / str(length), *common, f"rollout.draft_tokens={length}"), quiet=True)
-        for length in (0, "auto")
-    )
-    assert (plain / "samples.jsonl").read_bytes() == (auto / "samples.jsonl").read_bytes()

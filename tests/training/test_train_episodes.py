@@ -14,12 +14,10 @@ from agents import TOOLS, assert_same_episodes, config, overrides
 from helpers import agent_tokenizer
 from runs import kill, lines, metrics, samples
 from tandemrl.apps.score import score_file
-from tandemrl.config import ConfigError, batch_plan, load
+from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import DataError
-from tandemrl.distributed.world import World
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.engine import EngineError
-from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
@@ -186,14 +184,6 @@ def test_a_world_that_never_answers_is_not_trained_on(agents: Path, tmp_path: Pa
         train(config(agents, tmp_path, "rollout.tool_timeout_s=0.1"), environment=small_world.Deaf(), quiet=True)
 
 
-def test_among_several_processes_nobody_waits_for_a_tool_longer_than_for_another_process(
-    agents: Path, tmp_path: Path
-) -> None:
-    limits = ["rollout.tool_timeout_s=60", "parallel.timeout_s=60"]
-    with pytest.raises(ConfigError, match=r"tool_timeout_s=60\.0: must be below parallel\.timeout_s \(60\)"):
-        build(config(agents, tmp_path, *TOOLS, *limits), world=World(size=2, data_size=2))
-
-
 def checked(agents: Path, out: Path, *extra: str, **passed: Any) -> None:
     Preflight(dataclasses.replace(config(agents, out, *extra)), **passed).require()
 
@@ -226,8 +216,3 @@ def test_what_does_not_go_together_is_refused_before_weights_are_loaded(agents: 
     ):
         with pytest.raises((ConfigError, DataError, GraderError), match=message):
             checked(agents, tmp_path, *extra, **passed)
-
-
-def test_what_the_world_says_counts_in_the_plan(agents: Path, tmp_path: Path) -> None:
-    assert batch_plan(config(agents, tmp_path)).max_tokens_per_sequence == 24 + 30
-    assert batch_plan(config(agents, tmp_path, *TOOLS)).max_tokens_per_sequence == 24 + 30 + 48

@@ -136,16 +136,6 @@ def test_unscored_rollouts_are_counted_and_are_no_part_of_the_means() -> None:
     assert metrics["reward/acc"] == pytest.approx(np.mean(scored))
 
 
-def test_equal_rewards_have_no_deviation_at_all() -> None:
-    """NumPy's mean of .1, .1, .1 is another number."""
-    assert rollout_metrics(CompletionBatch([], [], Draws(0, 0)), [group_of(0, [0.1] * 3)], 1)["reward/std"] == 0.0
-
-
-def test_a_group_of_one_needs_no_baseline() -> None:
-    assert len(group_of(0, [0.5]).scored.rollouts) == 1
-    assert len(group_of(0, [None]).scored.rollouts) == 0
-
-
 # ------------------------------------------------------------------------------------------------------------- the rate
 
 
