@@ -120,23 +120,6 @@ def test_a_group_with_shared_draws_has_keys_that_name_it():
     assert len(named.unique()) == 3
 
 
-def test_draws_are_counted_over_all_completions():
-    written = collect(Parrot(), numbered_prompts(4))
-    completions = [c for group in written.completions for c in group]
-    assert written.draws.total == sum(len(c.tokens) for c in completions)  # bernoulli draws for every token
-    assert written.draws.senior == sum(int(c.author.sum()) for c in completions)
-    assert 0 < written.draws.senior < written.draws.total
-
-
-def test_every_seed_step_example_and_sample_has_its_own_key():
-    keys = []
-    for seed, step in ((4, 2), (4, 3), (5, 2)):
-        engine = Parrot()
-        collect(engine, numbered_prompts(4), seed=seed, step=step)
-        keys += [key for request in engine.seen for key in request.keys]
-    assert len(set(keys)) == len(keys) == 36
-
-
 def drop_a_completion(written: list[list[Completion]]) -> None:
     del written[1][2]
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from helpers import (
     VOCABULARY,
     flat,
-    gpt2,
     llama,
     prepared,
     prompts,
@@ -34,7 +33,7 @@ from scripted_world import ScriptedWorld
 from tandemrl.rollout import torch_engine
 from tandemrl.rollout.call import Finished
 from tandemrl.rollout.decoding_rows import Decoder, Shaping
-from tandemrl.rollout.device_steps import DeviceSteps, Step, fewer_kernels, plain_norms
+from tandemrl.rollout.device_steps import DeviceSteps, Step
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
 from tandemrl.rollout.kv_cache import eager_step
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -106,15 +105,6 @@ def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     wanted = flat(make(max_rows=5).generate(asked, responder=ScriptedWorld()))
     assert max(len(c.turns) for c in wanted) == 3
     same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
-
-
-def test_a_look_is_taken_every_so_many_steps(make: Any) -> None:
-    asked = requests(prompts(2), Sampling(max_tokens=21, ignore_eos=True), bernoulli(0.5))
-    penalised = [replace(each, sampling=replace(each.sampling, presence_penalty=0.5)) for each in asked]
-    for each, looks in ((asked, [2 * 8, 2 * 8, 2 * 5]), (penalised, [2] * 21)):
-        told = list[int]()
-        make(8).generate(each, progress=told.append)
-        assert told == looks
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -206,14 +196,3 @@ def test_a_step_asks_the_host_for_nothing(build: Any, shaping: Shaping) -> None:
         step()  # tables are copied to a device once
         with NoHost():
             step()
-
-
-def test_norms_are_fused_where_they_are_plain() -> None:
-    norms = plain_norms([pair()[0], prepared(llama()), prepared(gpt2())])
-    assert {type(module).__name__ for module in norms} == {"Qwen3RMSNorm", "LlamaRMSNorm"}
-    x = torch.randn(3, norms[0].weight.shape[0], generator=torch.Generator().manual_seed(0))
-    before = norms[0](x)
-    with fewer_kernels(norms):
-        torch.testing.assert_close(norms[0](x), before)
-        assert "forward" in norms[0].__dict__
-    assert "forward" not in norms[0].__dict__

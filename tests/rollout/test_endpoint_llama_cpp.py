@@ -35,7 +35,6 @@ from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, 
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.whole_words import before_text_word, text_tables
 from tandemrl.training.loop import train
-from tandemrl.training.preflight import Preflight
 
 pytestmark = pytest.mark.slow
 
@@ -314,17 +313,3 @@ def test_characters_of_several_bytes_come_whole(
     its = [load_tokenizer(tiny_pair / "senior").decode(c.tokens[c.author == 0]) for c in found]
     assert sum("日本語日" in text or "éé" in text or "😀😀" in text for text in its) > 16
     assert not any("\ufffd" in text[:-1] for text in its)  # the last one may be cut at max_tokens of the senior
-
-
-def test_a_training_step_with_gemma(tiny_pair: Path, tmp_path: Path) -> None:
-    """Gemma 3 270M in 4 bits, with its 262 144 tokens and its chat template."""
-    gemma = artefacts.tokenizer_folder("gemma3")
-    with llama_cpp(artefacts.gemma3_gguf(), tmp_path / "log", n_parallel=8, n_ctx=8 * CONTEXT) as server:
-        few = ["train.steps=1", "train.prompts_per_step=2", "model.junior_endpoint.max_failure_rate=0.3"]
-        settings = settings_of(tiny_pair, tmp_path / "out", gemma, server.url, *few)
-        assert Preflight(settings).checks["model.junior_endpoint.url"]() == f"{server.url} serves other"
-        out = train(settings, quiet=True)
-    [step] = metrics(out)
-    assert step["mismatch/mean_abs"] < 1e-5
-    assert step["tandem/senior_frac"] < 0.9
-    assert {0, 1} <= {author for line in samples(out) for author in line["author"]}

@@ -14,8 +14,8 @@ import pytest
 from fake_judge import FakeJudge, Reply
 from helpers import IDS, flat, prepared, qwen3, tokenizer
 from runs import config, metrics, samples
-from tandemrl.config import Config, ConfigError
-from tandemrl.config.schema import JuniorEndpointConfig, ModelConfig
+from tandemrl.config import ConfigError
+from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.endpoint_partner import EndpointJunior
@@ -24,7 +24,6 @@ from tandemrl.rollout.engine import Reply as Answer
 from tandemrl.rollout.partner import Ask
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables
-from tandemrl.training.checkpoint.identity import check_same_config
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 from tandemrl.types import Transcript
@@ -204,17 +203,6 @@ def test_a_text_that_a_limit_cuts_amid_a_character_is_kept_without_it() -> None:
         partner.ask([Ask(0, b"", 14, 1)])
         assert [(span.text, span.end) for span in partner.spans(wait=True)] == [(b"caf", "length")]
     assert [body["max_tokens"] for body in server.bodies] == [12, 2]
-
-
-def test_a_junior_is_known_by_the_name_that_is_served() -> None:
-    found = []
-    for name in ("one", "one", "other"):
-        with FakeJudge(go_on, models=(name,)) as server:
-            found.append(engine_of(junior(server.url)).fingerprint("junior"))
-    assert found[0] == found[1] != found[2]
-    before = Config(model=ModelConfig(junior_endpoint=JuniorEndpointConfig(url="http://a/v1", timeout_s=1.0)))
-    after = Config(model=ModelConfig(junior_endpoint=JuniorEndpointConfig(url="http://b/v1", retries=9)))
-    check_same_config(before, after)
 
 
 def test_a_closed_engine_asks_for_nothing_more() -> None:

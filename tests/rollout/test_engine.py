@@ -32,10 +32,6 @@ def test_sampling_out_of_range_names_the_knob(name, value, allowed):
         Sampling(**{name: value})
 
 
-def test_sampling_at_the_ends_of_its_ranges():
-    Sampling(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0, repetition_penalty=0.01)
-
-
 @pytest.mark.parametrize(
     ("changes", "truncated", "penalised"),
     [
@@ -137,14 +133,6 @@ def test_any_single_changed_author_is_found(name):
                 check_authors(mutants, strategy)
 
 
-def test_all_senior_instead_of_the_truth_is_found():
-    """What a plain engine would report; training on it would silently be plain GRPO."""
-    strategy = bernoulli(0.5)
-    lazy = [dataclasses.replace(c, author=np.ones_like(c.author)) for c in written(strategy)]
-    with pytest.raises(EngineError, match="The engine and the trainer disagree on who wrote what"):
-        check_authors(lazy, strategy)
-
-
 def test_authors_of_another_key_or_strategy_are_found():
     completions = written(bernoulli(0.5))
     swapped = [dataclasses.replace(completions[0], key=completions[1].key), *completions[1:]]
@@ -162,12 +150,3 @@ def test_a_short_channel_is_refused_before_any_replay():
     completions[2] = dataclasses.replace(completions[2], author=completions[2].author[:-2])
     with pytest.raises(EngineError, match=rf"completion {completions[2].key}: author has 8 entries for 10 tokens"):
         check_authors(completions, strategy)
-
-
-def test_nothing_written_means_no_draws():
-    empty = np.zeros(0, np.int64)
-    aborted = Completion(1, empty, empty.astype(np.int8), empty.astype(np.float32), "abort")
-    assert check_authors([], bernoulli(0.5)) == Draws(0, 0)
-    assert check_authors([aborted, aborted], bernoulli(0.5)) == Draws(0, 0)
-    some = written(bernoulli(0.5), count=1)
-    assert check_authors([aborted, *some], bernoulli(0.5)).total == len(some[0].tokens)

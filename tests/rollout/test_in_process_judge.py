@@ -1,6 +1,5 @@
 """An engine in this process as a judge, and the judge that a config asks for."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,11 +91,3 @@ def test_a_config_asks_for_a_judge_over_http_in_this_process_or_none(tiny_pair: 
     assert len(local.ask(PROMPTS)) == 4
     with pytest.raises(ModelError, match="nowhere"):
         make_judge(Config(judge=JudgeConfig(model="./nowhere")))
-
-
-def test_nobody_waits_for_the_server_that_only_train_starts() -> None:
-    address = {"url": "http://127.0.0.1:9/v1", "command": "vllm serve M --port 9", "wait_s": 600.0}
-    began = time.monotonic()
-    with pytest.raises(JudgeError, match="vllm serve M --port 9"):
-        make_judge(Config(judge=JudgeConfig(**address, retries=0)))
-    assert time.monotonic() - began < 60

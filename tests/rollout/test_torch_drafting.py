@@ -256,20 +256,6 @@ def test_an_abort_ends_rows_between_two_drafts():
         assert length >= 3
 
 
-def test_progress_counts_every_token_once():
-    seen: list[int] = []
-    completions = flat(engine("alike", 4).generate(everything(16), progress=seen.append))
-    assert sum(seen) == sum(len(c.tokens) for c in completions)
-
-
-def test_without_a_junior_nothing_is_drafted():
-    alone = TorchEngine(prepared(pair("alike")[0]), None, tokenizer(), draft_tokens=4)
-    batch = requests(prompts(4), SAMPLINGS[0], solo("senior"))
-    found, wanted = flat(alone.generate(batch)), flat(engine("alike").generate(batch))
-    assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in wanted]
-    assert alone.passes == Passes(tokens=sum(len(c.tokens) for c in found), senior=alone.passes.tokens)
-
-
 # ----------------------------------------------------------------------------------------------------- how far to draft
 
 LARGE, SMALL = Size(12, 57_000_000), Size(4, 5_000_000)

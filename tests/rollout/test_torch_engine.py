@@ -40,7 +40,6 @@ from tandemrl.rollout.call import Finished, NewTokens
 from tandemrl.rollout.engine import (
     Completion,
     EngineError,
-    EngineInfo,
     Request,
     Sampling,
     check_answers,
@@ -48,7 +47,7 @@ from tandemrl.rollout.engine import (
     check_completion,
 )
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, replay, sentence, solo
+from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo
 from tandemrl.selection.draws import request_key
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -137,22 +136,6 @@ def test_every_greedy_token_is_the_best_of_its_authors_model(pair_name):
             other = reference_logits(junior, prompt, completion.tokens.tolist())[:, : logits.shape[1]]
             disagreements += int((other.argmax(1) != completion.tokens)[completion.author == 1].sum())
     assert disagreements > 50  # the two models are told apart
-
-
-def test_greedy_penalties_apply_to_the_choice():
-    senior, junior = pair("smaller junior")
-    sampling = Sampling(max_tokens=20, temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6)
-    given = prompts(4)
-    completions = flat(engine().generate(requests(given, sampling, alternating())))
-    for prompt, completion in zip(given, completions, strict=True):
-        logits = author_logits(senior, junior, prompt, completion)
-        output = completion.tokens.tolist()
-        for i, token in enumerate(output):
-            scored = reference_distribution(
-                logits[i], Sampling(repetition_penalty=1.4, frequency_penalty=0.6), prompt, output[:i]
-            )
-            assert scored[token] >= scored.max() * (1 - 1e-4)
-        assert (completion.behaviour_logprobs == 0).all()
 
 
 # ----------------------------------------------------------------------------------------------- sampling: how probable
@@ -325,26 +308,6 @@ def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows,
     assert identical >= 0.995 * 80
 
 
-def test_prob_senior_changes_the_authors_but_not_the_sampling_draws():
-    given = prompts(1, seed=8, lengths=(5,))
-    senior = pair("same family")[0]
-    equal = TorchEngine(prepared(senior), prepared(senior), tokenizer())
-    texts = [
-        [c.tokens.tolist() for c in flat(equal.generate(requests(given, Sampling(max_tokens=15), s, samples=5)))]
-        for s in (bernoulli(0.1), bernoulli(0.9), solo("senior"))
-    ]
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_another_key_gives_another_text():
-    given = prompts(1, seed=8, lengths=(5,))
-    one, other = (
-        flat(engine().generate(requests(given, Sampling(max_tokens=15), bernoulli(0.5), seed=seed)))[0]
-        for seed in (0, 1)
-    )
-    assert one.tokens.tolist() != other.tokens.tolist()
-
-
 # ---------------------------------------------------------------------------------------------- coming, going, stopping
 
 
@@ -365,14 +328,6 @@ def test_rows_of_every_length_finish_and_make_room(max_rows):
     for prompt, completion in zip(given, completions, strict=True):
         logits = author_logits(*models, prompt, completion)
         assert (logits[np.arange(len(logits)), completion.tokens] >= logits.max(1) - 1e-4).all()
-
-
-def test_caches_grow_with_the_text():
-    strategy = alternating()
-    sampling = Sampling(max_tokens=200, ignore_eos=True)
-    completions = flat(engine("Llama junior").generate(requests(prompts(3), sampling, strategy)))
-    for prompt, completion in zip(prompts(3), completions, strict=True):
-        assert_follows(completion, prompt, sampling, pair("Llama junior"))
 
 
 def test_uninitialised_memory_never_reaches_a_logit():
@@ -550,20 +505,6 @@ def test_tokens_are_told_once_and_in_order(draft_tokens):
     assert (max(calls) == 1) == (draft_tokens == 0)
 
 
-def test_nothing_to_write():
-    assert engine().generate([]) == []
-    assert engine().generate([Request((2, 3), (), Sampling(), bernoulli(0.5))]) == [[]]
-
-
-def test_policy_version_is_stamped_on_completions():
-    senior, junior = pair("smaller junior")
-    both = TorchEngine(prepared(senior), prepared(junior), tokenizer(), policy_version=3)
-    batch = requests(prompts(1), Sampling(max_tokens=2), bernoulli(0.5))
-    assert flat(both.generate(batch))[0].policy_version == 3
-    both.load_weights(senior.named_parameters(), 4)
-    assert flat(both.generate(batch))[0].policy_version == 4
-
-
 # ------------------------------------------------------------------------------------------------------------- aborting
 
 LONG = Sampling(max_tokens=200, ignore_eos=True)
@@ -646,11 +587,6 @@ def test_a_request_may_fill_the_context_exactly():
     assert len(completion.tokens) == 6
 
 
-def test_the_context_is_that_of_the_shorter_model():
-    both = TorchEngine(prepared(qwen3(context=256)), prepared(gpt2(context=32)), tokenizer())
-    refused("exceed the context of 32", both, prompt=(2,) * 30)
-
-
 def test_a_junior_is_needed_only_where_it_writes():
     alone = TorchEngine(prepared(pair("smaller junior")[0]), None, tokenizer())
     one = requests([[2, 3]], GREEDY, solo("senior"))
@@ -673,11 +609,6 @@ def test_a_strategy_that_breaks_its_promise_is_refused(count):
     batch += requests(prompts(count - 1), Sampling(max_tokens=3, ignore_eos=True), solo("senior"))
     with pytest.raises(EngineError, match=r"Strategy\.writers"):
         engine().generate(batch)
-
-
-def test_a_model_smaller_than_the_vocabulary_is_refused():
-    with pytest.raises(EngineError, match=f"a model has {VOCABULARY - 2} logits for the tokenizer's {VOCABULARY}"):
-        TorchEngine(prepared(qwen3()), prepared(qwen3(vocabulary=VOCABULARY - 2)), tokenizer())
 
 
 def test_weights_that_do_not_fit_are_refused():
@@ -706,10 +637,6 @@ def test_a_refused_load_changes_nothing():
     assert running.fingerprint() == before
 
 
-def test_info_names_what_decodes():
-    assert engine().info == EngineInfo("torch", "float32", adapters=False, drops=True)
-
-
 def test_bfloat16_models_decode():
     senior, junior = pair("Llama junior")
     low = copy.deepcopy(senior).to(torch.bfloat16)
@@ -724,15 +651,6 @@ def test_bfloat16_models_decode():
         for i, token in enumerate(completion.tokens):
             p = reference_distribution(logits[i], Sampling(), [], [])
             assert np.log(p[token]) == pytest.approx(completion.behaviour_logprobs[i], abs=0.3)
-
-
-def test_authors_are_those_of_a_replay():
-    strategy = strategies()["word"]
-    completions = flat(engine().generate(requests(prompts(5), Sampling(max_tokens=25), strategy, samples=3)))
-    for completion in completions:
-        tokens = torch.from_numpy(completion.tokens)[None]
-        told = replay(strategy, torch.tensor([completion.key]), tokens, torch.tensor([tokens.shape[1]]))
-        assert told.author[0].tolist() == completion.author.tolist()
 
 
 # ------------------------------------------------------------------------------------- weights that come amid a rollout

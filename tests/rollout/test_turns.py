@@ -27,10 +27,8 @@ from helpers import (
     writing,
 )
 from scripted_world import ScriptedWorld, played, repeating
-from tandemrl.distributed.world import World
-from tandemrl.rollout import batch_engine, call, kv_cache
-from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Sampling, Turn, check_authors
-from tandemrl.rollout.spread import SpreadEngine
+from tandemrl.rollout import kv_cache
+from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating_turns, before_word, bernoulli, solo, turn
 from tandemrl.selection.boundaries import start_table
@@ -240,12 +238,6 @@ def test_resumed_rows_stay_within_the_context_of_the_model(together, monkeypatch
     assert_same(completions, expected, 1e-4)
 
 
-def test_the_world_may_say_more_than_a_cache_grows_by():
-    batch = episodes(bernoulli(0.5), count=2, samples=1, observation_tokens=200)
-    found = flat(engine().generate(batch, responder=ScriptedWorld(say=repeating(100))))
-    assert_same(found, [played(r, r.keys[0], *pair(), say=repeating(100)) for r in batch], 1e-4)
-
-
 def test_uninitialised_memory_never_reaches_a_logit():
     """Torch fills fresh memory with NaN in this mode."""
     batch = episodes(bernoulli(0.5))
@@ -451,42 +443,3 @@ def test_requests_of_turns_that_cannot_be_served_are_refused(changes, match):
 
 
 # ---------------------------------------------------------------------------------------------------- around the engine
-
-
-def test_answers_leave_stamps_for_the_watchdog(monkeypatch):
-    stamps, steps, answered = Counter(), [], []
-    for module in (batch_engine, call):
-        monkeypatch.setattr(module, "stamp", lambda: stamps.update(["stamp"]))
-
-    class World(ScriptedWorld):
-        def replies(self, *, wait: bool) -> list[Reply]:
-            found = super().replies(wait=wait)
-            answered.append(bool(found))
-            return found
-
-    engine().generate(episodes(bernoulli(0.5)), responder=World(), progress=steps.append)
-    assert stamps["stamp"] == sum(count > 0 for count in steps) + sum(answered)
-    assert sum(answered) > 2
-
-
-def test_two_processes_play_their_own_shares(monkeypatch):
-    """Each numbers its own turns; together they write what one process does."""
-    batch = episodes(known()["word"], count=5)
-    parts = [engine().generate(batch[rank::2], responder=ScriptedWorld()) for rank in (0, 1)]
-    for rank in (0, 1):
-        world = World(rank=rank, size=2)
-        monkeypatch.setattr(World, "new_cpu_group", lambda self: None)
-        monkeypatch.setattr(
-            World,
-            "gather",
-            lambda self, own, group, rank=rank: (
-                [own, Passes(tokens=7)] if isinstance(own, Passes) else [*parts[:rank], own, *parts[rank + 1 :]]
-            ),
-        )
-        spread = SpreadEngine(own := engine(), world)
-        responder = ScriptedWorld()
-        completions = flat(spread.generate(batch, responder=responder))
-        assert spread.passes == own.passes + Passes(tokens=7)
-        assert_same(completions, flat(engine().generate(batch, responder=ScriptedWorld())))
-        assert {t.number for t in responder.told} == set(range(2 * len(batch[rank::2])))
-        assert all(c.transcript is not None for c in completions)

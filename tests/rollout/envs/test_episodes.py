@@ -1,7 +1,6 @@
 """Episodes: turns in, ids out, whatever tools, authors and processes do. Authors are scripted."""
 
 import copy
-import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -12,10 +11,8 @@ import pytest
 import tempers
 from tempers import call, row
 from worlds import (
-    EMPTY_THOUGHT,
     LLAMA,
     LLAMA_31,
-    OTHER_END,
     SPECIAL,
     TAGS,
     XML_CALLS,
@@ -24,14 +21,11 @@ from worlds import (
     tokenizer,
 )
 
-from helpers import agent_tokenizer
-from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.processes import calls
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, Turn, check_completion
+from tandemrl.rollout.engine import Completion, EngineError, Turn, check_completion
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
-from tandemrl.selection import solo
 
 NOTHING = dict.fromkeys(("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results"), 0.0)
 
@@ -134,37 +128,6 @@ def test_a_turn_that_was_cut_off_is_ended_for_its_author(world: EpisodeRunner) -
     assert [tokenizer().decode(turn)[-3:] for turn in done.turns] == ["and", "ll>", "so"]
 
 
-def test_an_environment_without_tools() -> None:
-    with in_threads(tempers.Asking()) as episode_runner:
-        assert episode_runner.tools == []
-        assert episode_runner.opening(row()).state == {"asked": 0}
-        [done, other] = play(episode_runner, ["seven?", call("add", a=1), "7", "never"], ["8"])
-    assert contents(done) == ["again (1)", "again (2)", "again (3)"]
-    assert counts(done) == {"turns": 3, "asked": 3}
-    assert other.transcript is not None
-    assert other.transcript.state == {"asked": 1}
-
-
-def test_requests_and_openings(world: EpisodeRunner) -> None:
-    request = Request((1,), (2,), Sampling(), solo("senior"))
-    limits: dict[str, Any] = {"turn_tokens": None, "observation_tokens": 2048}
-    expected = dataclasses.replace(request, task=row(), end_of_turn=tokenizer().eos_token_id, **limits)
-    assert world.episode(request, row()) == expected
-    with pytest.raises(EngineError, match="row r: an episode begins without a history"):
-        world.episode(dataclasses.replace(request, history=((1,),)), row())
-    assert world.opening(row()).messages == [{"role": "user", "content": "?"}]
-    assert [schema["function"]["name"] for schema in world.tools] == [tool.__name__ for tool in tempers.World.tools]
-    assert make_episode_runner(load(None), tokenizer()) is None
-
-
-def test_a_transcript_of_an_episode_that_was_aborted(world: EpisodeRunner) -> None:
-    episodes = world.episodes()
-    assert episodes.transcript(0).messages == ()
-    episodes.submit(Turn(3, row(), 0, np.array(tokenizer().encode(call("who"))), "eos"))
-    assert [message["role"] for message in episodes.transcript(3).messages] == ["assistant"]
-    assert episodes.transcript(3).counts == NOTHING | {"turns": 1.0, "tool_calls": 1.0}
-
-
 # ---- order and company ---------------------------------------------------------------------------------------------
 
 
@@ -215,20 +178,6 @@ def test_tools_that_hang_crash_or_kill_harm_only_their_call(monkeypatch: pytest.
     ):
         assert contents(done[harm])[1] == said
         assert counts(done[harm]) == {"turns": 4, "tool_calls": 3, how: 1}
-
-
-def test_a_result_of_ten_megabytes_is_cut(world: EpisodeRunner) -> None:
-    [done] = play(world, [call("spoil", how="large"), "so"])
-    [said] = contents(done)
-    assert said == f"{'x' * (512 - 9)}… [cut]"
-    assert counts(done) == {"turns": 2, "tool_calls": 1, "cut_results": 1}
-
-
-def test_threads_of_this_process_are_given_up() -> None:
-    with in_threads(tempers.World(), "rollout.tool_timeout_s=0.5") as episode_runner:
-        [done] = play(episode_runner, [call("wait", seconds=5), call("note", text="b"), "so"])
-    assert contents(done) == ["Error: no answer within 0.5 s", "noted: ['b']"]
-    assert counts(done) == {"turns": 3, "tool_calls": 2, "tool_timeouts": 1}
 
 
 @pytest.mark.parametrize("said", ["<|im_end|>\n<|im_start|>assistant\n", call("complete", answer="7"), "<think>\ud800"])
@@ -361,14 +310,6 @@ def test_bare_calls_of_llama_are_made_and_answered(output: str) -> None:
     assert (done.transcript.counts["tool_calls"], done.transcript.counts["invalid_calls"]) == (1, 1)
 
 
-def test_every_template_that_writes_calls_as_hermes_will_do() -> None:
-    on(tokenizer(EMPTY_THOUGHT), overrides=["rollout.keep_turns=true"])
-    on(hops_tokenizer())
-    on(agent_tokenizer([]))
-    with pytest.raises(ConfigError, match=r"ends a turn with '<\|im_end\|>', but one with a call otherwise"):
-        on(tokenizer(OTHER_END))
-
-
 def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() -> None:
     words = tokenizer()
     ends = words.convert_tokens_to_ids(["<|im_end|>", "</tool_response>"])
@@ -393,13 +334,6 @@ def test_after_an_end_that_is_not_the_templates_that_of_the_template_follows() -
             contexts.append(reply.context)
             assert words.decode(other) not in str(episodes.transcript(0).messages)
     assert contexts[1] == (end, *contexts[0])
-
-
-def test_a_message_of_a_tool_in_an_environment_without_tools_is_shown_or_refused() -> None:
-    saying = tempers.Saying({"role": "tool", "content": "x"})
-    with in_threads(saying) as episode_runner:
-        [done] = play(episode_runner, ["<tool_call>x</tool_call>", "y"])
-        assert contents(done)[0] == "x"
 
 
 def test_a_broken_world_stops_the_run(world: EpisodeRunner) -> None:

@@ -9,11 +9,9 @@ import pytest
 
 from tandemrl.config import Config, RetrievalConfig, RolloutConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.processes.calls import Outcome, ProcessError
 from tandemrl.rewards.qa.transcripts import COMPLETE, retrieved_ids
 from tandemrl.rollout.envs.bm25 import write_corpus
-from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError
-from tandemrl.rollout.envs.episodes import make_caller
+from tandemrl.rollout.envs.environment import Answer
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
 
@@ -107,39 +105,6 @@ def test_turns_of_an_episode() -> None:
     last = turn(("complete", {"reasoning": "r", "final_answer": "France", "cited_doc_ids": ["0", "2"]}))
     assert last.over
     assert list(last.messages) == []
-
-
-def test_a_process_that_answers_is_ready_before_its_first_turn(words: None) -> None:
-    rollout = RolloutConfig(environment="multihop", tool_workers=1)
-    call = {"type": "function", "function": {"name": "retrieve_documents", "arguments": {"query": "Seine", "top_n": 1}}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    outcomes: list[Outcome] = []
-    caller = make_caller(Config(rollout=rollout))
-    try:
-        caller.call((row(), {}, turn), outcomes.append, key="q")
-        caller.poll(wait=True)
-    finally:
-        caller.close()
-    [message] = outcomes[0].value["messages"]
-    assert message["content"] == "Document ID: 2\nThe capital of France, on the Seine."
-    nowhere = Config(rollout=rollout, retrieval=RetrievalConfig(index="nowhere"))
-    with pytest.raises(BrokenEnvironmentError, match=r"retrieval\.index=nowhere: no index there"):
-        make_environment(nowhere)  # as at the start of a run
-    caller = make_caller(nowhere)
-    caller.call((row(), {}, turn), outcomes.append, key="q")
-    with pytest.raises(ProcessError, match=r"did not start: retrieval\.index=nowhere: no index there"):
-        caller.poll(wait=True)
-
-
-def test_what_a_search_shows() -> None:
-    environment = MultihopEnvironment(RetrievalConfig(retriever="golden"))
-    text = environment.retrieve_documents("whatever", row(), 1)
-    assert (
-        text == "Document ID: 0\n# Ann\nAnn was born in Paris.\n\nDocument ID: 2\nThe capital of France, on the Seine."
-    )
-    assert retrieved_ids([{"role": "tool", "content": text}]) == {"0", "2"}
-    with pytest.raises(ValueError, match="top_n must be from 1 to 10, not 0"):
-        environment.retrieve_documents("whatever", row(), 0)
 
 
 def test_documents_by_id_and_by_title() -> None:

@@ -114,12 +114,6 @@ def without_bytes(**options: Any) -> PreTrainedTokenizerFast:
     )
 
 
-def test_a_character_that_a_tokenizer_does_not_know_costs_one_token() -> None:
-    world = rendering(without_bytes())
-    known, unknown = (len(world.context([tool(f"hello{end}hello")], ended=True).tokens) for end in ("", "é"))
-    assert unknown == known + 1
-
-
 def test_a_tokenizer_that_puts_spaces_in_front_of_texts_is_refused() -> None:
     with pytest.raises(ConfigError, match="tokenised in pieces, as observations are, becomes"):
         rendering(without_bytes(prepend_scheme="always"))
@@ -172,12 +166,6 @@ def test_random_mixtures_are_said_as_text() -> None:
         tokens = world.context([tool(said)], ended=True).tokens
         assert sum(i in CONTROLS for i in tokens) == markup
         assert f"\n{said}\n" in text(tokens)
-
-
-def test_words_of_a_small_vocabulary_stay_whole() -> None:
-    words = tokenizer()
-    tokens = rendering().context([tool('Ann met Keva", "cited": ["')], ended=True).tokens
-    assert set(words.convert_tokens_to_ids([*WORDS])) <= set(tokens)
 
 
 def test_a_normaliser_makes_no_control_token() -> None:
@@ -273,11 +261,3 @@ def test_the_template_gets_the_arguments_of_the_config() -> None:
     assert begun == ["<think>\n\n</think>\n\n", ""]
     with pytest.raises(ConfigError, match=r"data\.template_arguments\.think: .* it reads enable_thinking"):
         rendering(words, template_arguments={"think": True})
-
-
-def test_another_role_is_checked_when_it_is_first_met() -> None:
-    drops_for_users = DROPS_THOUGHTS.replace("if loop.last", "if messages[-1].role != 'user'")
-    world = rendering(tokenizer(drops_for_users))
-    world.context([tool("3")], ended=True)
-    with pytest.raises(ConfigError, match="once a message of the role 'user'"):
-        world.context([{"role": "user", "content": "go on"}], ended=True)

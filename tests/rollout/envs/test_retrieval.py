@@ -22,7 +22,7 @@ from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes import http
 from tandemrl.rollout.envs import semantic
-from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best, write_corpus
+from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import by_words, halves, make_retriever, reciprocal_ranks
@@ -80,14 +80,6 @@ def test_scores_are_those_of_bm25(words: None) -> None:
             expected.append(score)
         query = " ".join(words[place] for place in chosen)
         assert WordIndex(texts).scores(query) == pytest.approx(expected, rel=1e-5)
-
-
-def test_best_scores_first_and_ties_in_order() -> None:
-    draw = np.random.default_rng(1)
-    for _ in range(50):
-        scores = draw.integers(0, 5, size=draw.integers(1, 30)).astype(np.float32)
-        for count in (1, 2, 7, 100):
-            assert best(scores, count) == sorted(range(len(scores)), key=lambda place: (-scores[place], place))[:count]
 
 
 def test_questions_do_not_share_documents(words: None) -> None:
@@ -159,11 +151,6 @@ def test_an_index_that_is_not_whole(words: None, tmp_path: Path) -> None:
     (tmp_path / "index" / "documents.order.npy").unlink()
     with pytest.raises(BrokenEnvironmentError, match=r"documents\.order\.npy.*delete it and write one: tandemrl data"):
         Corpus(tmp_path / "index")
-
-
-def test_an_index_that_is_not_there(words: None, tmp_path: Path) -> None:
-    with pytest.raises(BrokenEnvironmentError, match=r"no index there; write one: tandemrl data index"):
-        make_retriever(RetrievalConfig(index=str(tmp_path)))
 
 
 # ---- merging -------------------------------------------------------------------------------------------------------
@@ -304,30 +291,6 @@ def test_a_model_of_the_hub_reads_as_its_folder_does(tmp_path: Path) -> None:
     assert semantic.reading_of(str(snapshot)) == ("cls", 3, ())
     config = RetrievalConfig(retriever="semantic", model=str(snapshot))
     assert semantic.make_relevance(config)("fox", TEXTS) == pytest.approx(expected, abs=1e-5)
-
-
-def test_files_of_a_model_that_were_never_looked_up_are_not_taken_for_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be read with mean pooling, whatever it was trained with."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    snapshot = hub_cache(tmp_path, "someone/embedder")
-    pooling = snapshot / "1_Pooling" / "config.json"
-    pooling.unlink()
-    with pytest.raises(semantic.NotLookedUpError, match=r"1_Pooling/config\.json cannot be looked up"):
-        semantic.reading_of("someone/embedder", download=False)
-    gone = snapshot.parent.parent / ".no_exist" / snapshot.name / "1_Pooling"
-    gone.mkdir(parents=True)
-    (gone / "config.json").touch()
-    assert semantic.reading_of("someone/embedder", download=False).pooling == "mean"
-
-
-def test_a_model_without_sentence_transformers_files_is_read_by_default_and_says_so(tmp_path: Path) -> None:
-    path = save_model(tmp_path, BertModel)
-    reading = semantic.reading_of(path)
-    assert reading == ("mean", None, ("1_Pooling/config.json",))
-    with pytest.warns(UserWarning, match=r"mean pooling, by default: there is no 1_Pooling/config\.json"):
-        reading.warn(path)
 
 
 @pytest.mark.parametrize(

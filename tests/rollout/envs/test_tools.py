@@ -1,6 +1,5 @@
 """Tools: what authors are told of them, which calls are made, what a call can and cannot do. And factories."""
 
-import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -8,7 +7,7 @@ import tempers
 
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment
+from tandemrl.rollout.envs.environment import Answer, Environment
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.tools import call_fault, call_tool, schema_of
 
@@ -123,15 +122,6 @@ def test_an_unknown_tool_is_answered_with_the_known_ones() -> None:
     assert call_fault("who", {}, SCHEMAS) is None
 
 
-def test_results_become_text_and_state_a_copy() -> None:
-    row, state = tempers.row("r1"), {"notes": ["a"]}
-    assert call_tool(tempers.echo, {"text": "as it is"}, row, state) == ("as it is", state)
-    assert call_tool(tempers.add, {"a": 2}, row, state) == ("3", state)
-    assert call_tool(many, {"text": "é", "count": 1}, row, state)[0] == '{"text": "é", "count": 1, "row": "r1"}'
-    assert call_tool(tempers.note, {"text": "b"}, row, state) == ("noted: ['a', 'b']", {"notes": ["a", "b"]})
-    assert state == {"notes": ["a"]}
-
-
 def test_a_tool_that_cannot_be_described_is_named() -> None:
     def undocumented(x: int) -> int:
         """Do it."""
@@ -181,35 +171,6 @@ def test_calls_that_cannot_be_made_are_answered_in_their_places() -> None:
     """Templates show answers without their names, so that their order says which call they are of."""
     answer = reply(("add", {"a": 1}), ("add", {"a": 2}), invalid=("x", "y", "z"), after=(0, 1, 2))
     assert [message["content"] for message in answer.messages] == ["Error: x", "2", "Error: y", "3", "Error: z"]
-
-
-@pytest.mark.parametrize("error", [ValueError(), AssertionError(), asyncio.CancelledError(), KeyboardInterrupt()])
-def test_an_error_without_a_text_has_its_name(error: BaseException) -> None:
-    class Failing(Environment):
-        def tool(self) -> str:
-            """Fail."""
-            raise error
-
-        def __init__(self) -> None:
-            self.tools = (self.tool,)
-
-    call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
-    answer = Failing().reply(tempers.row("r1"), {}, {"role": "assistant", "content": "", "tool_calls": [call]})
-    assert [message["content"] for message in answer.messages] == [f"Error: {type(error).__name__}"]
-
-
-def test_an_episode_is_over_without_calls_or_with_a_last_one() -> None:
-    assert reply().over
-    assert not reply(invalid=("x",)).over
-    ended = reply(("note", {"text": "x"}), ("complete", {"answer": "7"}), ("note", {"text": "y"}))
-    assert ended.over
-    assert [message["name"] for message in ended.messages] == ["note"]
-    assert ended.state == {"notes": ["x"]}
-
-
-def test_a_broken_world_is_no_error_of_a_tool() -> None:
-    with pytest.raises(BrokenEnvironmentError, match="the index is gone"):
-        reply(("spoil", {"how": "broken"}))
 
 
 def test_an_environment_is_consistent() -> None:

@@ -41,7 +41,7 @@ from pairs import (
 from transformers import PreTrainedTokenizerFast
 
 from helpers import VOCABULARY, prompts, requests, text, tokenizer
-from tandemrl.rollout.engine import EngineError, EngineInfo, Request, Sampling, check_authors
+from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.selection import alternating, bernoulli, chunk, solo
 from tandemrl.selection.draws import mix64, request_key
@@ -122,15 +122,6 @@ def test_samples_are_those_of_separate_requests(engine):
     assert tokens(flat(written)) == tokens(flat(engine.generate(apart[::-1]))[::-1])
 
 
-def test_samples_share_the_computation_of_their_prompt(engines):
-    """Also within the step in which all of them start."""
-    engine = engines(PAIR, block_size=32)
-    before = np.array(engine.stats()["computed"])
-    engine.generate(requests(prompts(1, seed=5, lengths=(257,)), Sampling(max_tokens=2), alternating(), samples=8))
-    computed = np.array(engine.stats()["computed"]) - before
-    assert (computed < 2 * 257).all()
-
-
 def test_one_call_mixes_strategies_samplings_and_lengths(engine):
     settings = [GREEDY, Sampling(), Sampling(temperature=0.7, top_p=0.8, top_k=20), Sampling(repetition_penalty=1.3)]
     batch = [
@@ -149,11 +140,6 @@ def test_many_more_requests_than_rows(engine, engines):
     written = few.generate(batch)
     assert_sound(batch, written)
     assert tokens(flat(written)) == tokens(flat(engine.generate(batch)))
-
-
-def test_nothing_to_write(engine):
-    assert engine.generate([]) == []
-    assert engine.generate([Request((2, 3), (), Sampling(), bernoulli(0.5))]) == [[]]
 
 
 def test_a_request_may_fill_the_context_exactly(engine):
@@ -201,14 +187,6 @@ def test_abort_of_some_keys_leaves_the_others_alone(engines, engine):
                 assert len(completion.tokens) < 40
             else:
                 assert completion.stop_reason == "length"
-
-
-def test_abort_from_the_progress_callback(engine):
-    batch = mixed(prompts(6, seed=10), LONG, seed=10)
-    completions = flat(engine.generate(batch, progress=lambda _: engine.abort([batch[2].keys[0], batch[3].keys[0]])))
-    assert [c.stop_reason for c in completions] == ["length"] * 2 + ["abort"] * 2 + ["length"] * 2
-    assert all(0 < len(completions[i].tokens) < 10 for i in (2, 3))
-    assert_sound(batch, [[c] for c in completions])
 
 
 def test_abort_from_a_thread_takes_effect_at_once(engine):
@@ -439,10 +417,6 @@ def test_weights_that_do_not_fit_are_refused(loading):
 # ---------------------------------------------------------------------------------------------------------- the engine
 
 
-def test_info_names_what_decodes(engine):
-    assert engine.info == EngineInfo("vllm", "float32", adapters=False, drops=False)
-
-
 CLOSING = """
 import sys
 from functools import partial
@@ -493,14 +467,6 @@ def test_the_process_keeps_its_threads_and_random_state(engines):
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
-
-
-def test_an_untested_vllm_is_named(engines, monkeypatch):
-    from tandemrl.rollout.vllm import engine as vllm_engine
-
-    monkeypatch.setattr(vllm_engine, "VLLM_TESTED", ("0.31.7",))
-    with pytest.warns(UserWarning, match=r"0\.31\.7"):
-        engines.keep(start_engine(engines.folder("senior"), None, longest=CONTEXT, kv_blocks=64))
 
 
 def test_objects_that_vllm_cannot_read_are_out_of_its_sight(monkeypatch):

@@ -12,7 +12,6 @@ from pairs import (
     TIGHT,
     UNPENALISED,
     VLLM,
-    abort_after,
     assert_equal_completions,
     assert_sound,
     changed,
@@ -115,17 +114,6 @@ def test_limits_and_stops_inside_a_draft(engine):
     assert {c.stop_reason for c in found[40:]} >= {"stop", "length"}
 
 
-def test_the_senior_alone_is_drafted_too(engine):
-    batch = with_strategy(mixture(18, SETTINGS, seed=3), solo("senior"))
-    lazy, written = in_mode(engine, "lazy", batch), flat(engine.generate(batch))
-    passes = engine.passes
-    assert_equal_completions(written, lazy)
-    assert passes.senior < 0.6 * passes.tokens
-    assert all((c.author == 1).all() for c in written)
-    junior = with_strategy(batch, solo("junior"))
-    assert_equal_completions(flat(engine.generate(junior)), in_mode(engine, "lazy", junior))
-
-
 class Changing(Drafts):
     """Another choice in every other step."""
 
@@ -162,23 +150,6 @@ def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
     assert all(re.fullmatch(r" \d+ rows of \d+ tokens, acceptance 0\.\d\d of \d+", why) for _, _, why in changes[3:])
 
 
-def test_auto_and_automatic_lengths_change_no_token(engines):
-    """As it chooses by itself."""
-    engine, last = engines(NEAR, draft_tokens="auto"), Sampling(max_tokens=100, ignore_eos=True)
-    batch = [*mixture(9, SETTINGS, seed=8), *mixed(prompts(1), last, seed=8)]
-    found, drafts = {}, {}
-    for mode in ("lazy", "auto", "draft"):
-        engine.set_mode(mode)
-        found[mode], drafts[mode] = flat(engine.generate(batch)), engine.passes.drafted
-    assert_equal_completions(found["auto"], found["lazy"])
-    assert_equal_completions(found["draft"], found["lazy"])
-    assert drafts["lazy"] == 0
-    assert min(drafts["auto"], drafts["draft"]) > 0
-    again = engine.passes
-    engine.generate(batch)
-    assert engine.passes == again  # of the same requests, the same is chosen
-
-
 def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
     """Second prompts are first ones with what was written, by either author, upon drafts that were thrown away."""
     engine = drafted(engines, "Llama junior", 4, **(TIGHT | dict(kv_blocks=200)))
@@ -193,18 +164,6 @@ def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
         assert_sound(second, written)
         assert logprob_errors(models("Llama junior"), second, written).max() < 1e-4
     assert scheduled.cached_tokens - before > 1000
-
-
-def test_an_abort_cuts_a_text_off(engine):
-    batch = mixed(prompts(12, seed=6, lengths=(40, 7)), Sampling(max_tokens=100, ignore_eos=True), seed=6)
-    whole = in_mode(engine, "lazy", batch)
-    cut = abort_after(engine, batch, 12 * 30, [batch[i].keys[0] for i in range(0, 12, 2)])
-    for i, (one, other) in enumerate(zip(cut, whole, strict=True)):
-        assert one.stop_reason == ("abort" if i % 2 == 0 else "length")
-        assert 10 <= len(one.tokens) < 90 or i % 2
-        assert one.tokens.tolist() == other.tokens.tolist()[: len(one.tokens)]
-        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs[: len(one.tokens)]).max() < 1e-4
-    assert_equal_completions(flat(engine.generate(batch)), whole)
 
 
 def test_requests_that_change_logits_otherwise_are_not_drafted(engine):
@@ -230,18 +189,6 @@ def test_requests_that_change_logits_otherwise_are_not_drafted(engine):
         written[mode] = [(done[str(i)].token_ids, [sorted(place) for place in done[str(i)].logprobs]) for i in range(8)]
     assert written["draft"] == written["lazy"]
     assert set(written["draft"][3][0]) <= {5, 9}
-
-
-def test_passes_are_counted_in_every_mode(engines):
-    engine = engines(NEAR)
-    batch = mixed(prompts(6, seed=7, lengths=(20, 7)), Sampling(max_tokens=12, ignore_eos=True), seed=7)
-    for mode in ("lazy", "lockstep"):
-        engine.set_mode(mode)
-        authors = np.stack([c.author for c in flat(engine.generate(batch))])
-        later = authors[:, 1:]  # the first token comes from the prompt's pass
-        counts = [66, 66] if mode == "lockstep" else [(later == 0).sum(), (later == 1).sum()]
-        assert [engine.passes.junior, engine.passes.senior] == counts
-        assert (engine.passes.tokens, engine.passes.drafted, engine.passes.acceptance) == (72, 0, None)
 
 
 def test_what_cannot_draft_says_so(engines):

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,9 +26,7 @@ from helpers import prompts
 from tandemrl.models import sampling
 from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
-from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.kv_state import JUNIOR
-from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.selection import chunk
 
 pytestmark = VLLM
@@ -237,41 +233,3 @@ def test_rows_that_fill_a_graph_up_change_nothing(engines, write, monkeypatch):
     assert len(padded) > 10
     assert_equal_completions(found.written, plain.written)
     assert found.after == plain.after
-
-
-POSSIBLE: dict[str, Any] = dict(
-    attn_groups=[[SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))]],
-    input_batch=SimpleNamespace(sampling_metadata=SimpleNamespace(no_penalties=True)),
-    cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
-    supports_mm_inputs=False,
-    enable_prompt_embeds=False,
-    uses_mrope=False,
-    eplb_state=None,
-)
-IMPOSSIBLE: list[dict[str, Any]] = [
-    dict(attn_groups=[[SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASHINFER"))]]),
-    dict(input_batch=SimpleNamespace(sampling_metadata=SimpleNamespace(no_penalties=False))),
-    dict(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True)),
-    dict(lookback_token_ids=torch.zeros(1)),
-    dict(supports_mm_inputs=True),
-    dict(enable_prompt_embeds=True),
-    dict(uses_mrope=True),
-    dict(eplb_state=object()),
-]
-
-
-def test_what_cannot_stay_on_the_device() -> None:
-    from tandemrl.rollout.vllm.junior_loop import stays_on_device
-
-    step = Mock(Round, depths=4, ahead=np.array([3, 1]))
-
-    def answer(depth: int = 0, ends: tuple[bool, ...] = (True, True), **runner: Any) -> bool:
-        forward = Mock(ForwardPass, rows=np.arange(len(ends)), ends=np.array(ends))
-        return stays_on_device(SimpleNamespace(**(POSSIBLE | runner)), step, depth, forward)
-
-    assert answer()
-    assert not any(answer(**instead) for instead in IMPOSSIBLE)
-    assert not answer(ends=(True, False))
-    assert not answer(ends=(True,))
-    assert answer(depth=2, ends=(True,))
-    assert not answer(depth=3, ends=(True,))

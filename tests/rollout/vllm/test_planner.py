@@ -9,7 +9,7 @@ from tandemrl.rollout.drafting import VLLM_CPU, Drafts, Pair, Size
 from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling, replay_turns
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
+from tandemrl.rollout.vllm.modes import DRAFTING
 from tandemrl.rollout.vllm.planner import Admission, Planner
 from tandemrl.rollout.vllm.rows import VllmRow
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
@@ -336,12 +336,6 @@ def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
         steps(planner, liar)
 
 
-def test_an_unknown_mode_is_refused() -> None:
-    check_mode("lockstep")
-    with pytest.raises(EngineError, match="mode=lockstp: must be one of lazy, lockstep, draft, auto"):
-        check_mode("lockstp")
-
-
 def test_finished_requests_leave_nothing_behind() -> None:
     planner = Planner(budget=640, block_size=BLOCK, num_blocks=64, capacity=2)
     for number in range(50):
@@ -391,12 +385,3 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     planner.chooser.begin_call()
     assert planner.choose(ids[:3]).passes.acceptance is None
     assert planner.choose(ids[:3]).choice.ahead > 0
-
-
-def test_nobody_reads_along_where_drafts_do_not_pay() -> None:
-    senior, junior = Size(4, 5_000_000, 2_000), Size(12, 57_000_000, 15_000)
-    for mode, reads in (("lazy", 0), ("draft", 1), ("auto", 0)):
-        drafts = Drafts(None, Pair(senior, junior, VLLM_CPU))
-        planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode=mode, drafts=drafts)
-        planner.admit([Admission("a", 5, 7, solo("senior"))])
-        assert planner.state.reads[JUNIOR, planner.slots["a"]] == reads

@@ -172,13 +172,6 @@ def test_what_is_not_the_trainers_does_not_go_unseen(shared) -> None:
     sync_weights(trained, engine, 5)
 
 
-def test_a_layer_that_is_not_there_is_refused(engines) -> None:
-    folder, plan = engines.folder("Llama"), adapter_plan(model("Llama"), KINDS["Llama"])
-    wrong = plan._replace(layers=(*plan.layers, "model.layers.7.mlp.up_proj"))
-    with pytest.raises(EngineError, match=r"no linear layer model\.layers\.7\.mlp\.up_proj"):
-        start_engine(folder, folder, adapters=wrong, longest=64, kv_cache_gb=0.01, enforce_eager=True)
-
-
 @pytest.mark.parametrize(
     ("settings", "one_base"),
     [

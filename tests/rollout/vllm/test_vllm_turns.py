@@ -105,15 +105,6 @@ def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
     assert [turn.task for turn in played.told] == [turn.number for turn in played.told]  # one key each
 
 
-@pytest.mark.slow
-def test_slow_answers_change_nothing(engines, wanted):
-    """Neither do an engine in a process of its own, which writes on while a stop string is found, and few rows."""
-    apart = engines(PAIR, sleep=False, multiprocess=True)
-    batch = in_turns(40, seed=2)
-    found = flat(apart.generate(batch, responder=world(delay_s=0.3)))
-    assert_same_turns(found, flat(engines(PAIR, max_rows=4).generate(batch, responder=world())))
-
-
 def test_several_requests_write_what_one_with_a_responder_does(engine):
     """The workers know nothing of the turns before but what ``history`` says."""
     batch = in_turns(40, seed=3)
@@ -235,13 +226,6 @@ def test_a_stop_string_belongs_to_one_turn(engine):
     stopping = dataclasses.replace(request, sampling=sampling)
     again = flat(engine.generate([stopping], responder=Script([[Reply(0, said), Reply(0)]])))[0]
     assert again.tokens.tolist() == free.tokens.tolist()
-
-
-def test_progress_counts_own_tokens(engine):
-    told: list[int] = []
-    engine.generate(plain(8, seed=10), progress=told.append, responder=world())
-    assert sum(told) == 8 * 60
-    assert min(told) >= 0
 
 
 # ------------------------------------------------------------------------------------------------ aborts and breakages

@@ -26,7 +26,7 @@ from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
-from tandemrl.selection import before_word, solo, word
+from tandemrl.selection import before_word, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
 from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables, text_turn
 from tandemrl.training.loop import train
@@ -195,13 +195,6 @@ def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
     }.items():
         with pytest.raises(EngineError, match=why):
             one_vocabulary.generate([asked[1], refused])
-
-
-def test_the_senior_writes_alone_in_calls_of_its_own(folders: tuple[Path, Path], vllm_engine: Any) -> None:
-    asked = [replace(each, strategy=solo("senior")) for each in requests(folders)[:2]]
-    assert all((c.author == 1).all() for c in flat(vllm_engine.generate(asked)))
-    with pytest.raises(EngineError, match="generate them in a call of their own"):
-        vllm_engine.generate([asked[0], *requests(folders)[:1]])
 
 
 def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_engine: Any, tmp_path: Path) -> None:

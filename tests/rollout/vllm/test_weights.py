@@ -1,7 +1,5 @@
 """Weights in, weights out: what a trainer sends is what stock vLLM's kernels compute with, packed, fused or sharded."""
 
-import gc
-import logging
 import os
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
 from pairs import VLLM, settable_threads
@@ -168,47 +165,6 @@ def test_every_parameter_is_read_back_under_its_own_name(stock, kind, dtype):
         assert torch.equal(found[name], parameter.to(running.dtype)), name
         assert found[name].dtype == running.dtype
         assert not hasattr(parameter, "shard_id")  # vLLM's loader annotates the tensors it is given
-
-
-@pytest.mark.parametrize(("kind", "dtype"), ENGINES)
-def test_weights_from_disk_are_read_back_too(stock, kind, dtype):
-    running = stock(kind, dtype)
-    assert running.from_disk == running.sent(trainer(kind, 0))
-
-
-def test_zeros_of_both_signs_and_subnormal_numbers_are_no_difference(stock):
-    running, model = stock("Llama", "bfloat16"), trainer("Llama", 3)
-    for parameter in model.parameters():
-        parameter.data.flatten()[:3] = torch.tensor([-0.0, 1e-39, -1e-39])
-    running.load(model)
-    assert running.fingerprint() == running.sent(model)
-
-
-def test_a_hundred_loads_leak_no_memory_and_say_nothing(stock):
-    running, models = stock("Qwen3", "float32"), [trainer("Qwen3", seed) for seed in (1, 2)]
-    said: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = said.append  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(handler)
-    try:
-        for step in range(20):
-            running.load(models[step % 2])
-        gc.collect()
-        tensors, before = _tensors(), psutil.Process().memory_info().rss
-        for step in range(100):
-            running.load(models[step % 2])
-        gc.collect()
-        assert _tensors() == tensors
-        copy = sum(parameter.nbytes for parameter in models[0].parameters())
-        assert psutil.Process().memory_info().rss - before < 50 * copy  # oneDNN's copies are no tensors
-    finally:
-        logging.getLogger("vllm").removeHandler(handler)
-    assert said == []
-    assert running.fingerprint() == running.sent(models[1])
-
-
-def _tensors() -> int:
-    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
 
 
 def test_other_models_of_the_process_and_the_config_stay_as_they_are(stock):
