@@ -4,13 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import runs
 from processes import run
 from runs import metrics
-from tandemrl.config import ConfigError, load
+from tandemrl.config import ConfigError
 from tandemrl.training.loop import train
 
 SHORT = [
@@ -132,21 +131,6 @@ def test_adapters_split_by_tp_train_what_one_process_trains(tiny_pair: Path, tmp
         assert left.keys() == right.keys()
         for key in left:
             assert (left[key] - right[key]).abs().mean() < 1e-5, key
-
-
-def _world_of(axes: str) -> str:
-    from tandemrl.distributed.world import init_world
-
-    try:
-        init_world(load(None, [axes]).parallel, torch.device("cpu"))
-    except ConfigError as error:
-        return str(error)
-    return "joined"
-
-
-def test_axes_that_do_not_multiply_to_the_processes_are_refused() -> None:
-    for message in run(_world_of, 2, "parallel.tp=4"):
-        assert "tp 4 = 4 processes, but 2 run" in message
 
 
 def _refusal(pair: str, out: str) -> str:

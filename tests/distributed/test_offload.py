@@ -10,10 +10,8 @@ from torch import nn
 import runs
 from processes import run
 from runs import metrics
-from tandemrl.config import ConfigError, load
 from tandemrl.models import sharding
 from tandemrl.training import update
-from tandemrl.training.build import build
 from tandemrl.training.loop import train
 from tandemrl.training.state import move_state
 from test_mesh_training import SHORT, samples
@@ -88,23 +86,3 @@ def test_an_optimizers_state_goes_where_its_parameters_are() -> None:
     elsewhere.state[away] = optimizer.state[parameter]
     move_state(elsewhere, to_host=False)
     assert {(v.device.type, v.shape) for v in elsewhere.state[away].values()} == {("meta", (3,)), ("meta", ())}
-
-
-def test_one_process_has_no_parts_to_offload(tiny_pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"parallel\.offload_parameters=True: must be false with one process",
-    ):
-        build(runs.config(tiny_pair, tmp_path, "parallel.offload_parameters=true"))
-
-
-def test_the_earlier_key_is_read_as_the_present_one(tmp_path: Path) -> None:
-    """Runs of earlier versions have it in their config.yaml."""
-    file = tmp_path / "config.yaml"
-    file.write_text("parallel: {offload: false, tp: 2}\n")
-    assert load(file).parallel == load(None, ["parallel.tp=2"]).parallel
-    with pytest.warns(UserWarning, match=r"parallel\.offload is called parallel\.offload_parameters now"):
-        assert load(None, ["parallel.offload=true"]).parallel.offload_parameters
-    file.write_text("parallel: {offload: true, offload_parameters: true}\n")
-    with pytest.raises(ConfigError, match=r"parallel\.offload is the earlier name"):
-        load(file)

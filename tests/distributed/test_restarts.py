@@ -1,6 +1,5 @@
 """What becomes of a run of two processes when one of them is signalled, fails, or dies with its node."""
 
-import json
 import os
 import re
 import signal
@@ -67,14 +66,6 @@ def trained(config: Config, event: str | None) -> Any:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return 0
-
-
-def test_the_profile_of_several_processes(whole: Path) -> None:
-    table = json.loads((whole / "profile" / "table.json").read_text())
-    assert table["processes"] == 2
-    assert table["steps"] == 2  # neither the first nor the traced one
-    assert all(row["slowest_s"] >= row["s"] for row in table["phases"].values())
-    assert "| slowest process, s |" in (whole / "profile" / "table.md").read_text()
 
 
 def test_a_signal_to_one_process_stops_both_after_the_same_step(tiny_pair: Path, whole: Path, tmp_path: Path) -> None:

@@ -22,19 +22,6 @@ def test_k2_and_k3_are_never_negative(logprob, ref):
             assert kl(torch.tensor([logprob], dtype=dtype), torch.tensor([ref], dtype=dtype), kind=kind).item() >= 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kl_of_equal_policies_is_exactly_zero(kind):
-    x = -torch.rand(20, generator=torch.Generator().manual_seed(0))
-    assert (kl(x, x, kind=kind) == 0).all()
-
-
-def test_kl_hand_computed():
-    logprobs, ref = double(-1.0, -2.0), double(-1.5, -1.0)  # d = -0.5, 1
-    assert kl(logprobs, ref, kind="k1").tolist() == [0.5, -1.0]
-    assert kl(logprobs, ref, kind="k2").tolist() == [0.125, 0.5]
-    assert kl(logprobs, ref, kind="k3").tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2])
-
-
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased(kind):
     policy, reference = double(0.5, 0.3, 0.2).log(), double(0.2, 0.2, 0.6).log()

@@ -60,11 +60,6 @@ def fits(lengths, rooms):
     )
 
 
-def log_normal(rng, count):
-    """Lengths of mean 400 (before clipping), sigma 0.8 of the logarithm, at most 3,072."""
-    return np.clip(rng.lognormal(np.log(400) - 0.32, 0.8, count), 1, 3072).astype(int).tolist()
-
-
 def copies(bins, groups):
     """In how many bins a group is, on average: how often its prompt is computed."""
     return sum(len({groups[i] for i in bin_}) for bin_ in bins) / len(set(groups))
@@ -108,33 +103,6 @@ def test_balance_against_brute_force(lengths, parts):
     assert best <= slowest <= (7 / 6 if parts == 2 else 4 / 3) * best  # Fischetti and Martello 1987; Michiels 2003
 
 
-def test_largest_differencing_beats_dealing_to_the_emptiest():
-    assert micro_batches([8, 7, 6, 5, 4], 30, parts=2, cost=float) == [
-        [1, 3, 4],
-        [0, 2],
-    ]  # 16 and 14; the other: 17, 13
-
-
-@pytest.mark.parametrize("parts", [1, 4])
-def test_log_normal_lengths_fill_the_slots_and_keep_processes_busy(parts):
-    rng = np.random.default_rng(0)
-    mixes = [log_normal(rng, 256) for _ in range(6)]
-    for lengths in mixes:
-        groups = [i // 8 for i in range(256)]
-        alone = micro_batches(lengths, 8192, parts=parts)
-        together = micro_batches(lengths, 8192, parts=parts, groups=groups)
-        fewest = -(-sum(lengths) // 8192)
-        assert len(alone) == len(together) == fewest + -fewest % parts  # no split has fewer
-        for bins, waiting in ((alone, 0.01), (together, 0.03)):
-            costs = np.array([sum(attention_cost(lengths[i]) for i in bin_) for bin_ in bins]).reshape(-1, parts)
-            assert costs.sum() >= (1 - waiting) * parts * costs.max(1).sum()
-        assert copies(together, groups) < 0.45 * copies(alone, groups)
-    largest = max(mixes, key=lambda lengths: sum(lengths) % 8192)  # other sums cannot fill whole bins
-    assert sum(largest) / (8192 * len(micro_batches(largest, 8192))) >= 0.95
-    many = [length for lengths in mixes for length in lengths]
-    assert sum(many) / (8192 * len(micro_batches(many, 8192, groups=[i // 8 for i in range(len(many))]))) >= 0.95
-
-
 def test_a_group_is_torn_only_where_it_has_to_be():
     assert micro_batches([2] * 8, 8, groups=[0, 1] * 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     groups = [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -148,13 +116,6 @@ def test_more_processes_than_sequences_leave_empty_bins_last():
     assert micro_batches([3, 5], 8, parts=4) == [[1], [0], [], []]
     assert micro_batches([3, 5, 4, 4], 8, parts=4, groups=[0] * 4) == [[1], [2], [3], [0]]
     assert micro_batches([], 10, parts=4) == []
-
-
-def test_bins_are_few_and_balanced():
-    assert micro_batches([4, 4, 4, 4], 8) == [[0, 3], [1, 2]]
-    lengths = [100] * 30 + [10] * 30
-    totals = [sum(lengths[i] for i in bin_) for bin_ in micro_batches(lengths, 1200)]
-    assert sorted(totals) == [1100, 1100, 1100]
 
 
 def test_balancing_gives_way_to_the_budget():

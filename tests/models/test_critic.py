@@ -13,8 +13,7 @@ from helpers import VOCABULARY, gpt2, llama, qwen3
 from tandemrl.losses import value_loss
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack, pack_tokens
-from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
-from tandemrl.models.head import ForwardOptions
+from tandemrl.models.critic import load_critic, token_values, value_head
 from tandemrl.types import Author, Batch, Rollout
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"qwen3": qwen3, "llama": llama, "gpt2": gpt2}
@@ -133,36 +132,6 @@ def test_a_saved_critic_keeps_its_head_bitwise(folders, tmp_path):
     assert state.keys() == critic.state_dict().keys()
     assert all(torch.equal(value, state[key]) for key, value in critic.state_dict().items())
     assert value_head(again)[1].weight.abs().sum() > 0
-
-
-def test_values_in_bfloat16_are_close_and_float32(folders):
-    critic, batch = load_critic(folders("llama-critic")), pack_tokens(sequences([9, 14]))
-    exact = token_values(critic, batch, select=everything(batch))
-    rough = token_values(critic, batch, select=everything(batch), options=ForwardOptions(autocast=torch.bfloat16))
-    assert rough.dtype == torch.float32
-    assert 0 < (rough - exact).abs().max() < 0.05 * exact.abs().max()
-
-
-def test_nothing_selected_gives_zeros_with_a_gradient_of_zero(folders):
-    critic, batch = load_critic(folders("qwen3-critic")), pack_tokens(sequences([5]))
-    values = token_values(critic, batch, select=~everything(batch))
-    values.sum().backward()
-    assert (values == 0).all()
-    assert all(p.grad is None or (p.grad == 0).all() for p in critic.parameters())
-
-
-def test_a_sharded_critic_is_called_through_its_method(folders):
-    critic, batch = load_critic(folders("qwen3-critic")), pack_tokens(sequences([5]))
-    calls = []
-
-    def method(*arguments, **options):
-        calls.append(arguments)
-        return packed_values(critic, *arguments, **options)
-
-    wanted = token_values(critic, batch, select=everything(batch))
-    critic.packed_values = method
-    assert torch.equal(token_values(critic, batch, select=everything(batch)), wanted)
-    assert len(calls) == 1
 
 
 def test_refusals(folders, tmp_path):

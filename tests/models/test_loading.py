@@ -17,7 +17,6 @@ from tokenizers import AddedToken
 from transformers import PreTrainedModel
 
 from helpers import EOS, IDS, PAD, VOCABULARY, llama, prepared, qwen3, small_qwen3, tokenizer
-from tandemrl.files import hint
 from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import load_critic
 from tandemrl.models.loading import (
@@ -156,26 +155,7 @@ def test_the_hub_is_not_asked_for_a_folder_whose_parent_is_here(
         check_folder(hub_id)
 
 
-def test_a_hint_is_given_only_for_a_name_that_is_there(tmp_path: Path) -> None:
-    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    (tmp_path / "data" / "gsm8k" / "train.parquet").touch()
-    for wrong in ("data/gsm8k/trian.parquet", "dta/gsm8k/train.parquet", "data/gsm8/train.parquet"):
-        assert hint(tmp_path / wrong) == f"; did you mean {tmp_path}/data/gsm8k/train.parquet?"
-    for strange in ("data/gsm8k/zzz", "other/gsm8k/train.parquet", "data/gsm8/zzz"):
-        assert hint(tmp_path / strange) == ""
-
-
 # -------------------------------------------------------------------------------------------------------------- loading
-
-
-def test_load_model_reads_what_was_saved(tmp_path):
-    reference = llama()
-    reference.save_pretrained(tmp_path)
-    loaded = load_model(tmp_path)
-    assert not loaded.training
-    wanted, _ = dense(reference, sequences([6, 9]), 1.0)
-    torch.testing.assert_close(scored(loaded, sequences([6, 9])), wanted.detach(), rtol=0, atol=5e-5)
-    assert load_model(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
@@ -195,16 +175,6 @@ def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
         load_model(torn)
 
 
-def test_a_typo_in_a_pair_that_is_there_is_no_reason_to_build_one(tmp_path: Path) -> None:
-    for name in ("senior", "junior"):
-        (tmp_path / "tiny" / name).mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"tiny/seniro: no such folder; did you mean .*tiny/senior\?$"):
-        check_folder(tmp_path / "tiny" / "seniro")
-    (tmp_path / "tiny" / "senior").rmdir()
-    with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
-        check_folder(tmp_path / "tiny" / "senior")
-
-
 def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path, tmp_path: Path) -> None:
     model = copied(folder, tmp_path / "model")
     kept = load_file(model / "model.safetensors")
@@ -212,20 +182,6 @@ def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path, tmp_path
     save_file(kept, model / "model.safetensors")
     with pytest.raises(ModelError, match=r"1 weights are missing there, the first is model\.layers\.0\.mlp\.up_proj"):
         load_model(model)
-
-
-def test_a_pointer_in_a_file_that_nobody_reads_is_no_fault(folder: Path, tmp_path: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 538090408\n"
-    model = copied(folder, tmp_path / "model")
-    for name in ("flax_model.msgpack", "tf_model.h5", "model.onnx", "pytorch_model.bin"):
-        (model / name).write_text(pointer)
-    check_folder(model)
-    (model / "model.safetensors").rename(model / "part.safetensors")
-    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
-    check_folder(model)
-    (model / "part.safetensors").write_text(pointer)
-    with pytest.raises(ModelError, match=r"part\.safetensors: a pointer of Git LFS"):
-        check_folder(model)
 
 
 def test_weights_whose_names_transformers_changes_are_not_taken_for_missing(tmp_path: Path) -> None:
@@ -250,11 +206,6 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     large.model.norm.weight.data.mul_(1e3)
     with pytest.raises(ModelError, match=r"its logits are NaN or infinite: it overflows in torch\.float32"):
         prepare(large)
-
-
-def test_load_tokenizer_reads_what_was_saved(tmp_path):
-    tokenizer().save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path).get_vocab() == IDS
 
 
 def test_vocabulary_check():

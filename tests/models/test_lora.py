@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,15 +78,6 @@ def test_merged_weights_are_the_adapted_model_under_the_names_of_the_plain_one(m
     torch.testing.assert_close(logprobs(model), logprobs(by_hand), rtol=0, atol=1e-5)
 
 
-def test_all_linear_is_every_linear_layer_but_the_head() -> None:
-    plain = prepared(llama())
-    linear = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert set(adapted_layers(adapted(plain))) == linear - {"lm_head"}
-    some = adapted_layers(adapted(plain, LoraConfig(rank=2, targets=("q_proj", "v_proj"))))
-    assert {name.rpartition(".")[2] for name in some} == {"q_proj", "v_proj"}
-    assert adapted_layers(plain) == {}
-
-
 def test_adapters_start_as_no_change_and_consume_no_global_randomness() -> None:
     plain = prepared(qwen3())
     before = torch.get_rng_state()
@@ -98,13 +88,6 @@ def test_adapters_start_as_no_change_and_consume_no_global_randomness() -> None:
     again, other = attach(copy.deepcopy(plain), LORA, seed=7), attach(copy.deepcopy(plain), LORA, seed=8)
     assert fingerprint(again.named_parameters()) == fingerprint(model.named_parameters())
     assert fingerprint(other.named_parameters()) != fingerprint(model.named_parameters())
-
-
-def test_a_plain_model_is_its_own_merged_self() -> None:
-    plain = prepared(llama())
-    pairs = list(merged_parameters(plain))
-    assert [name for name, _ in pairs] == [name for name, _ in plain.named_parameters()]
-    assert all(torch.equal(value, plain.get_parameter(name)) for name, value in pairs)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -220,12 +203,6 @@ def test_inputs_that_are_split_are_dropped_as_if_they_were_not() -> None:
 def test_bad_targets_are_refused(targets: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.targets"):
         attach(prepared(llama()), LoraConfig(rank=2, targets=targets), seed=0)
-
-
-def test_peft_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[lora\]'"):
-        attach(prepared(qwen3()), LORA, seed=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- dropout

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from packing import LENGTHS, MODELS, assert_equal_gradients, dense, everything, gradients, sequences, spans, weights_for
+from packing import LENGTHS, MODELS, assert_equal_gradients, dense, everything, gradients, sequences, weights_for
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +14,7 @@ from helpers import IDS, PAD, VOCABULARY, llama, prepared, qwen3, reference_dist
 from tandemrl.models import attention, forward, head
 from tandemrl.models.attention import PackedLayout
 from tandemrl.models.batching import pack, pack_tokens
-from tandemrl.models.forward import hidden_states, token_logprobs
+from tandemrl.models.forward import token_logprobs
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
@@ -90,15 +90,6 @@ def test_float64_models_agree_to_float32():
     assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs, tolerance=2e-6)
 
 
-def test_layout_pads_short_sequences_apart_from_long_ones():
-    layout = PackedLayout(spans([1, 5, 2, 17, 9, 17]))
-    shapes = [(len(bucket.gather) // bucket.width, bucket.width) for bucket in layout.buckets]
-    assert shapes == [(2, 17), (1, 9), (1, 5), (1, 2), (1, 1)]
-    covered = torch.cat([bucket.tokens for bucket in layout.buckets])
-    assert torch.equal(covered.sort().values, torch.arange(51))
-    assert layout.max_length == 17
-
-
 def with_contexts(given: list[list[int]], contexts: list[int]) -> Batch:
     """The sequences packed, with so many leading tokens of each as context; two later ones too, as a tool's reply."""
     rollouts = []
@@ -146,13 +137,6 @@ def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
     w = weights_for(total)
     theirs = gradients(reference, (w * wanted + w.flip(0) * wanted_entropy).sum())
     assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
-
-
-def test_hidden_states_of_rows_and_of_packed_tokens_have_their_shapes():
-    packed = prepared(qwen3())
-    tokens = torch.arange(12)
-    flat = hidden_states(packed, tokens, torch.arange(12) % 6, PackedLayout(spans([6, 6])))
-    assert flat.shape == (12, 32)
 
 
 # ---------------------------------------------------------------------------------------------- flash attention on CUDA
@@ -231,23 +215,6 @@ def test_flash_attention_takes_sequences_in_any_order_and_sees_autocast(monkeypa
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layout.attend(0, q, k, v.bfloat16(), 0.3).dtype == torch.bfloat16
     assert flash.queries == [6, 6]
-
-
-def test_flash_attention_is_for_what_its_kernels_take(monkeypatch):
-    cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert attention._has_flash(cuda, torch.bfloat16, 64, 64)
-    assert attention._has_flash(cuda, torch.float16, 256, 256)
-    for device, dtype, *sizes in (
-        (cuda, torch.float32, 64, 64),
-        (cuda, torch.bfloat16, 260, 260),
-        (cuda, torch.bfloat16, 12, 12),
-        (cuda, torch.bfloat16, 64, 128),
-        (cpu, torch.bfloat16, 64, 64),
-    ):
-        assert not attention._has_flash(device, dtype, *sizes)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not attention._has_flash(cuda, torch.bfloat16, 64, 64)
 
 
 # -------------------------------------------------------------------------------------------- selection, chunks, memory

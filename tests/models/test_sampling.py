@@ -21,10 +21,6 @@ def column(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)[:, None]
 
 
-def off(rows: int) -> dict[str, torch.Tensor]:
-    return dict(repetition=torch.ones(rows, 1), presence=torch.zeros(rows, 1), frequency=torch.zeros(rows, 1))
-
-
 @given(
     seed=st.integers(0, 10_000),
     v=st.integers(1, 40),
@@ -64,37 +60,6 @@ def test_ties_at_the_threshold_are_all_kept():
     assert kept_tokens(logits, Truncation(0, 0.1, 0.0))[0].tolist() == [False, True, True, True, False]
 
 
-def test_min_p_comes_before_top_p():
-    logits = torch.tensor([[0.50, 0.30, 0.15, 0.05]]).log()
-    # min_p 0.2 leaves (.50, .30, .15) = (.526, .316, .158): the first two hold 0.84 of what is left, only 0.80 of all
-    assert kept_tokens(logits, Truncation(0, 0.82, 0.2))[0].tolist() == [True, True, False, False]
-    assert kept_tokens(logits, Truncation(0, 0.82, 0.0))[0].tolist() == [True, True, True, False]
-
-
-def test_top_k_comes_before_top_p():
-    logits = torch.tensor([[0.40, 0.30, 0.20, 0.10]]).log()
-    assert kept_tokens(logits, Truncation(2, 0.56, 0.0))[0].tolist() == [True, False, False, False]
-    assert kept_tokens(logits, Truncation(0, 0.56, 0.0))[0].tolist() == [True, True, False, False]
-
-
-def test_every_row_has_its_own_truncation():
-    logits = random_logits(4, 30, seed=1)
-    per_row = Truncation(torch.tensor([[0], [3], [0], [0]]), column(1.0, 1.0, 0.5, 1.0), column(0.0, 0.0, 0.0, 0.3))
-    together = kept_tokens(logits, per_row)
-    alone = [Truncation(0, 1.0, 0.0), Truncation(3, 1.0, 0.0), Truncation(0, 0.5, 0.0), Truncation(0, 1.0, 0.3)]
-    for row, truncation in enumerate(alone):
-        assert torch.equal(together[row], kept_tokens(logits[row : row + 1], truncation)[0])
-    assert together[0].all()
-    assert together[1].sum() == 3
-    assert not together[2].all()
-
-
-def test_kept_tokens_of_logits_that_already_exclude_tokens():
-    logits = torch.tensor([[-torch.inf, 2.0, 1.0, -torch.inf]])
-    assert kept_tokens(logits, Truncation(3, 0.99, 0.0))[0, [1, 2]].all()
-    assert not kept_tokens(logits, Truncation(0, 1.0, 0.1))[0, [0, 3]].any()
-
-
 PENALTIES = [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (0.8, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (1.2, -0.5, 0.3)]
 
 
@@ -119,13 +84,6 @@ def test_penalties_are_those_of_a_loop_over_the_tokens(repetition, presence, fre
     wanted = reference_distribution(logits[0].numpy(), settings_, prompt, output)
     np.testing.assert_allclose(found[0].numpy(), wanted, rtol=2e-6)
     assert (presence, frequency, repetition) == (0.0, 0.0, 1.0) or not np.allclose(wanted, logits[0].softmax(-1))
-
-
-def test_penalties_off_change_no_bit():
-    logits = random_logits(2, 12, seed=4)
-    seen = torch.ones(2, 12, dtype=torch.bool)
-    counts = torch.ones(2, 12, dtype=torch.int64)
-    assert torch.equal(penalise(logits, seen_in_prompt=seen, output_counts=counts, **off(2)), logits)
 
 
 @pytest.mark.vllm

@@ -52,28 +52,6 @@ def test_request_keys_are_distinct_and_signed() -> None:
     assert draws.mix64(0) != draws.mix64(0, 0) != draws.mix64(0, 0, 0)
 
 
-def test_streams_differ() -> None:
-    keys = torch.arange(1000)
-    selection, sampling = (draws.stream(keys, which) for which in (draws.SELECTION, draws.SAMPLING))
-    assert not torch.isin(selection, sampling).any()
-
-
-def test_value_does_not_depend_on_the_batch() -> None:
-    keys, counters = torch.arange(-500, 500), torch.arange(1000) % 37
-    whole = draws.uniforms(keys, counters)
-    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(draws.uniforms(keys[order], counters[order]), whole[order])
-    assert torch.equal(torch.cat([draws.uniforms(keys[i : i + 1], counters[i : i + 1]) for i in range(1000)]), whole)
-    assert torch.equal(draws.uniforms(keys.repeat_interleave(2)[::2], counters), whole)
-
-
-def test_inputs_are_not_changed() -> None:
-    keys, counters = torch.arange(5), torch.arange(5)
-    draws.uniforms(keys, counters)
-    draws.mix(keys, 3)
-    assert keys.tolist() == counters.tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.fixture(scope="module")
 def sample() -> np.ndarray:
     """[1000 requests of one step, 400 draws]"""

@@ -99,15 +99,6 @@ def test_rows_that_go_back_go_on_as_in_a_replay(kinds) -> None:
             assert each.author[0].tolist() == [int(author) for author in authors[slot][: len(written)]]
 
 
-def test_strategies_without_rows_are_dropped() -> None:
-    live = LiveSelection()
-    for _ in range(20):
-        strategy = strategies()["bernoulli"]
-        live.admit(torch.tensor([0, 1]), [strategy, strategy], torch.tensor([1, 2]))
-        live.release([0, 1])
-    assert len(live._strategies) == 1
-
-
 @pytest.mark.parametrize("name", list(strategies()))
 def test_strategies_can_be_sent_to_another_process(name) -> None:
     strategy = strategies()[name]

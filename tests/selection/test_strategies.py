@@ -343,20 +343,6 @@ def test_a_group_that_cannot_share_its_draws_is_refused() -> None:
         group_keys(0, 0, 0, 0, 65_537)
 
 
-def test_draw_counts_of_deterministic_strategies_are_zero() -> None:
-    for strategy in (sentence("senior", STEPS), chunk(2), alternating(), solo()):
-        draws, senior_draws = draw_counts(strategy.init(some_keys(3))[1])
-        assert draws.tolist() == senior_draws.tolist() == [0, 0, 0]
-        assert draws.dtype == torch.int64
-
-
-def test_replay_of_empty_completions() -> None:
-    got = replay(ALL["word"], some_keys(2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    assert got.author.shape == (2, 0)
-    assert got.author.dtype == torch.int8
-    assert got.draws.tolist() == got.senior_draws.tolist() == [0, 0]
-
-
 def test_annealed_follows_the_schedule() -> None:
     schedule = linear(1.0, 0.0, steps=4)
     assert [schedule(step) for step in (0, 1, 2, 4, 9)] == [1.0, 0.75, 0.5, 0.0, 0.0]
