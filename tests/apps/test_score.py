@@ -78,14 +78,6 @@ def test_responses_in_the_order_of_the_rows(data: str, tmp_path: Path, key: str)
     assert summary.by_set["math500"] == {"responses": 2.0, "score": 1.0, "acc": 1.0, "answer_present": 1.0}
 
 
-def test_what_is_read_is_not_written_over(data: str, tmp_path: Path) -> None:
-    file = responses(tmp_path, *({"text": text} for text in TEXTS))
-    for out in (file, Path(data), tmp_path / "new" / ".." / file.name):
-        with pytest.raises(DataError, match="is what is read: write the scores into another file"):
-            score_file(load(), [data], file, out=out)
-    assert len(read(file)) == 3
-
-
 def test_responses_that_a_judge_did_not_score_are_no_part_of_the_means() -> None:
     totals: dict[str, dict[str, float]] = {}
     row = Row("r", ({"role": "user", "content": "?"},), "set", "1", {})
@@ -161,18 +153,6 @@ def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data:
         assert refused.exit_code == 2
         assert "reward.scorers.math=dapo: no row matches" in refused.stderr
         assert "did you mean math500?" in refused.stderr
-
-
-def test_a_missing_file_is_one_line(data: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["score", "--data", data, "--responses", str(tmp_path / "none.jsonl")])
-    assert result.exit_code == 2
-    assert "none.jsonl" in result.stderr
-
-
-def test_half_of_a_surrogate_pair_is_written_as_json_escapes_it(data: str, tmp_path: Path) -> None:
-    out = tmp_path / "scores.jsonl"
-    score_file(load(), [data], responses(tmp_path, {"response": "\\boxed{7\ud800}", "index": 1}), out=out)
-    assert [line["answer"] for line in read(out)] == ["7\ud800"]
 
 
 @pytest.mark.parametrize(("credit", "earned"), [("fraction", 0.5), ("all", 0.0)])

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from tandemrl.apps import report
 from tandemrl.apps.experiments import experiment as experiments
-from tandemrl.apps.experiments.claims import BASE, claims_of, paper_claims
+from tandemrl.apps.experiments.claims import BASE, paper_claims
 from tandemrl.apps.experiments.experiment import (
     EXPERIMENTS,
     GRPO,
@@ -27,13 +25,11 @@ from tandemrl.apps.experiments.experiment import (
     Experiment,
     ExperimentError,
     Job,
-    about_left,
     run_experiment,
 )
 from tandemrl.apps.experiments.families import PAIRS, WORDED, Recipe
 from tandemrl.apps.experiments.pair import PairError
 from tandemrl.cli.main import app
-from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare
 
 SHORT = (
@@ -99,18 +95,6 @@ def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> Non
     assert "<html" in (out / "report.html").read_text()
 
 
-def test_arms_of_a_seed_share_the_pair_and_differ_in_what_they_say(finished: Finished) -> None:
-    _, out, _, _ = finished
-    configs = {arm: (out / "plain" / "seed-1" / arm / "config.yaml").read_text() for arm in ("grpo", "tandem")}
-    differing = {
-        line.strip().split(":")[0]
-        for a, b in zip(*(text.splitlines() for text in configs.values()), strict=True)
-        if a != b
-        for line in (a, b)
-    }
-    assert differing == {"junior", "strategy", "output_dir"}
-
-
 def test_contrasts_are_those_of_compare(finished: Finished) -> None:
     _, out, results, _ = finished
     sides = ([out / "plain" / f"seed-{seed}" / "eval" / arm for seed in (0, 1)] for arm in ("tandem", "grpo"))
@@ -166,42 +150,6 @@ def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], me
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_run_sets_is_refused_but_for_settings_of_training(finished: Finished) -> None:
-    overrides = experiments._run_overrides(finished.experiment, Job("plain", 0, TANDEM), finished.out)
-    assert stated_keys(overrides) - experiments.OF_RUN == {"train.lr", "train.threads"}
-    asked = replace(EXPERIMENTS["ablations"], overrides=("selection.prob_senior=0.5", "train.lr=1e-4"))
-    with pytest.raises(ExperimentError, match=r"prob_senior is what the arm p_0\.25 sets"):
-        experiments._check_experiment(asked)
-    experiments._check_experiment(asked.only(["tandem", "K_2"]))
-
-
-def test_what_is_set_of_the_task_holds_in_evaluations_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def evaluate(config: Any, **_: Any) -> dict[str, Any]:
-        seen.append(config)
-        return {"pass-at-k": {"metrics": {"macro": {"pass@1": 0.5}}}}
-
-    monkeypatch.setattr(experiments.evals, "evaluate", evaluate)
-    overrides = ("data.prompt_suffix=Think #1: hard.", "reward.gsm8k=flexible", "train.lr=1e-4", "eval.seed=5")
-    experiment = replace(EXPERIMENTS["quickstart"], overrides=overrides)
-    experiments.run_job(experiment, Job("plain", 0, Arm(BASE, "before")), tmp_path)
-    [config] = seen
-    assert (config.data.prompt_suffix, config.reward.gsm8k) == ("Think #1: hard.", "flexible")
-    assert (config.train.lr, config.eval.seed) == (load().train.lr, load().eval.seed)
-
-
-def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:
-    large = replace(finished.experiment, size="46m", device="cuda")
-    overrides = experiments._run_overrides(large, Job("plain", 0, TANDEM), finished.out)
-    assert "model.device=cuda" in overrides
-    small = load(finished.out / "plain" / "seed-0" / "tandem" / "config.yaml")
-    [rate] = [float(o.removeprefix("train.lr=")) for o in overrides if o.startswith("train.lr=")]
-    assert rate == pytest.approx(small.train.lr * 96 / 512, rel=1e-2)
-    with pytest.raises(ExperimentError, match="another size, device"):
-        run_experiment(large, finished.out)
-
-
 @pytest.mark.slow
 def test_models_of_two_tokenizers_are_compared_in_all_but_drift(
     tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,24 +197,6 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
     assert re.fullmatch(r"\[3/8, \d+ s, about 0 s left\] plain/seed-0/tandem: fine", said[2])
     assert re.fullmatch(r"\[5/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[4])
     assert not (tmp_path / "results.json").exists()
-
-
-def test_the_time_left_is_that_of_parts_of_the_same_kind() -> None:
-    def parts(seed: int) -> list[Job]:
-        return [Job("plain", seed, arm) for arm in (None, GRPO, TANDEM, Arm(BASE, "before training"))]
-
-    pair, grpo, tandem, base = parts(0)
-    others = [*parts(1), *parts(2)]
-    assert about_left({pair: 30.0}, [grpo, tandem, base, *others], 1) == ""  # no arm yet
-    times = {pair: 30.0, base: 60.0, tandem: 900.0}  # as in several processes; GRPO takes as long as the other arm
-    assert about_left(times, [grpo, *others], 1) == "about 78 min left"  # 900 + 2 (30 + 900 + 900 + 60)
-    times[grpo] = 300.0
-    assert about_left(times, others, 1) == "about 43 min left"  # 2 (30 + 300 + 900 + 60)
-    assert about_left(times, others, 2) == "about 22 min left"
-    assert about_left(times, others[2:3], 2) == "about 15 min left"  # a single part is not divided
-    times[others[2]] = 1500.0
-    assert about_left(times, [others[6]], 1) == "about 20 min left"  # in the median
-    assert about_left(times, [], 1) == ""
 
 
 def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:
@@ -356,19 +286,6 @@ def test_runs_keep_the_pair_that_they_began_with(finished: Finished, monkeypatch
     monkeypatch.setitem(PAIRS, "plain", other)
     with pytest.raises(ExperimentError, match=r"seed-0: its runs began with a pair of another recipe, "):
         run_experiment(small, out, workers=1, say=lambda line: None)
-
-
-def test_results_name_the_cpu_and_what_was_set_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in experiments.NUMERIC_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    found = experiments.numerics()
-    assert set(found) == {"cpu", "capability", "MKL_CBWR"}
-    assert found["capability"] == torch.backends.cpu.get_cpu_capability()
-
-
-def test_only_the_quickstart_takes_the_packaged_pair() -> None:
-    assert [name for name, each in EXPERIMENTS.items() if each.packaged_pairs] == ["quickstart"]
 
 
 def _rows(tandem: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -463,67 +380,10 @@ def test_one_seed_is_asked_nothing_about_seeds_and_fails_nothing_by_being_better
     assert "interval over problems" in claims[0].claim
 
 
-def test_the_report_of_one_seed_that_is_better_shows_no_cross(tmp_path: Path) -> None:
-    rows = [row for row in _rows({"solo/pass@1": [0.99] * 3}) if row["seed"] == 0]
-    claims = [
-        {"pair": "jargon"} | claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))
-    ]
-    run_folder = tmp_path / "jargon" / "seed-0" / "tandem"
-    run_folder.mkdir(parents=True)
-    (run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "results.json").write_text(json.dumps({"claims": claims}))
-    page = report.write_report(report.build_report(tmp_path)).read_text()
-    assert (page.count("✓"), page.count("✗"), page.count("not asked of one seed")) == (7, 0, 1)
-    assert "tandem - GRPO in solo pass@1, mean over seeds</th><td>&gt;= -0.02</td><td>–</td>" in page
-
-
 def test_no_claims_without_all_three_models() -> None:
     solo = _difference(0.0, -0.01, 0.01)
     assert paper_claims("jargon", [row for row in _rows({}) if row["arm"] != "grpo"], solo) == []
     assert paper_claims("jargon", _rows({}), [solo[0] | {"metric": "pass@4"}]) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "expected"),
-    [
-        ("paper-claims", {}, "tandemrl experiment paper-claims"),
-        ("ablations", {"seeds": (0,)}, "tandemrl experiment ablations --seeds 0"),
-        (
-            "paper-claims",
-            {"pairs": ("plain", "jargon"), "arms": (TANDEM, GRPO), "contrasts": (("tandem", "grpo"),), "problems": 8},
-            "tandemrl experiment paper-claims --pair plain --pair jargon --arms tandem,grpo --problems 8",
-        ),
-        ("quickstart", {"overrides": (*experiments.RECIPE, "x=a b")}, "tandemrl experiment quickstart 'x=a b'"),
-        ("quickstart", {"overrides": ("x=1",)}, None),
-        ("quickstart", {"pair_steps": 3}, None),
-        ("quickstart", {"arms": (GRPO, TANDEM, Arm("mine", "mine"))}, None),
-        ("quickstart", {"arms": (GRPO, TANDEM._replace(overrides=("x=1",)))}, None),
-        ("quickstart", {"name": "mine"}, None),
-    ],
-)
-def test_the_command_of_an_experiment_is_named_where_one_runs_it(
-    name: str, change: dict[str, Any], expected: str | None
-) -> None:
-    assert experiments.command_line(replace(experiments.EXPERIMENTS[name], **change)) == expected
-
-
-def test_results_name_the_commit_the_date_and_the_command(finished: Finished) -> None:
-    _, out, results, _ = finished
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert head.returncode != 0 or results["versions"]["git_revision"] == head.stdout.strip()
-    [made] = results["evaluated_by"]
-    assert made == {key: results["versions"][key] for key in ("git_revision", "git_dirty")}
-    assert results["command"] is None  # no command runs an experiment of one's own
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", results["date"])
-    file = out / "plain" / "seed-1" / "eval" / "grpo" / "pass-at-k.json"
-    kept = file.read_text()
-    stored = json.loads(kept)
-    stored["versions"]["git_revision"] = "0" * 40
-    file.write_text(json.dumps(stored))
-    folders = [out / "plain" / f"seed-{seed}" / "eval" / "grpo" for seed in (0, 1)]
-    assert [each["git_revision"][:3] for each in experiments.evaluated_by(folders)].count("000") == 1
-    assert len(experiments.evaluated_by(folders)) == 2
-    file.write_text(kept)
 
 
 @pytest.mark.parametrize(
@@ -544,89 +404,3 @@ def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str
 
 
 # ------------------------------------------------------------------------------------------------------------- agents
-
-
-def _agents(**changed: list[float]) -> list[dict[str, Any]]:
-    """Three seeds of the hops_jargon pair that meet every bar; ``changed``: other values of ``arm__measure``."""
-    arms: dict[str, dict[str, list[float]]] = {
-        BASE: {"solo/pass@1": [0.70, 0.68, 0.72]},
-        "grpo": {
-            "solo/pass@1": [0.97, 0.96, 0.97],
-            "handoff/senior_then_junior": [0.17, 0.2, 0.15],
-            "handoff/senior_first_turns": [0.2, 0.2, 0.2],
-            "junior_ce": [5.0] * 3,
-            "jargon_rate": [0.95] * 3,
-        },
-        "turns": {
-            "solo/pass@1": [0.96, 0.96, 0.96],
-            "handoff/senior_then_junior": [0.47, 0.4, 0.45],
-            "handoff/senior_first_turns": [0.57, 0.5, 0.5],
-            "junior_ce": [0.4] * 3,
-            "jargon_rate": [0.01] * 3,
-        },
-    }
-    for name, values in changed.items():
-        arm, measure = name.split("__")
-        arms[arm][measure] = values
-    return [
-        {"pair": "hops_jargon", "seed": seed, "arm": arm} | {name: values[seed] for name, values in measures.items()}
-        for arm, measures in arms.items()
-        for seed in range(3)
-    ]
-
-
-_SOLO_OF_AGENTS = [
-    {"pair": "hops_jargon", "A": "turns", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
-    | {"difference": {"mean": -0.01, "low": -0.03, "high": 0.01}}
-]
-
-
-@pytest.mark.parametrize(
-    ("changed", "broken"),
-    [
-        ({}, None),
-        ({"turns__solo/pass@1": [0.96, 0.82, 0.96]}, "gain of tandem by turns"),
-        ({"turns__handoff/senior_then_junior": [0.47, 0.34, 0.45]}, "senior's first turn"),
-        ({"turns__handoff/senior_first_turns": [0.34, 0.5, 0.5]}, "every turn"),
-        ({"turns__junior_ce": [0.4, 0.4, 2.6]}, "legibility"),
-        ({"grpo__jargon_rate": [0.95, 0.7, 0.95]}, "after GRPO"),
-        ({"turns__jargon_rate": [0.01, 0.01, 0.3]}, "jargon rate after tandem"),
-    ],
-)
-def test_claims_about_jargon_agents(changed: dict[str, list[float]], broken: str | None) -> None:
-    claims = claims_of("hops_jargon", _agents(**changed), _SOLO_OF_AGENTS)
-    assert len(claims) == 8
-    failing = [claim.claim for claim in claims if claim.verdict != "holds"]
-    assert len(failing) == (broken is not None), failing
-    assert broken is None or broken in failing[0]
-
-
-def test_plain_agents_are_to_gain_a_quarter_in_every_seed() -> None:
-    rows = [row | {"pair": "hops"} for row in _agents() if row["arm"] != "turns"]
-    (claim,) = claims_of("hops", rows, [])
-    assert (claim.bar, claim.verdict) == (">= 0.25", "holds")
-    assert claim.values == pytest.approx((0.27, 0.28, 0.25))
-    lower = [row | {"solo/pass@1": 0.75} if row["arm"] == BASE else row for row in rows]
-    assert claims_of("hops", lower, [])[0].verdict == "fails"
-
-
-def test_nothing_is_claimed_of_arms_that_are_missing() -> None:
-    assert claims_of("hops_jargon", [row for row in _agents() if row["arm"] != "turns"], _SOLO_OF_AGENTS) == []
-    assert claims_of("hops_jargon", _agents(), []) == []
-    assert claims_of("repair", _agents(), []) == []
-
-
-def test_the_arms_of_the_hops_experiment_differ_in_who_writes() -> None:
-    hops = EXPERIMENTS["hops"]
-    experiments._check_experiment(hops)
-    configs = {arm.name: load(hops.config, [*arm.overrides, *hops.overrides]) for arm in hops.arms}
-    assert {name: config.selection.strategy for name, config in configs.items()} == {
-        "grpo": "solo",
-        "turns": "turn",
-        "words": "word",
-    }
-    assert configs["grpo"].model.junior is None
-    assert {config.rollout.environment for config in configs.values()} == {"multihop"}
-    assert hops.problems >= 1000
-    assert len(hops.seeds) == 5
-    assert load(hops.evaluation).rollout == configs["turns"].rollout

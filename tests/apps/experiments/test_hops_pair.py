@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from tandemrl.apps.experiments.demonstrations import PLAIN_SLIPS, WORLD_WEIGHT, Slips, demonstrate, lessons
 from tandemrl.apps.experiments.hops_tokenizer import EOS, hops_tokenizer
@@ -18,7 +17,6 @@ from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.parsing import parse_turn
-from tandemrl.selection.boundaries import step_tables, word_boundary_table
 
 NO_SLIPS = Slips(0.0, 0.0, 0.0, 0.0)
 
@@ -69,26 +67,6 @@ def test_a_word_of_the_worlds_is_one_token_wherever_it_stands(tokenizer):
             assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("text", ["naïve 語 🙂\t x\r\n", "a  b\n\n\n c", "Badoela's b0ss", "", "<|im_end|><tool_call>"])
-def test_any_text_can_be_encoded(tokenizer, tmp_path, text):
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    tokenizer.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
-
-
-def test_there_are_places_to_hand_over_at(tokenizer, environment):
-    """By words: in front of what a turn decides. By steps: after a note."""
-    (*_, (_, _, steps)) = episodes(environment, 1, NO_SLIPS)
-    tokens = tokenizer(steps[1].turn)["input_ids"]
-    surfaces = tokenizer.convert_ids_to_tokens(tokens)
-    after = [surfaces[i + 1] for i in range(len(tokens) - 1) if word_boundary_table(tokenizer)[tokens[i]]]
-    fact = re.match(r"\[\d\] (\w+)'s (\w+) is (\w+)\.\n\n", steps[1].turn)
-    assert after == [fact[3], fact[3]]  # what the note says was found, and whom the query asks about
-    ended = [surfaces[i + 1] for i in range(len(tokens) - 1) if step_tables(tokenizer).contains[tokens[i]]]
-    assert ended == ['<tool_call>Ċ{"name":']
-
-
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
 
@@ -120,26 +98,6 @@ def test_every_turn_is_read_by_the_parser_of_episodes_and_every_result_is_the_to
             answer = environment.reply(row, {}, turn)
             assert answer.over == (step.result is None)
             assert [message["content"] for message in answer.messages] == ([step.result] if step.result else [])
-
-
-def test_slips_are_as_frequent_as_they_say(environment):
-    """Against an independent count: of 1,200 episodes, by their messages alone."""
-    queries = wrong = stopped = could_stop = dropped = kept = 0
-    for told, _, steps in episodes(environment, 1200, Slips(0.35, 0.0, 0.2, 0.0)):
-        asked = re.findall(r'"query": "\w+\'s (\w+)"', "".join(step.turn for step in steps))
-        right = [fact.relation for fact in told.chain]
-        queries += len(asked)
-        wrong += sum(a != b for a, b in zip(asked, right, strict=False))
-        stopped += len(asked) < len(right)
-        could_stop += sum(hop < len(asked) + (len(asked) < len(right)) for hop in range(1, len(right)))
-    assert wrong / queries == pytest.approx(0.35 * 11 / 12, abs=0.04)  # one of twelve random relations is the right one
-    assert stopped / could_stop == pytest.approx(0.2, abs=0.04)
-    for _, row, steps in episodes(environment, 600, Slips(0.0, 0.0, 0.0, 0.15)):
-        call = parsed(environment, steps[-1].turn)["tool_calls"][0]["function"]["arguments"]
-        supporting = {document["id"] for document in row.extra_info["docs"] if document["is_supporting"]}
-        kept += len(supporting & set(call["cited_doc_ids"]))
-        dropped += len(supporting - set(call["cited_doc_ids"]))
-    assert 0.10 < dropped / (dropped + kept) < 0.16  # a swap can hit a right one, and one citation always stays
 
 
 def test_a_lesson_is_what_an_episode_would_have_been(tokenizer):

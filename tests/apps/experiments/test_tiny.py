@@ -14,7 +14,6 @@ from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.packaged import pack
 from tandemrl.apps.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
-from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import JARGON, PAIRS, examples, generate
 from tandemrl.models.loading import load_model, load_tokenizer
 
@@ -92,30 +91,6 @@ def test_refuses_a_folder_that_holds_something_else(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
-def test_unknown_pair(tmp_path):
-    with pytest.raises(DataError, match=r"known: plain, jargon, .*repair, hops"):
-        build_tiny_pair(tmp_path / "pair", pair="martian", steps=1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_wider_pair_learns_with_a_smaller_rate(built, tmp_path, monkeypatch):
-    wide = tiny.SIZES["tiny"] | {"hidden_size": 192, "num_hidden_layers": 1}
-    monkeypatch.setitem(tiny.SIZES, "wide", wide)
-    monkeypatch.setattr(tiny, "_skill", lambda *args: {"solo/pass@1": 0.0})
-    manifest = build_tiny_pair(tmp_path / "pair", steps=2, size="wide")
-    assert manifest["recipe"]["lr"] == built[1]["recipe"]["lr"] / 2
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "senior").config.hidden_size == 192
-    with pytest.raises(DataError, match="unknown size '7b' of a pair; known: tiny, 1m, 4m, 46m, wide"):
-        build_tiny_pair(tmp_path / "other", size="7b")
-
-
-@pytest.mark.parametrize(("size", "parameters", "within"), [("1m", 1e6, 0.1), ("4m", 4e6, 0.1), ("46m", 46e6, 0.02)])
-def test_a_size_has_the_parameters_of_its_name(tokenizer, size: str, parameters: float, within: float):
-    with torch.device("meta"):
-        model = tiny.new_model(tokenizer, 0, size)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=within)
-
-
 def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):
     out, manifest, _ = built
     models = [AutoModelForCausalLM.from_pretrained(out / name) for name in ("senior", "junior")]
@@ -157,18 +132,6 @@ def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
     assert all(torch.equal(tensor, junior[name]) for name, tensor in base.state_dict().items())
 
 
-def test_the_jargon_manifest_says_what_was_measured_and_how_each_stage_was_trained(jargon):
-    out, manifest, _ = jargon
-    assert set(manifest["base"]) == {
-        *("solo/pass@1", "junior/solo/pass@1", "jargon/rate", "jargon/pass@1", "plain/pass@1", "jargon/gain"),
-        *("eval_rows", "warm_start/loss"),
-    }
-    base, senior = manifest["recipe"], manifest["recipe"]["senior"]
-    assert base["steps"] == senior["steps"] == 3
-    assert base["text_sha256"] != senior["text_sha256"]
-    assert build_tiny_pair(out, pair="jargon", progress=pytest.fail) == manifest
-
-
 def test_skill_splits_the_senior_by_jargon(monkeypatch):
     """Four texts of the senior, of which one in jargon and two plain ones are right, or not quite."""
     rows = generate("jargon", "heldout", 4, 0)
@@ -193,31 +156,6 @@ def test_skill_splits_the_senior_by_jargon(monkeypatch):
     }
     one_model = ("junior", None)
     assert tiny._skill(one_model, one_model, rows, 0) == {"solo/pass@1": 0.25}
-
-
-def test_the_recipe_says_all_that_a_cached_pair_depends_on(built):
-    assert set(built[1]["recipe"]) == {
-        *(
-            "steps",
-            "batch_size",
-            "optimizer",
-            "lr",
-            "final_lr_fraction",
-            "warmup_steps",
-            "betas",
-            "weight_decay",
-            "max_grad_norm",
-        ),
-        *("vocab_size", "threads", "eval_rows", "model", "text_sha256"),
-    }
-    assert set(built[1]["base"]) == {"solo/pass@1", "eval_rows", "warm_start/loss"}
-
-
-def test_every_stage_of_every_pair_has_texts_and_a_recipe():
-    stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
-    stages["jargon_two_tokenizers"].append("junior")
-    agents = {"hops": ["base", "junior"], "hops_jargon": ["base", "senior"]}
-    assert {name: list(recipes) for name, recipes in tiny.WARM_STARTS.items()} == stages | agents
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -354,31 +292,6 @@ def test_a_pair_that_never_meets_its_criteria_is_refused_and_stays_so(measured, 
     monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.8, 1.0),))
     measured(0.81)
     assert len(build_tiny_pair(tmp_path / "pair", pair="jargon")["rounds"]) == 1  # other criteria: another pair
-
-
-def test_steps_given_by_hand_are_taken_once_without_criteria(measured, tmp_path):
-    measured(0.1)
-    assert build_tiny_pair(tmp_path / "pair", pair="jargon", steps=1)["criteria"] == {}
-
-
-def test_weights_are_exact_in_half_of_the_bytes(built):
-    weights = AutoModelForCausalLM.from_pretrained(built[0] / "senior").state_dict()
-    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
-
-
-def test_repair_pairs_are_asked_how_many_slips_are_repaired(monkeypatch):
-    rows = generate("repair", "heldout", 2, 0)
-    text = "5 plus 3 about 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\n\\boxed{7}"
-    monkeypatch.setattr(tiny, "solo_texts", lambda *_: [text, text])
-    assert tiny._skill(("one", None), ("one", None), rows, 0)["slips/repaired"] == 0.5
-    monkeypatch.setattr(tiny, "solo_texts", lambda *_: ["", ""])
-    assert tiny._skill(("one", None), ("one", None), rows, 0)["slips/repaired"] == 0.0
-
-
-def test_other_sizes_are_only_asked_whether_jargon_is_the_more_accurate():
-    gain = (Criterion("jargon/gain", 0.0, 1.0),)
-    assert tiny._criteria("jargon", None, "4m") == tiny._criteria("hops_jargon", None, "tiny") == gain
-    assert tiny._criteria("repair", None, "1m") == tiny._criteria("jargon", 400, "tiny") == ()
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])

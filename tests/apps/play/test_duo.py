@@ -1,6 +1,5 @@
 """A text that is written in pieces, and by a person."""
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -53,14 +52,6 @@ def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: s
     assert list(draft.authors) == expected.author.tolist()
 
 
-def test_the_template_gets_its_arguments(duo: Duo) -> None:
-    chat = copy.deepcopy(duo.tokenizer)
-    chat.chat_template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"  # that of `duo`: always !
-    told = Duo(duo.engine, duo.junior, chat, longest=48, template_arguments={"enable_thinking": True})
-    untold = Duo(duo.engine, duo.junior, chat, longest=48)
-    assert told.write(Draft("a b", 1), 6) == duo.write(Draft("a b", 1), 6) != untold.write(Draft("a b", 1), 6)
-
-
 def test_a_person_writes_as_the_junior_and_special_tokens_are_text(duo: Duo) -> None:
     draft = longer(Draft("a b", 1), duo.write(Draft("a b", 1), 4))
     said = duo.say(draft, " hi<eos>é")
@@ -87,21 +78,6 @@ def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:
 def test_what_a_person_types_is_shown_in_whole_characters(solver: Duo) -> None:
     said = solver.say(Draft("Mia has 9 figs."), "héllo 日本🙂")
     assert [token.text for token in said.tokens if token.text] == ["h", "é", "l", "lo", " ", "日", "本", "🙂"]
-
-
-def test_special_tokens_are_named_and_no_text(duo: Duo) -> None:
-    ids = [IDS["a"], IDS["<pad>"], IDS["Ã"], IDS["<eos>"]]
-    draft = Draft("a b", tokens=tuple(ids), authors=(1, 0, 1, 0))
-    read = duo._read(draft, 0, duo._prompt("a b"), over=True)
-    assert [token.special for token in read] == ["", "<pad>", "", "<eos>"]
-    assert [token.text for token in read] == ["a", "", "", "\ufffd"]  # half a character is told at the end
-    assert duo.text(ids[:2]) == "a"
-
-
-def test_scorers_read_no_end_of_either_author(duo: Duo) -> None:
-    with_ends = Duo(duo.engine, duo.junior, duo.tokenizer, longest=48, ends=[IDS["b"]])
-    draft = Draft("a b", tokens=(IDS["a"], IDS["b"]), authors=(1, 0))
-    assert [each.response(draft).text for each in (duo, with_ends)] == ["ab", "a"]
 
 
 def test_surprisals_are_the_juniors(duo: Duo) -> None:

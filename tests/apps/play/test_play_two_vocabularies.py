@@ -21,8 +21,7 @@ from tandemrl.apps.play.problems import Problems, known_problems
 from tandemrl.cli.main import app as command
 from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.batch_engine import BatchCall
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.engine import Completion, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import request_key
@@ -86,23 +85,6 @@ def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, selection: 
     assert set(expected.author.tolist()) == ({1} if selection == ALONE else {0, 1})
 
 
-def test_another_text_in_between_changes_nothing(duo: Duo) -> None:
-    first, other = Draft(ASKED, 7, WORDS), Draft(ASKED, 8, WORDS)
-    begun = longer(first, duo.write(first, 4))
-    after = duo.write(begun, 4)
-    assert duo._lazy is not None
-    written = len(duo._lazy[1]._tokens)
-    duo.write(other, 4)
-    [text] = [response.plain for response in duo.responses([first], 12)]
-    strategy = before_text_word(0.6, text_tables(duo.tokenizer))
-    full = whole(duo, strategy, 7).tokens.tolist()
-    assert text.startswith(duo.text(full[:6]))
-    assert written < len(full)  # the engine has waited
-    assert duo.write(begun, 4) == after
-    with pytest.raises(ValueError, match=r"tokens: not what the two write with these settings; generate the text anew"):
-        duo.write(replace(begun, seed=8), 4)
-
-
 @pytest.mark.parametrize("selection", [WORDS, ALONE], ids=["before_word", "solo"])
 def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo, selection: SelectionConfig) -> None:
     draft = longer(Draft(ASKED, 7, selection), duo.write(Draft(ASKED, 7, selection), 4))
@@ -144,21 +126,6 @@ def test_nothing_is_inserted_after_half_a_character(duo: Duo) -> None:
         duo.say(draft, " c")
 
 
-def test_an_engine_that_breaks_is_said_and_asked_again(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, step = Draft(ASKED, 9, WORDS), BatchCall.step
-
-    def broken(*requests: Any, **options: Any) -> Any:
-        raise EngineError("out of memory")
-
-    duo._free_engine()
-    monkeypatch.setattr(BatchCall, "step", broken)
-    for _ in range(2):
-        with pytest.raises(EngineError, match="out of memory"):
-            duo.write(draft, 4)
-    monkeypatch.setattr(BatchCall, "step", step)
-    assert duo.write(draft, 4).tokens
-
-
 def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior: Path) -> None:
     tokens = [token for piece in in_pieces(duo, Draft(ASKED, 7, WORDS), [4]) for token in piece.tokens]
     shown = [token for token in tokens if not token.special]
@@ -174,16 +141,6 @@ def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior:
     starts = [i for i, c in enumerate(text) if c == " "] + [len(text)]
     np.testing.assert_allclose(found.cumsum()[starts], expected.cumsum()[starts], atol=1e-3)
     assert [token.surprisal for token in tokens if token.special] == [None] * (len(tokens) - len(shown))
-
-
-def test_what_the_junior_cannot_read_has_no_surprisal(duo: Duo) -> None:
-    half = duo.tokenizer.encode("é", add_special_tokens=False)[:1]
-    assert len(duo.tokenizer.encode("é", add_special_tokens=False)) == 2
-    ids = duo.tokenizer.encode("a b", add_special_tokens=False)
-    draft = Draft(ASKED, 7, WORDS, tokens=(*half, *ids), authors=(1,) * (1 + len(ids)))
-    assert [token.surprisal for token in duo._read(draft, 0, duo._prompt(ASKED))] == [None] * (1 + len(ids))
-    long = Draft(ASKED, 7, WORDS, tokens=tuple(ids * 1024), authors=(1,) * (1024 * len(ids)))
-    assert duo._surprisals_by_text(long, len(ids) * 1023) == [None] * len(ids)
 
 
 def test_the_page_offers_what_works(duo: Duo, tiny_pair: Path) -> None:

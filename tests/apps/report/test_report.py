@@ -16,25 +16,16 @@ from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.report import (
     ReportError,
     build_report,
-    headline_lines,
     headlines,
-    read_results,
-    tables,
     write_report,
 )
-from tandemrl.apps.report.figures import axes, draw, shared_blocks, thin
-from tandemrl.apps.report.page import styles, to_html
+from tandemrl.apps.report.page import to_html
 from tandemrl.apps.report.provenance import caveats, commands
 from tandemrl.apps.report.records import discover
-from tandemrl.apps.report.samples import CHARACTERS
 from tandemrl.apps.report.tables import (
     SOLO,
-    Estimate,
-    cell,
     claims_table,
     estimate,
-    headline_table,
-    nats,
 )
 from tandemrl.cli.main import app
 from tandemrl.evals import Sample, authors_of
@@ -199,15 +190,6 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_headlines_for_a_terminal_fit_80_columns(experiment: Path) -> None:
-    report = build_report(experiment)
-    lines = [line for line in headlines(report, headline_lines).splitlines() if line.startswith("  ")]
-    assert max(map(len, lines)) <= 80
-    cells = [cell.strip() for line in headlines(report).splitlines() for cell in line.split("|") if "[" in cell]
-    assert cells
-    assert sorted(line.rsplit("  ", 1)[1] for line in lines if "[" in line) == sorted(cells)  # the same numbers
-
-
 # ------------------------------------------------------------------------------------------------------------- records
 
 
@@ -233,13 +215,6 @@ def test_seeds_are_in_numeric_order_and_single_folders_have_no_setting(tmp_path:
     assert [arm.name for arm in setting.arms] == ["mine"]
 
 
-def test_weights_and_hidden_folders_are_not_searched(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    for name in ("hf", "checkpoints", ".new-run", "wandb"):
-        write_run(tmp_path / "run" / name)
-    assert [len(arm.runs) for arm in discover(tmp_path).settings[0].arms] == [1]
-
-
 def test_a_result_file_with_a_name_of_its_own_is_an_arm(tmp_path: Path) -> None:
     for name in ("before", "after"):
         write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5})
@@ -260,13 +235,6 @@ def test_an_estimate_over_seeds_is_students_interval(experiment: Path) -> None:
     assert top is not None
     assert top.high == 1.0  # a probability
     assert estimate(base, SOLO._replace(metric="pass@7")) is None
-
-
-def test_an_interval_has_the_decimals_of_its_estimate() -> None:
-    assert cell(Estimate(0.151, 0.00825, 0.294, {}), nats) == "0.151 [0.008, 0.294]"
-    assert cell(Estimate(11.84, 9.871, 1234.5, {}), nats) == "11.8 [9.9, 1,234.5]"
-    assert cell(Estimate(0.5, None, None, {})) == "0.500"
-    assert cell(None) == "–"
 
 
 def test_one_seed_keeps_its_interval_over_problems(tmp_path: Path) -> None:
@@ -350,44 +318,6 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> Non
     assert len(page) < 500_000
 
 
-def test_the_page_has_every_section_that_there_is_data_for(page: str) -> None:
-    for title in ("Solo pass@1", "Handoff, senior first", "Junior CE", "Training reward"):
-        assert f"<figcaption>{title}<small>" in page
-    for title in ("Held-out solo pass@1", "Response length"):
-        assert f"<figcaption>{title}<small>" in page
-    for title in ("Entropy of the senior", "KL to the reference", "Tokens by the senior"):  # the last one is constant
-        assert title not in page
-    assert "prefers-color-scheme: dark" in page
-    assert 'name="viewport"' in page
-    assert Page(page).tags["figure"] == page.count('role="img"')
-    assert page.count('aria-hidden="true"') == 3  # legend keys
-
-
-def test_plots_are_text_in_the_colours_of_the_page(page: str) -> None:
-    labels = re.findall(r"<text[^>]*>([^<]*)</text>", page)
-    assert {"training step", "mean reward", "tokens", "solo pass@1", "junior CE (nats/token)"} <= set(labels)
-    svgs = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert not re.findall(r"#[0-9a-fA-F]{6}\b", "".join(svgs))
-    assert "var(--arm-3)" in page
-
-
-def test_numbers_on_an_axis_are_not_cut() -> None:
-    with axes() as (figure, ax):
-        ax.set_xticks([0.125, 0.9375], ["0.125", "0.9375"])
-        svg = draw(figure, "x", "a plot")
-    assert ">0.125<" in svg
-    assert ">0.9375<" in svg
-
-
-def test_an_arm_looks_the_same_everywhere(experiment: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "p" / "tandem")
-    write_run(tmp_path / "q" / "tandem")
-    write_run(tmp_path / "q" / "aaa")
-    here, there = styles(discover(tmp_path)), styles(discover(experiment))
-    assert here["tandem"] == there["tandem"]
-    assert len({*map(str, (styles(discover(experiment)) | here).values())}) == 6  # base, grpo, kl, tandem, aaa, junior
-
-
 def test_text_from_files_is_escaped(page: str, experiment: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "tandem &lt;GRPO&gt;" in page
@@ -449,47 +379,6 @@ def test_an_episode_shows_turns_authors_and_what_the_world_said(tmp_path: Path, 
     write_report(report)  # a lone surrogate can be written to no file
 
 
-def test_the_world_is_read_from_tokens_where_the_transcript_is_silent(
-    tmp_path: Path, tokenizer: tuple[Any, Path]
-) -> None:
-    found, folder = tokenizer
-    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [episode(found, transcript=None)])
-    spans = build_report(tmp_path, tokenizer=folder).galleries[""][0].problems[0].shown[0][1].spans
-    assert spans[1] == (Author.CONTEXT, found.decode([5, 6, 7], skip_special_tokens=True))
-
-
-def test_an_episode_without_authors_shows_its_messages(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
-    unknown = episode(tokenizer[0], author=None, tokens=[], senior_share=None, length=9)
-    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [unknown])
-    report = build_report(tmp_path, tokenizer=tokenizer[1])
-    spans = report.galleries[""][0].problems[0].shown[0][1].spans
-    assert [author for author, _ in spans] == [None, Author.CONTEXT, None]
-    assert spans[0][1] == 'is 10.\n{"function": {"name": "search"}}'
-    assert "9 tokens, authors unknown in 2 turns" in to_html(report)
-
-
-def test_metrics_of_episodes_have_columns_curves_and_commands(tmp_path: Path) -> None:
-    arm = tmp_path / "agents" / "grpo"
-    write_phase(
-        arm / "eval", "pass-at-k", {"pass@1": 0.5, "f1": 0.6, "citation": 0.25, "turns": 3.25}, environment="tools"
-    )
-    by_turns = {"senior_first_turns/pass@1": 0.4, "senior_then_junior/pass@1": 0.3}
-    write_phase(arm / "eval", "handoff", by_turns, environment="tools", max_turns=4)
-    write_run(arm)
-    steps = [json.loads(line) for line in (arm / "metrics.jsonl").read_text().splitlines()]
-    (arm / "metrics.jsonl").write_text("".join(json.dumps(s | {"env/turns": 2.0 + s["step"]}) + "\n" for s in steps))
-    report = build_report(tmp_path)
-    head, _, row = [line for line in headlines(report).splitlines() if line.startswith("|")]
-    shown = dict(zip(cells(head), cells(row), strict=True))
-    assert shown["solo F1"] == "0.600 [0.590, 0.610]"
-    assert shown["turns"].startswith("3.2")
-    assert shown["senior’s first turn, then junior"].startswith("0.300")
-    assert "tool errors" not in shown
-    html = to_html(report)
-    assert "Turns of an episode" in html
-    assert "Tool errors" not in html
-
-
 def test_evaluated_arms_that_no_experiment_compared_are_compared(tmp_path: Path) -> None:
     once = {"samples": 1, "k": [1]}
     for arm, correct in (("base", "0000"), ("mine", "1110")):
@@ -543,16 +432,6 @@ def test_runs_without_an_evaluation_are_compared_by_their_last_one_during_traini
     assert "tandem and grpo: their last evaluations, which are compared, are of different steps." in built.caveats
 
 
-def test_every_column_says_what_it_means() -> None:
-    assert [column.title for column in tables.COLUMNS if not column.meaning] == []
-
-
-def test_what_a_column_means_and_which_end_is_better_stands_on_the_page(page: str) -> None:
-    assert 'title="fraction of correct responses when the senior generates alone">solo pass@1 ↑' in page
-    assert ">junior CE ↓" in page
-    assert "<dt>handoff, junior first</dt>" in page
-
-
 def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
     report = build_report(experiment)
     assert any("does not give the texts of" in caveat for caveat in report.caveats)  # the sample with the script
@@ -565,17 +444,6 @@ def test_without_a_tokenizer_texts_have_no_authors_and_the_page_says_so(tmp_path
     assert gallery.problems[0].shown[0][1].spans == [(None, "five\n\nsix")]
     assert any("tokenizer of nowhere is not below" in caveat for caveat in report.caveats)
     assert 'five<span class="step">¶</span>\nsix' in to_html(report)
-
-
-def test_a_moved_experiment_still_finds_its_tokenizer(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
-    found, folder = tokenizer
-    shutil.copytree(folder, tmp_path / "jargon" / "seed-0" / "pair" / "senior")
-    tokens = found.encode("is 10.", add_special_tokens=False)
-    samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
-    model = "/somewhere/else/jargon/seed-0/pair/senior"
-    write_phase(tmp_path / "jargon" / "seed-0" / "eval" / "base", "pass-at-k", {"pass@1": 0.5}, samples, model=model)
-    shown = build_report(tmp_path).galleries["jargon"][0].problems[0].shown[0][1]
-    assert shown.spans == [(Author.JUNIOR, "is 10.")]
 
 
 def test_the_model_that_an_evaluation_names_shows_its_authors(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
@@ -660,12 +528,6 @@ def test_training_samples_stand_in_where_nothing_was_evaluated(tmp_path: Path, t
     assert "".join(part for _, part in shown.spans) == "is 10."
 
 
-def test_a_long_text_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
-    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [sample([1], "S1", "x" * (CHARACTERS + 17))])
-    shown = build_report(tmp_path).galleries[""][0].problems[0].shown[0][1]
-    assert (len(shown.spans[0][1]), shown.left_out) == (CHARACTERS, 17)
-
-
 def test_a_damaged_sample_names_file_and_line(tmp_path: Path) -> None:
     write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [sample([1], "S1", "x"), sample([1, 2], "S1", "x", problem=1)])
     with pytest.raises(ReportError, match=r"pass-at-k\.samples\.jsonl: line 2 .*2 tokens have 1 authors"):
@@ -705,16 +567,6 @@ def test_differences_say_only_what_their_intervals_exclude(page: str) -> None:
     assert "1 difference of other metrics" in page
 
 
-def test_the_config_keys_in_which_runs_differ_are_shown(tmp_path: Path) -> None:
-    write_run(tmp_path / "grpo", train={"steps": 4, "lr": 1e-4, "seed": 0}, selection={"strategy": "solo"})
-    write_run(tmp_path / "tandem", train={"steps": 4, "lr": 1e-4, "seed": 0}, selection={"strategy": "word"})
-    page = to_html(build_report(tmp_path))
-    assert "1 config key in which the runs differ" in page
-    shown = '<code>selection.strategy</code></th><td class="text">solo</td><td class="text">word</td>'
-    assert shown in page
-    assert "train.lr" not in page
-
-
 def test_a_cross_is_for_a_claim_that_fails(page: str, experiment: Path) -> None:
     shown = re.findall(r'<td class="text (\w+)">(.) ([\w ]+)</td>', page.partition("<h3>Claims</h3>")[2])
     assert shown == [
@@ -726,22 +578,6 @@ def test_a_cross_is_for_a_claim_that_fails(page: str, experiment: Path) -> None:
     text = claims_table(discover(experiment).settings[0].claims)
     assert "| a < b & c | >= 0.2 | 0.100, 0.300 | fails |" in text
     assert "| seeds | >= 0.2 | – | not asked of one seed |" in text
-
-
-def test_results_by_themselves_show_what_the_page_shows(experiment: Path) -> None:
-    [alone] = read_results(experiment / "results.json")
-    [within] = build_report(experiment).records.settings
-    assert (alone.name, alone.contrasts, alone.claims) == (within.name, within.contrasts, within.claims)
-    assert [arm.name for arm in alone.arms] == ["tandem"]
-    assert headline_table(alone.arms, [SOLO]) == "|  | solo pass@1 |\n|---|---:|\n| tandem | 0.950 [0.900, 1.000] |\n"
-    assert estimate(alone.arms[0], SOLO._replace(metric="jargon_rate")) is None  # of no phase
-
-
-def test_an_unknown_verdict_is_named(tmp_path: Path) -> None:
-    claim = {"claim": "x", "bar": ">= 1", "values": [], "verdict": "perhaps"}
-    (tmp_path / "results.json").write_text(json.dumps({"claims": [claim]}))
-    with pytest.raises(ReportError, match=r"claims\[0\].*unknown verdict 'perhaps'"):
-        read_results(tmp_path / "results.json")
 
 
 def test_caveats_point_out_few_seeds_and_unequal_configurations(tmp_path: Path) -> None:
@@ -790,21 +626,6 @@ def test_components_of_the_users_own_are_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 
-def test_thinning_keeps_the_mean_and_the_number_of_points() -> None:
-    x, y = np.arange(1.0, 1001.0), np.random.default_rng(0).normal(size=1000)
-    few_x, few_y = thin(x, 100), thin(y, 100)
-    assert len(few_x) == 100
-    np.testing.assert_allclose([few_x.mean(), few_y.mean()], [x.mean(), y.mean()])
-    np.testing.assert_allclose(few_y[3], y[30:40].mean())
-    assert thin(x[:3]).tolist() == [1.0, 2.0, 3.0]
-
-
-def test_long_runs_of_other_lengths_share_blocks() -> None:
-    long, short = np.arange(1.0, 301.0), np.arange(1.0, 201.0)
-    steps, values = shared_blocks([(long, long), (short, -short)])
-    assert steps.tolist() == values[0].tolist() == (-values[1]).tolist() == [2 * i + 1.5 for i in range(100)]
-
-
 def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]) -> None:
     found, _ = tokenizer
     tokens = found.encode("5 é 6", add_special_tokens=False)
@@ -840,19 +661,3 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(out), "--title", "Mine"])
     assert done.exit_code == 0, done.output
     assert "<h1>Mine</h1>" in out.read_text()
-
-
-def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert (done.exit_code, "no run (metrics.jsonl)" in done.output) == (2, True)
-    done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", "page.txt"])
-    assert (done.exit_code, "ends in .html" in re.sub(r"\s+", " ", done.output)) == (2, True)
-
-
-def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    for seed in range(2):
-        write_run(tmp_path / f"seed-{seed}" / "run", steps=3000)
-    html = write_report(build_report(tmp_path))
-    assert html == tmp_path / "report.html"
-    assert html.stat().st_size < 400_000
-    assert "each point is the mean of 20 records" in html.read_text()
