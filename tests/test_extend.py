@@ -9,20 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import agents as small
 from helpers import tokenizer
 from runs import lines, metrics
 from tandemrl import train
-from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load, stated_keys
 from tandemrl.data.loading import generated_rows
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import make_retriever
-from tandemrl.rollout.factory import ModelSource, make_engine
-from tandemrl.rollout.signatures import signature
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.preflight import Preflight
 
@@ -54,13 +49,6 @@ def overrides(*names: str) -> list[str]:
 def config(agents: Path, out: Path, *names: str, extra: tuple[str, ...] = ()) -> Config:
     turns = () if "my_environment" in names else ("rollout.max_turns=10", "rollout.turn_tokens=null")
     return load(None, small.overrides(agents, out, "train.steps=2", *turns, *overrides(*names), *extra))
-
-
-def test_there_are_six_examples_of_at_most_25_lines() -> None:
-    assert list(FILES) == [
-        f"my_{what}" for what in ("strategy", "loss", "engine", "environment", "reward", "retriever")
-    ]
-    assert {name: len(text.splitlines()) for name, text in FILES.items() if len(text.splitlines()) > 25} == {}
 
 
 def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
@@ -123,19 +111,6 @@ def test_a_retriever_of_ones_own(here: Path) -> None:
     assert 1 <= len(search(row, text, 2)) <= 2
 
 
-def test_a_retriever_as_an_argument_of_its_environment(here: Path) -> None:
-    from my_retriever import overlap
-
-    [row] = generated_rows("hops", "heldout", 1, 0)
-    one, two = (MultihopEnvironment(load("hops_tandem").retrieval, overlap(least)) for least in (1, 2))
-    document = row.extra_info["docs"][0]
-    assert f"Document ID: {document['id']}" in one.retrieve_documents(document["text"], row)
-    assert one.retrieve_documents("nothing of this", row) == "No documents were found."
-    assert len({signature(each) for each in (one, two, MultihopEnvironment(one.retrieval))}) == 3
-    with pytest.raises((ConfigError, TypeError), match="retriever"):  # the latter under the check of annotations
-        MultihopEnvironment(one.retrieval, 3)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -165,25 +140,6 @@ def test_what_cannot_work_is_refused_before_the_run(agents: Path, here: Path, ov
     mine = config(agents, here / "run", *names, extra=(override,))
     with pytest.raises((ConfigError, GraderError), match=message):
         Preflight(mine, stated=stated_keys([override])).require()
-
-
-def test_only_components_of_ones_own_have_parameters() -> None:
-    with pytest.raises(ConfigError, match=r"selection\.parameters=\{'k': 3\}: must be \{\} with word"):
-        load(overrides=["selection.parameters.k=3"])
-    with pytest.raises(ConfigError, match=r"rollout\.compile=True: must be false with rollout\.engine=my:engine"):
-        load(overrides=["rollout.engine=my:engine", "rollout.compile=true"])
-
-
-def test_an_engine_that_is_none_is_refused(here: Path) -> None:
-    (here / "my_none.py").write_text("def engine():\n    return 3\n")
-    mine = load(overrides=["rollout.engine=my_none:engine"])
-    with pytest.raises(ConfigError, match=r"rollout\.engine=my_none:engine: returned a int, not an Engine"):
-        make_engine(mine.rollout, ModelSource("nowhere", pytest.fail), None, tokenizer())
-
-
-def test_config_prints_what_was_written_about_a_component(here: Path) -> None:
-    shown = CliRunner().invoke(app, ["config", "my_strategy:relay"]).stdout
-    assert shown.split("\n\n") == ["The senior writes the opening, the junior the rest.", "    opening: int = 8\n"]
 
 
 def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:

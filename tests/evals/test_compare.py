@@ -1,7 +1,6 @@
 """Paired comparison, against differences and intervals computed by hand from the same numbers."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from tandemrl.evals.compare import (
     config_differences,
     contrast,
     judgement,
-    markdown_table,
     verdict,
     write_comparison,
 )
@@ -94,25 +92,6 @@ def test_one_evaluation_each_is_a_paired_bootstrap_over_problems(tmp_path):
     assert found["length"].verdict == "no difference shown"
     assert list(found) == ["pass@1", "pass@2", "maj@2", "truncation_rate", "length"]
     assert list(by_metric(compare(a, b, shown=lambda name: name == "score"))) == ["score"]
-
-
-def test_sets_without_answers_on_both_sides_have_no_majorities(tmp_path):
-    """A set in which one side alone is silent keeps them: both sides need the same metrics."""
-    counts = (2, 1, 0, 2), (1, 1, 0, 2)
-    a, b = (rates(*each, sets=("a", "b")) for each in counts)
-
-    def mute(samples, sets):
-        return [each._replace(answer=None) if each.set in sets else each for each in samples]
-
-    def majorities(mute_a, mute_b, name):
-        pair = store(tmp_path / f"{name}a", mute(a, mute_a)), store(tmp_path / f"{name}b", mute(b, mute_b))
-        found = by_metric(compare(*pair, resamples=20))
-        return [(metric, found[metric].problems) for metric in found if "maj" in metric]
-
-    assert majorities("", "", "none") == [("maj@2", 4)]
-    assert majorities("b", "b", "both") == [("maj@2", 2)]
-    assert majorities("b", "", "one") == [("maj@2", 4)]
-    assert majorities("ab", "ab", "all") == []
 
 
 def test_problems_are_paired_by_id_and_not_by_position(tmp_path):
@@ -409,41 +388,10 @@ def test_half_of_a_character_in_an_answer_does_not_lose_an_evaluation(tmp_path):
     assert {each.answer for each in read_samples(tmp_path / "pass-at-k.samples.jsonl")} == {"4?"}
 
 
-def test_contrast_of_values_that_no_phase_has():
-    a, b = {"s": {"1": 0.9, "2": 0.8, "3": 1.0}}, {"s": {"3": 0.0, "2": 0.1, "1": 0.2}}
-    found = contrast("pass-at-k", "jargon_rate", [a], [b], resamples=100)
-    assert found[:4] == ("pass-at-k", "jargon_rate", pytest.approx(0.9), pytest.approx(0.1))
-    assert (found.difference.mean, found.verdict) == (pytest.approx(0.8), "A > B")
-    for other in ([], [b, b], [{"t": b["s"]}], [{"s": {"4": 1.0}}]):
-        with pytest.raises(CompareError, match="pass-at-k, jargon_rate: "):
-            contrast("pass-at-k", "jargon_rate", [a], other)
-
-
 @pytest.mark.parametrize(("low", "high", "said"), [(-1, 1, "no"), (0, 1, "no"), (-1, 0, "no"), (0.1, 1, "A > B")])
 def test_a_difference_is_said_only_where_the_interval_excludes_0(low, high, said):
     assert verdict(Interval(0.5, low, high)).startswith(said)
     assert verdict(Interval(-0.5, -high, -low)).startswith(said.replace(">", "<"))
-
-
-CONTRASTS = [
-    Contrast("pass-at-k", "pass@1", 0.75, 0.5, Interval(0.25, 0.1, 0.4), (Interval(0.25, 0.1, 0.4),), "A > B", 9),
-    Contrast("drift", "kl", 0.5, 1.0, Interval(-0.5, -0.7, -0.3), (Interval(-0.5, -0.7, -0.3),), "A < B", 9),
-    Contrast("tandem", "length", 5, 5, Interval(0, -1, 1), (Interval(0, -1, 1),), "no difference shown", 9),
-]
-
-
-def test_markdown_and_json_of_contrasts(tmp_path):
-    lines = markdown_table(CONTRASTS, a="tandem", b="GRPO").splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    assert lines[0].startswith("| phase | metric | tandem | GRPO | tandem - GRPO (bootstrap")
-    assert lines[2] == "| pass-at-k | pass@1 | 0.750 | 0.500 | +0.250 [+0.100, +0.400] | tandem > GRPO |"
-    assert lines[3].endswith("| tandem < GRPO |")
-    assert lines[4].endswith("| no difference shown |")
-    write_comparison(tmp_path / "c.json", CONTRASTS, a="x", b="y")
-    stored = json.loads((tmp_path / "c.json").read_text())
-    assert (stored["schema"], stored["a"], stored["b"], len(stored["contrasts"])) == (1, "x", "y", 3)
-    assert stored["contrasts"][1]["difference"] == {"mean": -0.5, "low": -0.7, "high": -0.3}
-    assert stored["contrasts"][1]["per_seed"] == [{"mean": -0.5, "low": -0.7, "high": -0.3}]
 
 
 @pytest.mark.parametrize(
@@ -473,24 +421,6 @@ def test_better_is_said_where_a_metric_has_a_good_end(metric, above, below):
     assert judgement(found[0]._replace(verdict="no difference shown")) == "no difference shown"
 
 
-def test_the_table_fits_80_columns_and_cuts_no_number(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for side, right in (("a", True), ("b", False)):
-        samples = [sample(i, n, correct=right, arm=arm, length=900 if right else 10 + n)
-                   for arm in ("senior_first", "junior_first") for i in range(6) for n in range(2)]  # fmt: skip
-        store(tmp_path / side, samples, "handoff", junior="j")
-    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "20"])
-    assert result.exit_code == 0, result.output
-    table = result.output.splitlines()[3:]
-    assert max(map(len, table)) <= 80
-    assert "…" not in result.output
-    assert "+889.5 [+889.5, +889.5]" in result.output
-    rows = [line.split() for line in table]
-    assert rows[1 + rows.index(["handoff:", "senior_first"])][0] == "pass@1"  # the group stands above, not in each row
-    assert any(" ".join(row).endswith("+1.000 [+1.000, +1.000] A > B: better") for row in rows)
-    assert any(row[:1] == ["truncation_rate"] for row in rows)  # in one piece
-
-
 def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_path):
     a, b = store(tmp_path / "a", rates(2, 2, 1, 2, 2)), store(tmp_path / "b", rates(1, 0, 0, 1, 0))
     out = tmp_path / "c.json"
@@ -508,17 +438,3 @@ def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_pat
     assert ("pass@2" in only, "pass@1" in only) == (True, False)
     refused = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pas@1"])
     assert (refused.exit_code, "--metric pas@1: no phase" in refused.stderr) == (2, True)
-
-
-def test_the_command_shows_arms_by_groups_only_when_asked(tmp_path):
-    for side in "ab":
-        samples = [sample(0, n, arm=arm)._replace(group="hops=2") for arm in ("one", "two") for n in range(2)]
-        store(tmp_path / side, samples)
-    outputs = [
-        CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "5", *more]).output
-        for more in ([], ["--all"])
-    ]
-    assert [": hops=2/one\n" in re.sub(" +\n", "\n", output) for output in outputs] == [False, True]
-    assert all(": hops=2 " in output and ": one " in output for output in outputs)
-    assert ["senior_share" in output for output in outputs] == [False, True]
-    assert "rounds" not in outputs[1]  # all are 1

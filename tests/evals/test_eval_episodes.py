@@ -65,14 +65,6 @@ def test_no_score_may_have_a_part_with_the_name_of_a_metric_of_evaluations():
     assert {"pass@1", "verified_pass@1", "rejected_rate", "problems", "out_of_turns"} <= named.keys()
 
 
-def test_a_part_of_another_set_is_no_part_of_this_one():
-    own = [graded_sample(0, parts={"em": 1.0}), graded_sample(1)._replace(set="b", example_id="b/1")]
-    metrics = evals.summarise(own, partial(evals.graded, k=(1,)), bootstrap=0, seed=0)
-    assert "em" not in metrics["by_set"]["b"]
-    assert metrics["macro"]["em"] == 1.0
-    assert metrics["macro"]["problems"] == 2
-
-
 def test_turns_and_what_happened_in_them_are_averaged_and_out_of_turns_counted():
     samples = [
         graded_sample(0, 0, turns=3, counts={"tool_calls": 2.0, "tool_errors": 1.0}, stop_reason="turns"),
@@ -104,11 +96,6 @@ def test_headline_rates_are_given_by_hops_too_in_every_arm():
     assert "hops=3/rounds" not in macro
     assert evals.is_headline("hops=2/em")
     assert not evals.is_headline("hops=2/emphasis")  # a user's
-
-
-@pytest.mark.parametrize(("row", "group"), [({"n_hops": 3}, "hops=3"), ({}, None), ({"n_hops": None}, None)])
-def test_the_group_of_a_problem_is_its_number_of_hops(row, group):
-    assert evals.group_of(row) == group
 
 
 # -------------------------------------------------------------------------------------------------------------- phases
@@ -281,17 +268,6 @@ def test_an_environment_counts_by_what_it_does():
         assert identity(factory)["signature"] != kept
 
 
-@pytest.mark.parametrize(
-    ("keys", "counts"),
-    [((), True), (("retrieval.model=m", "retrieval.api=tei"), True), (("retrieval.model=m",), False)],
-)
-def test_a_search_service_counts_by_its_model_or_else_its_address(keys, counts):
-    one, other = (
-        identity("retrieval.retriever=semantic", f"retrieval.url=http://{host}", *keys) for host in ("one", "other")
-    )
-    assert (one != other) == counts
-
-
 def test_a_run_with_an_environment_of_its_own_cannot_be_evaluated_without(agents, tmp_path):
     with pytest.raises(ConfigError, match=r"environment=<class .*Talk.*: pass Talk\(\)"):
         episodes(agents, tmp_path, environment=small_world.Talk)
@@ -345,9 +321,3 @@ def test_over_turns_a_junior_that_is_the_senior_draws_what_it_drew(agents, tmp_p
     assert max(sample.turns for sample in samples) > 1
     assert result["metrics"]["macro"]["acceptance"] == 1.0
     assert all(sample.acceptance == 1.0 for sample in samples)
-
-
-def test_a_text_without_authors_cannot_be_read():
-    nobody = graded_sample(0, author=None, tokens=[3, 4])
-    with pytest.raises(evals.EvalError, match="a/0: it has no authors"):
-        evals.read_legibility([nobody], [Prompt(Row("a/0", (), "a", "", {}), (1,))], prepared(small_qwen3(1)))

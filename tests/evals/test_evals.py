@@ -15,9 +15,8 @@ from tandemrl.evals import PROFILES, EvalError, Profile, Sample, sampling_for
 from tandemrl.evals.protocol import check_k, same_problems
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
 from tandemrl.rollout.engine import LOST, Completion, EngineError, Passes, Sampling
-from tandemrl.selection import bernoulli, replay, sentence, solo
+from tandemrl.selection import replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
-from tandemrl.selection.draws import request_key
 
 WORDS = ("<eos>", "step", "\n\n", "\n", "right", "wrong", "half")
 EOS, STEP, BLANK, NEWLINE, RIGHT, WRONG, HALF = range(len(WORDS))
@@ -191,14 +190,6 @@ def table_cells(table, name=0):
     return {row[name]: list(row[name + 1 :]) for row in zip(*columns, strict=True)}
 
 
-def test_without_resamples_there_are_no_intervals():
-    engine = CannedEngine({0: [[RIGHT, EOS], [WRONG, EOS]]})
-    with_intervals = run(engine, [prompt(0)]).metrics["macro"]
-    without = run(engine, [prompt(0)], bootstrap=0).metrics["macro"]
-    assert without == {name: v for name, v in with_intervals.items() if not name.endswith(("/low", "/high"))}
-    assert len(without) < len(with_intervals)
-
-
 def test_macro_is_the_mean_over_sets_not_over_problems():
     texts = {i: [[RIGHT, EOS]] for i in range(3)} | {3: [[WRONG, EOS]]}
     prompts = [*(prompt(i, "large") for i in range(3)), prompt(3, "small")]
@@ -207,23 +198,6 @@ def test_macro_is_the_mean_over_sets_not_over_problems():
     assert metrics["by_set"]["small"]["pass@1"] == 0.0
     assert metrics["macro"]["pass@1"] == 0.5  # pooled, it would be 0.75
     assert metrics["macro"]["problems"] == 4
-
-
-def test_truncation_and_empty_texts_are_counted():
-    texts = {0: [[STEP, STEP]], 1: [[]]}
-    macro = run(CannedEngine(texts, {1: "eos"}), [prompt(0), prompt(1)]).metrics["macro"]
-    assert macro["truncation_rate"] == 0.5
-    assert macro["unfinished"] == 4
-    assert macro["pass@4"] == 0.0
-
-
-def test_keys_depend_on_seed_step_position_and_sample_only():
-    engine = CannedEngine({0: [[RIGHT]], 1: [[RIGHT]]})
-    arms = {"a": bernoulli(0.5), "b": bernoulli(0.1)}
-    result = run(engine, [prompt(1), prompt(0)], arms=arms, samples=2, k=(1,), seed=3, step=7)
-    expected = [request_key(3, 7, problem, sample) for problem in (0, 1) for sample in (0, 1)]
-    assert [sample.key for sample in result.samples] == expected * 2
-    assert [sample.arm for sample in result.samples] == ["a"] * 4 + ["b"] * 4
 
 
 def test_handoff_trace_token_by_token():
@@ -248,17 +222,6 @@ def test_handoff_trace_token_by_token():
     assert macro["pass@1"] == macro["senior_first/pass@1"] == macro["junior_first/pass@1"] == 1.0
     assert macro["samples"] == 2
     assert macro["problems"] == 1
-
-
-def test_chains_of_many_rounds_are_reported_and_not_cut():
-    ids = torch.arange(len(WORDS))
-    tables = StepTables(ids == BLANK, ids == BLANK, ids == BLANK)
-    texts = {0: [[BLANK] * 149 + [RIGHT], [BLANK] * 150 + [RIGHT]]}
-    result = run(CannedEngine(texts), [prompt(0)], arms={"senior_first": sentence("senior", tables)}, samples=2, k=(1,))
-    assert [sample.rounds for sample in result.samples] == [150, 151]
-    assert result.metrics["macro"]["above_150_rounds"] == 1
-    assert result.metrics["macro"]["rounds"] == 150.5
-    assert result.metrics["macro"]["unfinished"] == 2
 
 
 def test_the_mean_over_arms_is_taken_problem_by_problem():
@@ -300,13 +263,6 @@ def test_missing_completions_are_refused():
         run(LazyEngine({0: [[RIGHT, EOS]]}), [prompt(0)])
 
 
-def test_aborted_and_empty_evaluations_are_refused():
-    with pytest.raises(EngineError, match="aborted"):
-        run(CannedEngine({0: [[RIGHT]]}, {0: "abort"}), [prompt(0)])
-    with pytest.raises(EvalError, match="no prompts"):
-        run(CannedEngine({}), [])
-
-
 @pytest.mark.parametrize("k", [(), (0,), (1, 5)])
 def test_k_out_of_range_is_refused(k):
     with pytest.raises(EvalError, match=r"eval\.samples \(4\)"):
@@ -316,28 +272,10 @@ def test_k_out_of_range_is_refused(k):
 # ------------------------------------------------------------------------------------------------------------ profiles
 
 
-def test_paper_profile_is_the_published_one():
-    paper = PROFILES["paper"]
-    assert paper.sampling == Sampling(max_tokens=3000, temperature=0.7, top_p=0.8, top_k=20)
-    assert (paper.context, paper.reserve) == (4096, 8)
-
-
 @pytest.mark.parametrize(("length", "budget"), [(1, 3000), (1088, 3000), (1089, 2999), (4087, 1)])
 def test_response_budget_is_what_the_context_leaves(length, budget):
     assert sampling_for(PROFILES["paper"], prompt(0, length=length)).max_tokens == budget
     assert sampling_for(PROFILES["tiny"], prompt(0, length=length)).max_tokens == 64
-
-
-def test_a_prompt_without_room_is_refused():
-    with pytest.raises(EvalError, match="row a/0: its prompt of 4088 tokens"):
-        sampling_for(PROFILES["paper"], prompt(0, length=4088))
-
-
-def test_requests_carry_the_profile_and_its_budget():
-    engine = CannedEngine({0: [[RIGHT]]})
-    profile = Profile(Sampling(max_tokens=50, temperature=0.7), context=40, reserve=8)
-    run(engine, [prompt(0, length=10)], profile=profile)
-    assert engine.requests[0].sampling == Sampling(max_tokens=22, temperature=0.7)
 
 
 def test_custom_profile_reads_the_config_and_named_ones_refuse_overrides():
@@ -399,9 +337,3 @@ def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
         evals.verify(
             samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.0))
         )
-
-
-def test_without_correct_samples_the_judge_is_not_asked():
-    judge = Marker()
-    read = evals.verify([marked(0, "mark 10", False)], [prompt(0)], JudgePool(judge, JudgeConfig(prompt="reasoning")))
-    assert (read[0].verified, judge.asked) == (False, [])

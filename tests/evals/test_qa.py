@@ -12,7 +12,7 @@ from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.rows import Row
 from tandemrl.evals import Endpoint, EvalError, Sample, evaluate_remote, read_samples
-from tandemrl.evals.qa import Prediction, by_group, official, predictions, write_predictions
+from tandemrl.evals.qa import Prediction, official, predictions, write_predictions
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.envs.environment import Environment
 
@@ -88,20 +88,6 @@ def test_rows_that_the_script_cannot_score_are_an_error():
     rows = [replace(ROWS[0], extra_info=ROWS[0].extra_info | {"answerable": False})]
     with pytest.raises(EvalError, match="script cannot score these rows: official scores need at least one answerable"):
         official(predictions([answered(rows[0])], rows), rows)
-
-
-def test_a_text_is_no_prediction():
-    with pytest.raises(EvalError, match="musique/2hop__1: it is no episode"):
-        predictions([answered(ROWS[0], transcript=None)], ROWS)
-
-
-def test_metrics_by_group():
-    macro = {"em": 0.5, "senior_first/em": 0.4, "hops=2/em": 1.0, "hops=2/senior_first/em": 0.9, "hops=3/em": 0.0}
-    assert by_group(macro) == {
-        "all": {"em": 0.5, "senior_first/em": 0.4},
-        "hops=2": {"em": 1.0, "senior_first/em": 0.9},
-        "hops=3": {"em": 0.0},
-    }
 
 
 # ------------------------------------------------------------------------------------------------------------- endpoint
@@ -195,17 +181,6 @@ def test_a_model_behind_an_endpoint_plays_the_same_episodes(tmp_path):
     assert (result["config"]["engine"], result["config"]["authors"]) == ("endpoint", "unknown")
 
 
-@pytest.mark.parametrize(
-    ("given", "sent"), [("{}", None), ("{enable_thinking: null}", None), ("{x: 1}", {"enable_thinking": False, "x": 1})]
-)
-def test_an_endpoint_gets_the_template_arguments_that_are_not_the_defaults(tmp_path, given, sent):
-    extra = f"data.template_arguments={given}"
-    result, _, (body,) = remote(tmp_path, ROWS[:1], lambda turn, body: said("3"), extra)
-    assert body.get("chat_template_kwargs") == sent
-    recorded = {"{}": None, "{enable_thinking: null}": {"enable_thinking": None}}.get(given, sent)
-    assert result["config"].get("template_arguments") == recorded
-
-
 def test_an_endpoint_without_a_parser_of_calls_has_them_in_the_text(tmp_path):
     """One call is told as such, and answered by an id; where another one cannot be read, both are in words."""
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -242,18 +217,6 @@ def test_an_endpoint_without_a_parser_of_calls_has_them_in_the_text(tmp_path):
 def test_an_episode_ends_at_its_limits(tmp_path, script, extra, turns, stop):
     _, (sample,), _ = remote(tmp_path, ROWS[:1], script, extra)
     assert (sample.turns, sample.stop_reason) == (turns, stop)
-
-
-def test_rows_stay_in_order_and_a_finished_result_is_kept(tmp_path):
-    def script(turn, body):
-        return said(f"I heard {body['messages'][1]['content']}")
-
-    rows = [replace(row, messages=({"role": "user", "content": str(i)},)) for i, row in enumerate(ROWS)]
-    result, samples, _ = remote(tmp_path, rows, script)
-    assert [sample.text for sample in samples] == [f"I heard {i}" for i in range(4)]
-    assert result["config"]["endpoint"].startswith("http://127.0.0.1:")
-    with pytest.raises(EvalError, match=r"endpoint: .* there, .* now"):  # another one
-        remote(tmp_path, rows, script)
 
 
 def test_a_broken_endpoint_is_named(tmp_path):

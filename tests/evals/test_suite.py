@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import signal
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,7 +29,7 @@ from helpers import (
 )
 from helpers import prompts as some_prompts
 from helpers import tokenizer as tokenizer_of_letters
-from runs import FORKED, evaluate_phase, evaluate_with
+from runs import evaluate_phase, evaluate_with
 from tandemrl import evals
 from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
 from tandemrl.config import (
@@ -212,10 +210,6 @@ def test_rewards_of_no_use_are_refused_before_anything_is_written(phase, tmp_pat
         phase("pass-at-k", reward=typo, stated=())  # of a config for other data
 
 
-def test_the_junior_does_not_matter_to_pass_at_k(phase):
-    assert phase("pass-at-k") == phase("pass-at-k", junior=None)
-
-
 @pytest.mark.parametrize("failing", ["write_result", "grade"])
 def test_a_failure_leaves_no_result(phase, tmp_path, monkeypatch, failing):
     def fail(*args, **kwargs):
@@ -227,23 +221,6 @@ def test_a_failure_leaves_no_result(phase, tmp_path, monkeypatch, failing):
             phase("pass-at-k")
     assert not (tmp_path / "eval" / "pass-at-k.json").exists()
     assert phase("pass-at-k")["metrics"]["macro"]["samples"] == 6
-
-
-def test_a_failure_while_the_file_is_written_leaves_no_part_of_it(phase, tmp_path, monkeypatch):
-    """The samples are complete, the result was not renamed into place: the phase is not finished."""
-    rename = os.replace
-
-    def fail(source, target):
-        if str(target).endswith(".json"):
-            raise OSError("killed")
-        rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", fail)
-        with pytest.raises(OSError, match="killed"):
-            phase("pass-at-k")
-    assert not (tmp_path / "eval" / "pass-at-k.json").exists()
-    assert phase("pass-at-k")["schema"] == 1
 
 
 def test_non_finite_numbers_are_refused(tmp_path):
@@ -444,50 +421,6 @@ def test_a_killed_run_ends_with_the_files_of_an_uninterrupted_one(everything, tm
         assert contents(out) == contents(tmp_path / "whole")
 
 
-def evaluated_until_the_handoff(pair, out):
-    """In a process that kills itself within the handoff phase."""
-    files.versions = lambda: {"git_revision": "here"}
-
-    def kill(what, done, total):
-        if what.startswith("handoff"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    evaluate_with(
-        data=["synthetic:plain:heldout:4"],
-        model=str(pair / "senior"),
-        junior=str(pair / "junior"),
-        eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20),
-        reward=RewardConfig(workers=1),
-        out=out,
-        limit=3,
-        progress=kill,
-    )
-
-
-def test_a_process_that_is_killed_ends_with_the_files_of_an_uninterrupted_one(everything, pair, tmp_path):
-    everything(out=tmp_path / "whole")
-    process = FORKED.Process(target=evaluated_until_the_handoff, args=(pair, tmp_path / "killed"))
-    process.start()
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL
-    finished = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "killed").iterdir()}
-    assert {name.partition(".")[0] for name in finished} == {"pass-at-k", "tandem"}
-    everything(out=tmp_path / "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    assert all((tmp_path / "killed" / name).stat().st_mtime_ns == written for name, written in finished.items())
-
-
-def test_progress_counts_up_to_the_total(everything, tmp_path):
-    told = {}
-    everything(out=tmp_path, progress=lambda what, done, total: told.setdefault(what, []).append((done, total)))
-    assert list(told) == [f"{name}: tokens" for name in SOLO_AND_PAIR[:3]] + [
-        *("legibility: texts", "drift: texts", "junior: tokens", "junior: texts")
-    ]
-    for what, steps in told.items():
-        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
-        assert steps[-1][0] == steps[-1][1] == {"handoff: tokens": 120}.get(what, 60 if "tokens" in what else 6)
-
-
 def test_the_junior_alone_is_what_an_evaluation_of_it_says(phase, pair, tmp_path):
     """Its texts and pass@k are those of the junior as the model, and it reads them as legibility does."""
     alone = phase("junior")["metrics"]["macro"]
@@ -633,12 +566,6 @@ def test_drift_reads_the_solo_texts_as_transformers_would(phase, pair, tokenizer
     assert macro["cross_entropy"] == pytest.approx(legibility["metrics"]["macro"]["cross_entropy"], abs=1e-6)
     assert (macro["samples"], macro["dropped"], macro["problems"]) == (6, 0, 3)
     assert solo["metrics"]["macro"]["samples"] == 6
-
-
-def test_a_senior_that_is_its_junior_has_not_drifted(phase, pair):
-    macro = phase("drift", junior=str(pair / "senior"))["metrics"]["macro"]
-    assert (macro["kl"], macro["excess"], macro["kl/high"]) == (0.0, 0.0, 0.0)
-    assert macro["surprisal"] == macro["cross_entropy"] > 1.0
 
 
 # ------------------------------------------------------------------------------------------------------------- verified

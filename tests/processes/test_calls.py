@@ -1,7 +1,6 @@
 """Calls in processes and threads: what hangs is killed, what is innocent is not blamed, and order does not matter."""
 
 import contextlib
-import os
 import pickle
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 
 from tandemrl.processes import calls
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
-from tandemrl.processes.child import Child
 
 CHILD = """
 import asyncio, json, multiprocessing, os, subprocess, sys, time
@@ -111,14 +109,6 @@ def test_what_a_call_starts_can_be_terminated_and_a_cancelled_call_is_answered(c
     caller.close()
 
 
-def test_many_calls_wait_at_once_and_are_told_apart(child: tuple[str, str]) -> None:
-    caller = ChildCalls(child, None, processes=1, limit_s=60)
-    got = outcomes(caller, [("sleep", 0.3 - 0.003 * i, i) for i in range(100)])
-    assert [outcome.value[2] for outcome in got] == list(range(100))
-    assert len({outcome.value[3] for outcome in got}) == 1
-    caller.close()
-
-
 def test_calls_of_a_key_are_made_in_one_process(child: tuple[str, str]) -> None:
     caller = ChildCalls(child, None, processes=2, limit_s=60)
     seen = {key: {outcome.value[1] for outcome in outcomes(caller, [("x",)] * 3, key=key)} for key in "abcdefgh"}
@@ -203,25 +193,6 @@ def test_a_process_that_cannot_start_says_why(child: tuple[str, str]) -> None:
     assert caller._processes == []
 
 
-def everything(child: Child) -> list[bytes]:
-    """The lines that it says until its end."""
-    said = []
-    while child.alive:
-        said += child.lines()
-    return said
-
-
-def test_telling_a_child_that_does_not_listen_takes_no_time() -> None:
-    child = Child((sys.executable, "-c", "import sys, time; time.sleep(1); print(len(sys.stdin.read()))"))
-    os.set_blocking(child.stdin, False)
-    assert not child.send(b"x" * 1_000_000)  # a pipe holds less
-    while not child.flush():
-        time.sleep(0.01)
-    assert child._process.stdin is not None
-    child._process.stdin.close()
-    assert everything(child) == [b"1000000"]
-
-
 @pytest.mark.parametrize(("harm", "status"), [(("sleep", 60), 0), (("block",), -signal.SIGALRM)])
 def test_children_end_with_their_parent(harm: tuple[Any, ...], status: int, child: tuple[str, str]) -> None:
     with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -268,12 +239,6 @@ def test_a_child_whose_parent_is_gone_amid_a_message_ends_with_what_it_started(
     other = Path("/proc", started.read_text(), "stat")
     while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
         time.sleep(0.01)
-
-
-def test_lines_come_whole() -> None:
-    child = Child((sys.executable, "-c", "import sys; print('a' * 100_000); print('b'); print('c', end='')"))
-    assert everything(child) == [b"a" * 100_000, b"b"]
-    assert child.kill() == "exit status 0"
 
 
 def test_threads_share_nothing_and_are_given_up() -> None:

@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tandemrl.config import ConfigError, RewardConfig, difference, load, stated_keys, to_dict
+from tandemrl.config import ConfigError, RewardConfig, load
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import (
-    COMPAT,
     SCORERS,
-    SUFFIXES,
-    TABLE,
     Kind,
     check_rewards,
     reward_names,
@@ -74,11 +71,6 @@ def test_compat_verl_routes_as_verl_does():
     assert {source: name_of(source, compat="verl") for source in verl} == verl
 
 
-def test_every_table_names_scorers_that_exist():
-    for table in (TABLE, SUFFIXES, *COMPAT.values()):
-        assert set(table.values()) <= set(SCORERS)
-
-
 def test_a_users_choice_comes_first_and_capitals_count():
     scorers = {"math500": "hendrycks", "My*": "prime", "*_tinyv": "boxed"}
     assert name_of("math500", scorers=scorers) == "hendrycks"
@@ -114,18 +106,6 @@ def test_unknown_data_sources_get_the_list_of_what_is_known():
     assert all(
         name in message for name in ("openai/gsm8k", "*countdown*", "*_tinyv*", "math_verify", "module:function")
     )
-
-
-def test_users_scorers_are_configured_by_file_or_command_line(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("reward:\n  scorers:\n    my/data: prime\n")
-    config = load(file, ["reward.scorers.other=my.module:score"])
-    assert config.reward.scorers == {"my/data": "prime", "other": "my.module:score"}
-    assert to_dict(config)["reward"]["scorers"] == config.reward.scorers
-    assert difference(load(file), config) == {"reward.scorers.other": (None, "my.module:score")}
-    assert difference(config, load(file)) == {"reward.scorers.other": ("my.module:score", None)}
-    with pytest.raises(ConfigError, match=r"reward\.compat"):
-        load(overrides=["reward.compat=trl"])
 
 
 # ---- rewards of no use -----------------------------------------------------------------------------------------------
@@ -184,25 +164,6 @@ def test_a_pattern_of_abilities_that_is_never_used_is_refused(scorers, message):
         check_rewards([Kind("synthetic/plain")], RewardConfig(scorers={"ability:math": "boxed"}))
 
 
-def test_every_named_reward_is_imported_at_the_start():
-    for rewards in ("no_such_module:score", "boxed + no_such_module:score"):
-        with pytest.raises(GraderError, match="No module named 'no_such_module'"):
-            check_rewards(SOURCES, RewardConfig(scorers={"synthetic/*": rewards}))
-    with pytest.raises(GraderError, match="'boxde' is neither module:function nor"):
-        check_rewards(SOURCES, RewardConfig(scorers={"synthetic/*": "boxed + boxde"}))
-
-
-def test_patterns_of_a_config_for_other_data_are_a_warning_and_those_typed_are_not():
-    options = RewardConfig(scorers={"mydata": "no_such_module:score"}, weights={"brevity": 2.0})
-    with pytest.warns(UserWarning, match=r"reward\.scorers\.mydata=.*no row matches"):
-        check_rewards(SOURCES, options, stated=stated_keys(["eval.samples=2"]))
-    for override in ("reward.scorers.mydata=a:b", "reward={scorers: {mydata: a:b}}"):
-        with pytest.raises(ConfigError, match="mydata"):
-            check_rewards(SOURCES, options, stated=stated_keys([override]))
-    with pytest.raises(ConfigError, match=r"reward\.weights\.brevity"):
-        check_rewards(SOURCES, RewardConfig(weights=options.weights), stated=stated_keys(["reward.weights.brevity=2"]))
-
-
 def test_weights_and_functions_of_no_use_are_refused():
     def brevity(row, text):
         return 0.0
@@ -233,10 +194,3 @@ def test_a_reward_that_is_weighed_may_not_take_the_place_of_a_part():
     for name in ("acc", "mean", "length"):
         with pytest.raises(GraderError, match=f"my:{name}: {name} is a metric or a part of every score"):
             terms_of(row("x"), RewardConfig(scorers={"x": f"my:{name}"}, weights={name: 2.0}))
-
-
-def test_weights_are_numbers():
-    assert load(overrides=["reward.weights.boxed=2"]).reward.weights == {"boxed": 2.0}
-    for value in ("much", "nan", "null"):
-        with pytest.raises(ConfigError, match=r"reward\.weights\.boxed"):
-            load(overrides=[f"reward.weights.boxed={value}"])

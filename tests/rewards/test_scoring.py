@@ -1,16 +1,11 @@
 r"""The scoring pools: hard limits from any thread, replaced workers, order, chains, users' scorers. Bombs are real."""
 
-import json
 import os
-import pickle
-import signal
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +14,8 @@ from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import by_name
-from tandemrl.rewards.protocol import Deferred, GraderError, Score
+from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.routing import score_text
-from tandemrl.rewards.scoring import WORKER as DEFAULT_WORKER
 from tandemrl.rewards.scoring import Scorer
 
 BOMB = r"\boxed{\int_0^{9^{9^9}} x^{x^x} dx}"
@@ -170,30 +164,6 @@ def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
         assert scorer.score(boxed("a > 0 right"))[0].value == 1.0
 
 
-def test_workers_that_cannot_start_are_an_error_with_their_words():
-    command = (sys.executable, "-c", "raise SystemExit('no grader here')")
-    with Scorer(RewardConfig(), worker=command) as scorer, pytest.raises(GraderError, match="no grader here"):
-        scorer.score(boxed("a > 0 right"))
-
-
-def test_a_worker_that_died_while_idle_is_replaced(worker):
-    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
-        scorer.score(boxed("a > 0 right"))
-        idle = scorer._processes._workers[0]._process
-        idle.kill()
-        idle.wait()
-        assert scorer.score(boxed("b > 0 right"))[0].value == 1.0
-        assert scorer.failures == 0
-
-
-def test_no_process_is_left_behind(worker):
-    with Scorer(RewardConfig(workers=2, timeout_s=0.3), worker=worker) as scorer:
-        scorer.score(boxed("a > 0 right", "a > 60 sleep", "a > 0 miss"))
-        processes = [each._process for each in scorer._processes._workers]
-    assert processes
-    assert all(process.poll() is not None for process in processes)
-
-
 def test_easy_items_start_no_process():
     with Scorer(RewardConfig(gsm8k="tandem", format_score=0.1), worker=("no-such-command",)) as scorer:
         items = [(row("7"), r"\boxed{7}"), (row("7", "openai/gsm8k"), "#### $7"), (row("7", "openai/gsm8k"), "#### 8")]
@@ -209,34 +179,6 @@ def test_bad_settings_and_rows_are_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GraderError, match="pip install"):
         Scorer(RewardConfig())
-
-
-def test_a_worker_whose_parent_is_gone_ends_by_itself():
-    with subprocess.Popen(DEFAULT_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b'"ready"\n'
-        pickle.dump((("time:sleep", 60), 0.5), process.stdin)
-        process.stdin.flush()
-        assert process.wait(timeout=20) == -signal.SIGALRM
-
-
-def test_a_worker_answers_in_json_and_ends_with_its_input():
-    with subprocess.Popen(DEFAULT_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        tasks = [("math:hypot", 3, 4), ("math:sqrt", -1), ("no_such_module:f",), ("builtins:print", "noise")]
-        for task in tasks:
-            pickle.dump((task, 10.0), process.stdin)
-        process.stdin.close()
-        assert process.stdout.readline() == b'"ready"\n'
-        replies = [json.loads(line) for line in process.stdout]
-        assert replies[0] == {"result": 5.0}
-        assert replies[1] == {"error": "ValueError: math domain error"}
-        assert "no_such_module" in replies[2]["error"]
-        assert replies[3] == {"result": None}
-        assert process.wait(timeout=20) == 0
-
-
-def test_scoring_imports_no_torch():
-    code = "import sys, tandemrl.rewards.scoring, tandemrl.rewards.worker; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # ---- code and judges -----------------------------------------------------------------------------------------------
@@ -259,12 +201,6 @@ def test_programs_go_to_the_sandbox_in_threads():
     with Scorer(RewardConfig(), code=run) as scorer:
         assert [score.value for score in scorer.score(items)] == [1.0, 0.0, 1.0, 0.0]
     assert seen == [True] * 3
-
-
-def test_a_batch_of_programs_that_all_run_into_their_limit_is_no_failure_of_ours():
-    with Scorer(RewardConfig(), code=lambda problem, text: Score(0.0, {"acc": 0.0, "timeout": 1.0}, text)) as scorer:
-        assert [score.value for score in scorer.score([(row(TESTS, "taco"), "while 1: pass")] * 3)] == [0.0] * 3
-        assert scorer.timeouts == 3
 
 
 def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
@@ -309,18 +245,6 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
             scorer.check([row("7", "mine")])
         with pytest.raises(ConfigError, match=r"reward\.scorers\.mine=no_such_module:score: no row matches"):
             scorer.check([row("7")])
-
-
-def test_endless_deferring_and_nonsense_are_errors(monkeypatch):
-    def again(row, text, options):
-        return Deferred("symbolic", ("builtins:len", text), lambda found: again(row, text, options))
-
-    monkeypatch.setitem(routing.SCORERS, "again", again)
-    with (
-        Scorer(RewardConfig(scorers={"x": "again"}, workers=1)) as scorer,
-        pytest.raises(GraderError, match="no finite"),
-    ):
-        scorer.score([(row(source="x"), "text")])
 
 
 # ---- users' scorers ------------------------------------------------------------------------------------------------
@@ -557,10 +481,3 @@ def test_a_part_that_goes_by_the_name_of_a_reward_is_kept_under_another():
     with Scorer(options, judge=lambda items: [Score(0.5, {"acc": 0.0, "judge": 0.75}, None)]) as scorer:
         (score,) = scorer.score(items)
     assert (score.value, score.parts["judge"], score.parts["judge/part"]) == (0.5, 0.5, 0.75)
-
-
-def test_package_is_importable_from_the_worker_whatever_the_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(tmp_path / "tandemrl.py").write_text("raise SystemExit('shadowed')")
-    with Scorer(RewardConfig(workers=1)) as scorer:
-        assert scorer.score([(row("8"), EIGHT)])[0].value == 1.0
