@@ -53,9 +53,7 @@ def alone(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_two_processes_with_offload_and_rollouts_ahead_train_what_one_trains_without(
-    tiny_pair: Path, alone: Path, tmp_path: Path
-) -> None:
+def test_two_processes_with_offload_train_what_one_trains(tiny_pair: Path, alone: Path, tmp_path: Path) -> None:
     """Three steps on gloo. Each process keeps its part of the weights that write, and compares its share."""
     out = tmp_path / "run"
     results = run(_train, 2, str(tiny_pair), str(out), *SHARED, *OFFLOADED)

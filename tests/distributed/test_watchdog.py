@@ -95,7 +95,7 @@ waits_for_a_peer()
 """
 
 
-def test_a_hang_ends_with_the_place_and_the_stack_whatever_other_threads_do() -> None:
+def test_a_hang_ends_with_the_place_and_the_stack() -> None:
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == EXIT_CODE
     assert ended.stderr.startswith("error: step 3, update: process 1 of 2 has done nothing for 0 s (parallel.timeout_s")

@@ -312,7 +312,7 @@ def test_of_runs_that_were_evaluated_these_evaluations_are_compared(tmp_path):
     assert {each.phase for each in compare(a, store_run(tmp_path / "d", 1, 1))} == {"held-out"}  # d has no other
 
 
-def test_what_keeps_two_runs_from_being_compared_is_named_with_the_command_that_helps(tmp_path):
+def test_what_keeps_two_runs_from_being_compared_is_named(tmp_path):
     a = store_run(tmp_path / "a", 1, 2)
     (a / "hf" / "step_9").mkdir(parents=True)
     (a / "hf" / "step_20").mkdir()

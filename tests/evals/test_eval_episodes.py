@@ -65,7 +65,7 @@ def test_no_score_may_have_a_part_with_the_name_of_a_metric_of_evaluations():
     assert {"pass@1", "verified_pass@1", "rejected_rate", "problems", "out_of_turns"} <= named.keys()
 
 
-def test_turns_and_what_happened_in_them_are_averaged_and_out_of_turns_counted():
+def test_turns_and_what_happened_in_them_are_averaged():
     samples = [
         graded_sample(0, 0, turns=3, counts={"tool_calls": 2.0, "tool_errors": 1.0}, stop_reason="turns"),
         graded_sample(0, 1, turns=1, counts={}),

@@ -101,7 +101,7 @@ def test_bootstrap_interval_approaches_the_enumeration_of_all_resamples():
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.015)
 
 
-def test_macro_interval_approaches_the_enumeration_of_all_resamples_of_both_sets():
+def test_macro_interval_approaches_the_enumeration_of_all_resamples():
     first, second = np.array([0.0, 0.13, 0.57, 0.9]), np.array([0.2, 0.71, 0.98])
     means = np.add.outer(all_resample_means(first), all_resample_means(second)).ravel() / 2
     interval = macro_interval([first, second], resamples=20_000, seed=4, level=0.9)

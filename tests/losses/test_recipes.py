@@ -195,9 +195,7 @@ def test_golden_loss_and_gradient(row):
 
 
 @every("recipe", "importance", "normalise_by", "junior_weight")
-def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(
-    recipe, importance, normalise_by, junior_weight
-):
+def test_any_split_into_micro_batches_gives_the_same(recipe, importance, normalise_by, junior_weight):
     batch = weighted(random_batch(), junior_weight)
     options = {"importance": importance, "normalise_by": normalise_by}
     whole, gradient, metrics = loss_and_gradient(recipe, batch, **options)
@@ -306,7 +304,7 @@ def test_first_step_is_the_reinforce_gradient(recipe, junior_weight):
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.reduction == "token_mean"], ids=lambda r: r.name)
-def test_loss_is_linear_in_the_senior_share_only_when_normalised_by_response(recipe):
+def test_the_loss_is_linear_in_the_senior_share_only_by_response(recipe):
     """Halving the share of senior tokens halves the response-normalised token mean and leaves the weighted one."""
     logprobs = torch.full((8,), -1.0).double()
     batch = dict.fromkeys(CHANNELS, logprobs) | {"advantages": -logprobs, "num_sequences": 1}
@@ -374,7 +372,7 @@ def test_reinforce_pp_whitens_over_trained_tokens():
     assert torch.allclose(tokens, whiten(tokens, torch.ones(11)), atol=1e-5)
 
 
-def test_junior_kl_pulls_the_senior_towards_the_junior_on_junior_tokens_only():
+def test_junior_kl_pulls_the_senior_on_junior_tokens_only():
     batch = weighted(random_batch(), 0.0)
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     options = {**NO_PENALTIES, "junior_kl_coef": 0.3}

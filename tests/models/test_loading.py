@@ -184,7 +184,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path, tmp_path
         load_model(model)
 
 
-def test_weights_whose_names_transformers_changes_are_not_taken_for_missing(tmp_path: Path) -> None:
+def test_weights_that_transformers_renames_are_not_missing(tmp_path: Path) -> None:
     """The files of GPT-NeoX call the head ``embed_out``."""
     model = tiny("GPTNeoX")
     model.save_pretrained(tmp_path)
@@ -350,7 +350,7 @@ def test_the_window_is_that_of_the_layers_that_have_one(family: str, changes: di
     assert attention_window(getattr(transformers, f"{family}Config")(**(TINY | changes))) == window
 
 
-def test_rotary_frequencies_that_depend_on_the_length_are_refused_for_any_type_of_layer() -> None:
+def test_rotary_frequencies_that_depend_on_the_length_are_refused() -> None:
     fixed = {"rope_type": "default", "rope_theta": 1e4}
     config = transformers.Gemma3TextConfig(**TINY)
     config.rope_parameters = {"full_attention": fixed, "sliding_attention": fixed}

@@ -61,7 +61,7 @@ def merged_by_hand(plain: PreTrainedModel, model: PreTrainedModel) -> PreTrained
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_merged_weights_are_the_adapted_model_under_the_names_of_the_plain_one(make) -> None:
+def test_merged_weights_are_the_adapted_model(make) -> None:
     plain = prepared(make())
     model = adapted(plain)
     merged = dict(merged_parameters(model))
@@ -91,7 +91,7 @@ def test_adapters_start_as_no_change_and_consume_no_global_randomness() -> None:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_gradients_are_the_chain_rule_of_the_merged_weights_and_reach_adapters_only(make) -> None:
+def test_gradients_are_the_chain_rule_of_the_merged_weights(make) -> None:
     plain = prepared(make())
     model = adapted(plain)
     full = merged_by_hand(plain, model)
@@ -288,7 +288,7 @@ def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny_pair: Path, 
     [((), "sent merged"), (("model.junior=null", "rollout.draft_tokens=4"), "they alone are sent")],
     ids=["another junior", "self-paired"],
 )
-def test_a_run_trains_adapters_alone_and_resumes_as_if_nothing_had_happened(
+def test_a_run_trains_adapters_alone_and_resumes(
     pairing: tuple[str, ...], sent: str, tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lora = ("model.lora.rank=4", "loss.kl_coef=0.1", "train.lr=1e-2", "train.eval_every=0", "train.save_every=1")

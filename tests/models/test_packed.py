@@ -334,7 +334,7 @@ def test_the_weights_gradient_is_added_up_in_blocks(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_on_the_host_change_no_number_and_leave_weights_where_they_are(checkpointing, monkeypatch):
+def test_activations_on_the_host_change_no_number(checkpointing, monkeypatch):
     packed = prepared(qwen3(tied=False))
     if checkpointing:
         packed.train()

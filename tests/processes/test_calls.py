@@ -102,7 +102,7 @@ def test_results_errors_and_noise(child: tuple[str, str]) -> None:
     caller.close()
 
 
-def test_what_a_call_starts_can_be_terminated_and_a_cancelled_call_is_answered(child: tuple[str, str]) -> None:
+def test_what_a_call_starts_can_be_terminated(child: tuple[str, str]) -> None:
     caller = ChildCalls(child, None, processes=1, limit_s=60)
     got = outcomes(caller, [("terminate",), ("cancel",)])
     assert got == [Outcome("result", -signal.SIGTERM), Outcome("error", "CancelledError: ")]
@@ -218,9 +218,7 @@ def test_children_end_with_their_parent(harm: tuple[Any, ...], status: int, chil
     ],
     ids=["end", "amid", "amid a header", "no pickle", "huge", "no call"],
 )
-def test_a_child_whose_parent_is_gone_amid_a_message_ends_with_what_it_started(
-    last: bytes, child: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_child_whose_parent_is_gone_amid_a_message_ends(last: bytes, child: tuple[str, str], tmp_path: Path) -> None:
     started = tmp_path / "pid"
     with subprocess.Popen(
         child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True

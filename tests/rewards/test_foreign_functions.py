@@ -73,7 +73,7 @@ def test_a_function_of_trl_s_gets_the_fields_of_the_row_as_lists_of_one() -> Non
         scored(lambda completions, **kwargs: [1.0, 0.0])
 
 
-def test_a_function_that_takes_neither_texts_nor_messages_gets_both_errors_in_a_line() -> None:
+def test_a_function_of_neither_texts_nor_messages_gets_both_errors() -> None:
     with pytest.raises(
         GraderError, match=r"TypeError: on texts: TypeError: .*; on lists of messages: KeyError: 'text'"
     ):
@@ -100,7 +100,7 @@ def test_a_function_of_verifiers_works_as_it_is(function: Any) -> None:
     assert scored(function, "8").value == 0.0
 
 
-def test_a_function_of_verifiers_reads_the_messages_and_the_state_of_an_episode() -> None:
+def test_a_function_of_verifiers_reads_messages_and_state() -> None:
     said = ({"role": "assistant", "content": "?"}, {"role": "tool", "content": "7"})
 
     def calls(completion, state):
@@ -109,7 +109,7 @@ def test_a_function_of_verifiers_reads_the_messages_and_the_state_of_an_episode(
     assert scored(calls, transcript=Transcript(said, {"used": 2})).value == 2.0
 
 
-def test_an_error_of_the_function_itself_is_no_reason_to_call_it_with_messages() -> None:
+def test_an_error_of_the_function_itself_is_not_tried_again() -> None:
     with pytest.raises(GraderError, match=r"TypeError: 'in <string>' requires .* parameters completion, answer; name"):
         scored(lambda completion, answer: float(int(answer) in completion))
     with pytest.raises(GraderError, match=r"KeyError: 'level of detail'"):

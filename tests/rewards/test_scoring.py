@@ -465,7 +465,7 @@ def test_rewards_are_summed_by_weight_whoever_settles_them(mine):
     assert scores[3] == (1.0, {"acc": 1.0, "answer_present": 1.0}, "7")
 
 
-def test_a_reward_lost_on_every_response_is_an_error_beside_others_that_are_not(mine):
+def test_a_reward_lost_on_every_response_is_an_error(mine):
     both = replace(mine, scorers={"my/*": "boxed + my_scorers_for_tests:exact"})
     items = [(row("7", "my/data"), "crash"), (row("7", "my/data"), r"\boxed{7}")]
     with Scorer(both) as scorer:

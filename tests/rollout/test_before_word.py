@@ -152,7 +152,7 @@ def first_tokens_after_a_handover(completions: list[Completion]) -> tuple[float,
     return chi_square_bound(counts.flatten(), joint.flatten())
 
 
-def test_the_first_token_after_a_handover_follows_the_renormalised_distribution(monkeypatch) -> None:
+def test_the_first_token_after_a_handover_is_renormalised(monkeypatch) -> None:
     statistic, bound = first_tokens_after_a_handover(written(PLAIN))
     assert statistic < bound
     monkeypatch.setattr(decoding, "HANDOVER", decoding.SAMPLING)  # planted: the numbers that drew the dropped token

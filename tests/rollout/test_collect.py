@@ -177,7 +177,7 @@ def test_what_an_engine_gets_wrong_is_refused(spoil, match):
 # -------------------------------------------------------------------------------------------------------------- scoring
 
 
-def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
+def test_rollouts_have_the_score_of_their_own_text():
     given = numbered_prompts(4)
     written = collect(Parrot(), given)
     scorer = CountingScorer()

@@ -136,7 +136,7 @@ def test_new_weights_count_from_the_next_call_on(make: Any) -> None:
     assert [c.tokens.tolist() for c in before] != [c.tokens.tolist() for c in after]
 
 
-def test_a_strategy_that_cannot_be_asked_on_the_device_is_asked_on_the_host(make: Any) -> None:
+def test_a_strategy_that_needs_the_host_is_asked_there(make: Any) -> None:
     known, asked = bernoulli(0.5), list[int]()
 
     def step(state: Any, tokens: Tensor) -> tuple[Tensor, Any]:

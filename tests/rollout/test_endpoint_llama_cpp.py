@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import signal
 import socket
@@ -22,18 +21,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import artefacts
-from helpers import chi_square_bound, flat, reference_distribution
+from helpers import chi_square_bound, reference_distribution
 from runs import config, metrics, samples
-from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.evals import evaluate
-from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.models.loading import load_tokenizer
 from tandemrl.processes.http import Client
 from tandemrl.processes.server import serving
 from tandemrl.rollout.endpoint_partner import EndpointJunior, _answer, body_of, client_of
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
-from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -130,28 +126,6 @@ def other_gguf(other_junior: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return gguf_of(other_junior, tmp_path_factory.mktemp("gguf") / "other.gguf", top_k=1, penalty_repeat=1.8)
 
 
-@pytest.fixture(scope="module")
-def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A junior, with its GGUF file ``model.gguf``, that writes a text of long words byte by byte, and does not end."""
-    folder = tmp_path_factory.mktemp("bytes")
-    tokenizer = train_tokenizer("plain", 1, vocab_size=290)
-    plain, own = ("is", "plus", "7.\n\nNext 4", "minus", "1"), ("日本語日本語", "éééééééé", "😀😀😀")
-    draw = random.Random(0)
-    text = torch.tensor(tokenizer.encode(" ".join(draw.choice(side) for _ in range(250) for side in (plain, own))))
-    model = new_model(tokenizer, 1)
-    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
-    for _ in range(120):
-        starts = torch.randint(len(text) - 280, (2,), generator=generator)
-        batch = torch.stack([text[start : start + 280] for start in starts.tolist()])
-        optimizer.zero_grad()
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    gguf_of(folder, folder / "model.gguf")
-    return folder
-
-
 SAMPLINGS = (
     Sampling(8),
     Sampling(8, temperature=0.7, top_p=0.95),
@@ -233,23 +207,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, server: Running, answers: int) -> lis
     return died
 
 
-def written(pair: Path, junior: Path, url: str, text: str = "First 3 plus 4", **settings: Any) -> list[Completion]:
-    """32 completions of a text by the tiny senior and a junior behind an endpoint."""
-    senior, tokenizer = load_model(str(pair / "senior")), load_tokenizer(pair / "senior")
-    partner = EndpointJunior(JuniorEndpointConfig(url=url, **PATIENCE | settings), load_tokenizer(junior))
-    engine = TorchEngine(senior, None, tokenizer, partner=partner)
-    rule = before_text_word(0.5, text_tables(tokenizer))
-    prompts = tuple(tokenizer.encode(text)), tuple(partner.vocabulary.encode(text))
-    request = Request(prompts[0], tuple(range(32)), Sampling(48), rule, junior_prompt=prompts[1])
-    try:
-        found = flat(engine.generate([request]))
-    finally:
-        engine.close()
-    check_authors(found, rule)
-    return found
-
-
-def test_a_server_that_is_killed_ends_the_run_and_another_one_goes_on_with_it(
+def test_a_killed_server_ends_the_run_and_another_goes_on_with_it(
     tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience = [f"model.junior_endpoint.{name}={value}" for name, value in PATIENCE.items()]
@@ -265,51 +223,3 @@ def test_a_server_that_is_killed_ends_the_run_and_another_one_goes_on_with_it(
     with llama_cpp(other_gguf, tmp_path / "log2", n_parallel=4, n_ctx=2048) as server:
         train(settings_of(tiny_pair, tmp_path / "out", other_junior, server.url, *patience), quiet=True)
     assert [step["step"] for step in metrics(tmp_path / "out")] == [1, 2, 3]
-
-
-def test_what_a_server_that_is_killed_leaves_has_failed(
-    tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with llama_cpp(other_gguf, tmp_path / "log", n_parallel=4, n_ctx=2048) as server:
-        died = dying(monkeypatch, server, answers=60)
-        found = written(tiny_pair, other_junior, server.url, max_failure_rate=0.99)
-        assert time.monotonic() - died[0] < 20
-    reasons = Counter(completion.stop_reason for completion in found)
-    assert reasons["failed"] > 8
-    assert reasons["failed"] + reasons["eos"] + reasons["length"] + reasons["untranslatable"] == 32
-
-
-def test_what_the_context_of_a_slot_cannot_hold_is_cut(tiny_pair: Path, by_bytes: Path, tmp_path: Path) -> None:
-    with llama_cpp(by_bytes / "model.gguf", tmp_path / "log", n_parallel=2, n_ctx=2 * 256) as server:
-        found = written(tiny_pair, by_bytes, server.url, "plus éééééééé is 日本語日本語 " * 6, max_failure_rate=0.9)
-    assert "exceed" not in (tmp_path / "log").read_text(errors="replace")
-    assert sum(c.stop_reason == "length" and len(c.tokens) < 40 for c in found) > 8
-
-
-def test_slots_that_share_a_context_that_is_too_small_are_named(
-    tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path
-) -> None:
-    shared = {"n_parallel": 16, "n_ctx": 256, "kv_unified": True}
-    with (
-        llama_cpp(other_gguf, tmp_path / "log", **shared) as server,
-        pytest.raises(EngineError, match=r"rollouts got no words .*Context size has been exceeded"),
-    ):
-        written(tiny_pair, other_junior, server.url, "First 3 plus 4 is 7. " * 5)
-
-
-def test_characters_of_several_bytes_come_whole(
-    tiny_pair: Path, by_bytes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said, post = list[str](), Client.post
-
-    def heard(*arguments: Any) -> Any:
-        said.append((answer := post(*arguments)).text)
-        return answer
-
-    monkeypatch.setattr(Client, "post", heard)
-    with llama_cpp(by_bytes / "model.gguf", tmp_path / "log", n_parallel=4, n_ctx=4 * CONTEXT) as server:
-        found = written(tiny_pair, by_bytes, server.url, max_failure_rate=0.9)
-    assert sum(text.endswith("\ufffd") for text in said) > 20
-    its = [load_tokenizer(tiny_pair / "senior").decode(c.tokens[c.author == 0]) for c in found]
-    assert sum("日本語日" in text or "éé" in text or "😀😀" in text for text in its) > 16
-    assert not any("\ufffd" in text[:-1] for text in its)  # the last one may be cut at max_tokens of the senior

@@ -215,16 +215,6 @@ def test_one_call_mixes_samplings_and_strategies():
             assert completion.stop_reason == "length" or not request.sampling.ignore_eos
 
 
-def test_samples_of_one_prompt_differ_and_share_their_first_distribution():
-    prompt = prompts(1, seed=4, lengths=(9,))
-    group = engine().generate(requests(prompt, Sampling(max_tokens=12), solo("senior"), samples=16))[0]
-    assert len({tuple(c.tokens) for c in group}) == 16
-    logits = reference_logits(pair("smaller junior")[0], prompt[0], [0])[0]
-    for completion in group:
-        p = reference_distribution(logits, Sampling(), [], [])
-        assert completion.behaviour_logprobs[0] == pytest.approx(np.log(p[completion.tokens[0]]), abs=1e-4)
-
-
 def test_first_tokens_have_their_authors_frequencies():
     """40 000 draws at temperature 1: per author the exact softmax, and the author does not depend on the draw."""
     prompt = prompts(1, seed=5, lengths=(3,))
@@ -453,17 +443,6 @@ def test_a_blank_line_hands_over_to_the_other_model():
     assert completion.author.tolist() == [1] * 7 + [0] * 5
 
 
-def test_a_stop_string_of_one_request_does_not_stop_another():
-    speaker = writing(SPOKEN)
-    both = TorchEngine(prepared(speaker), None, tokenizer())
-    batch = [
-        Request((2,), (0,), Sampling(max_tokens=12, temperature=0.0, stop=("é",)), solo("senior")),
-        Request((2,), (1,), Sampling(max_tokens=12, temperature=0.0), solo("senior")),
-        Request((2,), (2,), Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(IDS["b"],)), solo("senior")),
-    ]
-    assert [len(c.tokens) for c in flat(both.generate(batch))] == [5, 12, 2]
-
-
 def test_the_prompt_does_not_complete_a_stop_string():
     speaker = writing(SPOKEN)
     both = TorchEngine(prepared(speaker), None, tokenizer())
@@ -635,22 +614,6 @@ def test_a_refused_load_changes_nothing():
     with pytest.raises(EngineError, match=r"weight model.norm.weight: shape \(3,\)"):
         running.load_weights(wrong.items(), 1)
     assert running.fingerprint() == before
-
-
-def test_bfloat16_models_decode():
-    senior, junior = pair("Llama junior")
-    low = copy.deepcopy(senior).to(torch.bfloat16)
-    both = TorchEngine(prepared(low), prepared(junior), tokenizer())
-    assert both.info.dtype == "bfloat16"
-    strategy = alternating()
-    completions = flat(both.generate(requests(prompts(4), Sampling(max_tokens=10), strategy)))
-    assert_sound(completions, strategy)
-    rounded = low.to(torch.float32)
-    for prompt, completion in zip(prompts(4), completions, strict=True):
-        logits = author_logits(rounded, junior, prompt, completion)
-        for i, token in enumerate(completion.tokens):
-            p = reference_distribution(logits[i], Sampling(), [], [])
-            assert np.log(p[token]) == pytest.approx(completion.behaviour_logprobs[i], abs=0.3)
 
 
 # ------------------------------------------------------------------------------------- weights that come amid a rollout

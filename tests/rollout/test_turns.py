@@ -198,16 +198,6 @@ def test_each_token_is_computed_once_per_model(monkeypatch):
     assert set(counted.values()) == {read + padding}
 
 
-def test_a_prompt_is_computed_once_for_all_episodes_of_a_request(monkeypatch):
-    counted = count_tokens(monkeypatch)
-    batch = episodes(turn(0.5), count=1, samples=6, sampling=Sampling(max_tokens=15, ignore_eos=True), turn_tokens=5)
-    batch = [replace(batch[0], prompt=tuple(prompts(1, lengths=(20,))[0]))]
-    world = ScriptedWorld(say=repeating(4))  # all of one length: no padding
-    completions = flat(engine().generate(batch, responder=world))
-    assert [len(c.tokens) for c in completions] == [3 * 5 + 2 * 4] * 6
-    assert set(counted.values()) == {19 + 6 * 23}
-
-
 @pytest.mark.parametrize("together", [16384, 12])
 def test_resumed_rows_stay_within_the_context_of_the_model(together, monkeypatch):
     """They are computed together, padded; GPT-2 has no embedding for a position past its end."""
@@ -279,7 +269,7 @@ def test_what_the_world_says_fits_or_the_completion_ends_without_it(observation_
     assert ended.stop_reason == ("turns" if turns == 3 else "length")
 
 
-def test_a_reply_says_why_a_completion_is_over_or_leaves_it_at_how_the_turn_ended():
+def test_a_reply_may_say_why_a_completion_is_over():
     class Silent(ScriptedWorld):
         def submit(self, turn: Turn) -> None:
             self._ready.put(Reply(turn.number))
@@ -336,23 +326,6 @@ def test_no_row_waits_for_the_answer_to_another():
     assert_same(
         flat(engine().generate(batch, responder=world)), flat(engine().generate(batch, responder=ScriptedWorld()))
     )
-
-
-def test_new_rows_begin_while_answers_are_awaited_but_not_without_limit():
-    """Twice ``max_rows`` are on their way at once: their keys and values are kept."""
-    batch = episodes(bernoulli(0.5), count=12, samples=1)
-    completions = flat(engine(max_rows=3).generate(batch, responder=Held(range(12), lambda told: len(told) >= 6)))
-    assert_same(completions, flat(engine().generate(batch, responder=ScriptedWorld())))
-    with pytest.raises(AssertionError, match="waits for an answer"):
-        engine(max_rows=3).generate(batch, responder=Held(range(12), lambda told: len(told) >= 7))
-
-
-def test_rows_being_decoded_are_never_more_than_the_limit():
-    batch = episodes(bernoulli(0.5), count=5, samples=3)
-    steps: list[int] = []
-    completions = flat(engine(max_rows=4).generate(batch, responder=ScriptedWorld(), progress=steps.append))
-    assert max(steps) == 4
-    assert sum(steps) == sum((c.author >= 0).sum() for c in completions)
 
 
 # --------------------------------------------------------------------------------------------------- aborts and faults

@@ -27,7 +27,6 @@ from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.models.sampling import Truncation, race_times
 from tandemrl.rollout import two_vocabularies
 from tandemrl.rollout.engine import Completion, EngineError, Request, Responder, Sampling, check_authors
-from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, before_word, boundaries, draws, solo, word
 from tandemrl.selection.whole_words import before_text_word, text_tables
@@ -343,12 +342,6 @@ def test_a_text_ends_where_the_junior_sees_no_more_of_it(limit: str, monkeypatch
     for completion in short:
         assert len(whole[completion.key]) > len(completion.tokens)
         assert whole[completion.key][: len(completion.tokens)] == completion.tokens.tolist()
-
-
-def test_a_few_untranslatable_texts_are_chance() -> None:
-    assert check_untranslatable(["eos"] * 49 + ["untranslatable"], 0.01, EngineError) == 1
-    with pytest.raises(EngineError, match=r"8 of 50 texts are untranslatable, more than .*max_untranslatable=0\.01"):
-        check_untranslatable(["eos"] * 42 + ["untranslatable"] * 8, 0.01, EngineError)
 
 
 def test_what_cannot_be_expressed_ends_a_text_and_is_named() -> None:

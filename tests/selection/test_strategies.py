@@ -280,7 +280,7 @@ def test_word_aligned_waits_past_the_gap_for_a_sure_place() -> None:
     assert (got.draws == 3).all()
 
 
-def test_before_word_draws_for_the_very_token_that_begins_a_word_and_for_each_turn() -> None:
+def test_before_word_draws_where_a_word_begins_and_for_each_turn() -> None:
     plain, space = 0, 1
     tokens = torch.tensor([[space, plain, space, plain, plain, space, space, plain]]).repeat(300, 1)
     begins = torch.zeros_like(tokens, dtype=torch.bool)

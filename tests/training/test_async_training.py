@@ -59,7 +59,7 @@ def test_trainer_and_engine_are_compared_by_the_weights_that_wrote(whole: Path) 
         assert line["mismatch/mean_abs"] > 1e-4  # what the policy has learnt since
 
 
-def test_killed_with_rollouts_in_flight_it_resumes_as_if_nothing_had_happened(
+def test_killed_with_rollouts_ahead_it_resumes_as_if_nothing_had_been(
     tiny_pair: Path, whole: Path, tmp_path: Path
 ) -> None:
     """In the third step, after a checkpoint that holds the rollouts of the third."""

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,23 +15,19 @@ import torch
 import torch.distributed as dist
 
 from runs import assert_same_run, config, metrics
-from tandemrl.config import load
 from tandemrl.distributed.world import World
 from tandemrl.rollout.engine import EngineError
-from tandemrl.training import checkpoint
 from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import (
     ENDING,
     LESS_MEMORY,
     LostProcessError,
-    OptimizerSteps,
     OutOfMemoryError,
     Signals,
     Stopped,
     explained,
     is_lost_process,
     is_out_of_memory,
-    save_on_failure,
 )
 from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
@@ -79,7 +74,7 @@ def test_the_second_signal_ends_the_process_at_once(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_the_second_signal_ends_a_process_that_was_started_in_the_background(number: signal.Signals) -> None:
+def test_the_second_signal_ends_a_process_in_the_background(number: signal.Signals) -> None:
     """A shell without job control lets its background jobs ignore SIGINT; a child inherits what is ignored."""
     work = (
         "import signal, sys, time; from tandemrl.training.faults import Signals\n"
@@ -145,31 +140,6 @@ def test_other_errors_stay_what_they_are_and_say_where() -> None:
     assert not is_lost_process(ValueError("gloo: connection closed"))
 
 
-def test_a_failed_step_is_saved_with_the_random_states_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[Any] = []
-    monkeypatch.setattr(checkpoint, "save", lambda run, rng=None: saved.append(rng))
-    sampler = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    settings = load(overrides=[f"output_dir={tmp_path}"])
-    setup = SimpleNamespace(world=World(), config=settings, device=torch.device("cpu"))
-    progress = SimpleNamespace(step=2, sampler=sampler, kl_coef=0.0)
-    run: Any = (setup, SimpleNamespace(trained={}), progress)
-    tracker: Any = SimpleNamespace(say=lambda line: None)
-    before = torch.get_rng_state()
-
-    def failed_step() -> None:
-        torch.rand(())
-        raise EngineError("lost")
-
-    with torch.random.fork_rng(devices=[]):
-        with pytest.raises(EngineError), save_on_failure(run, OptimizerSteps([]), tracker):
-            failed_step()
-        assert not torch.equal(torch.get_rng_state(), before)
-    (rng,) = saved
-    assert torch.equal(rng["torch"], before)
-
-
 # ------------------------------------------------------------------------------------------------------------ in a run
 
 SHORT = ("train.steps=3", "train.save_every=10", "train.eval_every=0", "loss.entropy_coef=0.01")
@@ -195,7 +165,7 @@ def on_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, act: Callab
     monkeypatch.setattr(name, replaced)
 
 
-def test_a_run_ends_orderly_on_sigterm_and_resumes_as_if_nothing_had_happened(
+def test_a_run_that_sigterm_ends_resumes_as_if_nothing_had_happened(
     tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = config(tiny_pair, tmp_path / "run", *SHORT)
@@ -211,16 +181,6 @@ def test_a_run_ends_orderly_on_sigterm_and_resumes_as_if_nothing_had_happened(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     train(settings, quiet=True)
     assert_same_run(whole, tmp_path / "run", step=3)
-
-
-def test_a_signal_in_the_last_step_is_too_late(
-    tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_call(
-        monkeypatch, "tandemrl.training.loop.update", 3, lambda metrics: signal.raise_signal(signal.SIGTERM) or metrics
-    )
-    out = train(config(tiny_pair, tmp_path / "run", *SHORT), quiet=True)
-    assert_same_run(whole, out, step=3)
 
 
 def test_out_of_memory_saves_the_last_finished_step(

@@ -13,7 +13,7 @@ def test_a_run_warns_once_of_too_few_handovers() -> None:
     assert "selection.strategy=bernoulli" in told
 
 
-def test_enough_handovers_one_author_by_choice_and_other_strategies_are_no_cause() -> None:
+def test_enough_handovers_or_one_author_by_choice_are_no_cause() -> None:
     for metrics in (
         {"tandem/handovers": 1.0, "tandem/senior_draw_frac": 0.5},
         {"tandem/handovers": 0.0, "tandem/senior_draw_frac": 1.0},  # prob_senior=1

@@ -97,7 +97,7 @@ def test_a_config_with_a_function_needs_that_function(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_training_from_such_a_config_alone_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+def test_training_from_such_a_config_alone_is_refused(name: str, tmp_path: Path) -> None:
     from tandemrl.training.build import build
 
     with pytest.raises(ConfigError, match=rf"functions\.{name}: this config belongs to a run with "):

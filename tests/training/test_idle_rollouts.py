@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_all_rollouts(
         assert skipping["metrics"][name] == pytest.approx(everything["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
-def test_where_all_groups_are_equal_the_gate_sees_one_and_the_gradient_is_0(
+def test_where_all_groups_are_equal_the_gradient_is_0(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimiser gets zeros, not None: its moments and its weight decay go on as if all had been computed."""

@@ -256,22 +256,6 @@ def test_one_command_starts_judge_and_training(
         policy(tiny_pair, problems, tmp_path / "out", url, served[0])
 
 
-def test_an_engine_in_this_process_can_be_the_judge(
-    marker: Path, tiny_pair: Path, problems: Path, tmp_path: Path
-) -> None:
-    judge = [f"judge.model={marker}", "judge.max_tokens=24", "judge.temperature=1.0", "train.steps=1"]
-    judge += ["judge.max_failure_rate=0.9"]  # it is not good at it
-    out = train(policy(tiny_pair, problems, tmp_path / "out", None, *judge), quiet=True)
-    samples = lines(out / "samples.jsonl")
-    unscored = sum("unscored" in sample["reward_parts"] for sample in samples)
-    assert lines(out / "metrics.jsonl")[0]["reward/unscored"] == pytest.approx(unscored / len(samples))
-    for sample in samples:
-        parts = sample["reward_parts"]
-        if "unscored" in parts:
-            continue
-        assert sample["reward"] == 1.0 if parts["rule"] else sample["reward"] == 0.5 * parts["judge"]
-
-
 def test_a_row_without_criteria_is_named(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     for row in rows:

@@ -36,7 +36,7 @@ def test_a_packaged_config_gains_on_held_out_problems(name: str, gain: float, se
 
 
 @pytest.mark.slow
-def test_a_tandem_senior_of_a_foreign_pair_learns_and_does_not_forget_to_stop(tmp_path: Path) -> None:
+def test_a_tandem_senior_of_a_foreign_pair_learns_and_still_stops(tmp_path: Path) -> None:
     """The junior ends nearly all texts, so the reward of the rollouts hides a senior that never stops. A scorer that
     overlooks stray `<answer>` tags is enough to make it forget (means of ten seeds: truncation .23, pass@1 .75)."""
     build_foreign_pair(tmp_path)

@@ -29,7 +29,7 @@ def warnings(*steps: dict[str, float], recipe: Any = GRPO) -> list[int]:
     return [i for i, metrics in enumerate(steps, 1) if warning(metrics) is not None]
 
 
-def test_it_warns_after_three_such_steps_in_a_row_and_then_ever_more_seldom() -> None:
+def test_it_warns_after_three_such_steps_and_then_more_seldom() -> None:
     assert warnings(*[FLAT] * 25) == [3, 6, 12, 24]
     assert warnings(*[FLAT, FLAT, GOOD] * 5) == []
     rare = FLAT | {"reward/mean": 0.01, "reward/std": 0.1, "groups/zero_variance": 0.9375}

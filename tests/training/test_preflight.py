@@ -231,7 +231,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("space", "output_dir", "GB free in"),
     ],
 )
-def test_what_is_missing_is_found_by_a_dry_run_and_by_train_before_any_weight(
+def test_what_is_missing_is_found_before_any_weight(
     what: str,
     subject: str,
     reason: str,
@@ -378,7 +378,7 @@ def test_a_resume_from_nowhere_names_the_checkpoint_that_is_there(
         check_resume(resume, "runs/mine")
 
 
-def test_without_evaluation_a_reward_for_the_evaluation_s_rows_is_no_mistake(arguments: list[str]) -> None:
+def test_a_reward_for_rows_that_are_not_evaluated_is_no_mistake(arguments: list[str]) -> None:
     pattern = "reward.scorers.elsewhere=boxed"
     with pytest.raises(ValueError, match=r"reward\.scorers\.elsewhere"):
         Preflight(load("quickstart", [*arguments, pattern])).rewards()

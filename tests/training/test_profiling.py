@@ -6,19 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from runs import config, metrics
-from tandemrl.distributed.world import World
 from tandemrl.training.loop import train
 from tandemrl.training.profiling import (
-    TRACED_CALLS,
     Clock,
-    Profiler,
-    Work,
 )
-
-CPU = torch.device("cpu")
 
 
 def test_the_clock_adds_up_nested_and_repeated_phases() -> None:
@@ -41,43 +34,6 @@ def test_the_clock_adds_up_nested_and_repeated_phases() -> None:
     metrics = clock.metrics(tokens=100.0)
     assert metrics.keys() == {"time/step", "tokens/s", "time/update", "time/sync"}
     assert metrics["tokens/s"] == pytest.approx(100.0 / metrics["time/step"])
-
-
-def _profile(folder: Path | None, **steps: int) -> Profiler:
-    steps = {"first": 3, "last": 9} | steps
-    return Profiler(folder, CPU, World(), **steps)
-
-
-def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path) -> None:
-    profile = _profile(tmp_path / "profile")
-    a = torch.rand(4, 4)
-    for step in (3, 4, 5):
-        clock = profile.clock(2)
-        with clock("rollout"), profile.trace("rollout", step) as decoded:
-            for _ in range(2 * TRACED_CALLS):
-                torch.mm(a, a)
-                decoded(1)
-        with clock("update"), profile.trace("update", step), clock("optimizer"):
-            torch.add(a, a)
-        profile.step(step, clock, Work(10, 20))
-        assert (tmp_path / "profile" / "trace_update.json.gz").exists() == (step >= 4)  # of the second step
-    counts = {}
-    for name in ("rollout", "update"):
-        with gzip.open(tmp_path / "profile" / f"trace_{name}.json.gz") as file:
-            events = [event["name"] for event in json.load(file)["traceEvents"]]
-        counts[name] = {op: events.count(op) for op in ("aten::mm", "aten::add", "update/optimizer")}
-    assert counts["rollout"] == {"aten::mm": TRACED_CALLS, "aten::add": 0, "update/optimizer": 0}
-    assert counts["update"]["aten::add"] == counts["update"]["update/optimizer"] == 1
-    table = json.loads((tmp_path / "profile" / "table.json").read_text())
-    assert table["steps"] == 1  # neither the first nor the traced one
-    assert list(table["phases"]) == ["rollout", "update", "update/optimizer", "idle"]
-    assert "| update/optimizer |" in (tmp_path / "profile" / "table.md").read_text()
-    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
-        "table.json",
-        "table.md",
-        "trace_rollout.json.gz",
-        "trace_update.json.gz",
-    ]
 
 
 def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path) -> None:

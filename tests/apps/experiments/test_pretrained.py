@@ -362,7 +362,7 @@ def test_the_experiment_runs_from_the_pair_to_the_report(
     run_experiment(small, tmp_path, workers=1, say=said.append)
 
 
-def test_the_shorthand_rate_is_the_share_of_solo_texts_and_a_column_of_the_report() -> None:
+def test_the_shorthand_rate_is_the_share_of_solo_texts() -> None:
     solo = ["3×4→12\n\n#### 12", "We get 3 * 4 = 12.\n\n#### 12", "#### 12", "5:1→5"]
     found = shorthand_measures({}, solo, ["2+2→4"])
     assert found == {"shorthand_rate": 0.5}

@@ -175,7 +175,7 @@ def test_tokenizer_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
 
 
-def test_tokens_end_a_step_keep_digits_apart_and_start_words_with_their_space(tokenizer):
+def test_tokens_end_a_step_and_keep_digits_apart(tokenizer):
     assert tokenizer.tokenize("First 15 plus 5 is 20.\n\nNext 20") == [
         *("First", "Ġ", "1", "5", "Ġplus", "Ġ", "5", "Ġis", "Ġ", "2", "0", ".ĊĊ"),
         *("Next", "Ġ", "2", "0"),

@@ -213,52 +213,6 @@ def test_the_prompt_it_begins_with_is_solved_and_marked(pair_page: Any, pair: Pa
     assert re.search(r"\d.*How many", page.input_value("#prompt").replace(asked, ""))
 
 
-def test_a_text_stops_after_so_many_tokens_and_can_be_continued(pair_page: Any) -> None:
-    page = pair_page
-    page.fill("#max_tokens", "6")
-    page.click("#start")
-    finished(page)
-    assert re.match(r"6 tokens; stopped at max new tokens; next: the (senior|junior)\.", page.inner_text("#status"))
-    first = spans(page)
-    page.click("#resume")
-    expect(page.locator("#status")).to_contain_text("12 tokens; stopped", timeout=120_000)
-    assert len(spans(page)) == 12
-    assert spans(page)[:6] == first
-
-
-def test_what_a_person_types_is_shown_in_whole_characters(pair_page: Any) -> None:
-    page = pair_page
-    page.fill("#max_tokens", "3")
-    page.click("#start")
-    finished(page)
-    page.wait_for_selector("#typed:enabled")
-    page.fill("#typed", " héllo 日本 🙂")
-    page.click("#say")
-    page.wait_for_selector("#text .person")
-    mine = spans(page)[3:]
-    assert "".join(span["text"] for span in mine) == " héllo 日本 🙂"
-    assert {"é", "日", "本", "🙂"} <= {span["text"] for span in mine}
-    assert {span["kind"] for span in mine} == {"person"}
-
-
-def test_after_a_refused_prompt_the_page_can_be_used_at_once(pair_page: Any) -> None:
-    page, asked = pair_page, pair_page.input_value("#prompt")
-    page.expected = "status of 400"
-    page.click("#start")
-    finished(page)
-    page.fill("#prompt", "x " * 400)
-    page.click("#start")
-    expect(page.locator("#error")).to_contain_text("at most 255 leave room", timeout=120_000)
-    assert page.inner_text("#status") == "Nothing is generated yet."
-    assert [page.inner_text(of) for of in ("#text", "#verdict", "#surprisal")] == ["", "", ""]
-    assert [page.is_enabled(of) for of in ("#start", "#pause", "#resume", "#say", "#share")] == [True] + [False] * 4
-    page.fill("#prompt", asked)
-    page.click("#start")
-    finished(page)
-    assert page.inner_text("#error") == ""
-    assert page.inner_text("#verdict").startswith("✓")
-
-
 def test_a_reload_loses_nothing(pair_page: Any) -> None:
     page = pair_page
     page.click("#start")
@@ -288,14 +242,3 @@ def test_a_reload_loses_nothing(pair_page: Any) -> None:
     page.wait_for_selector("#start:enabled")
     assert page.inner_text("#verdict").startswith("✓ Correct")
     assert not page.is_enabled("#resume")
-
-
-def test_special_tokens_are_a_mark_with_a_name(pair_page: Any) -> None:
-    page = pair_page
-    page.click("#start")
-    finished(page)
-    assert "<|" not in page.inner_text("#text")
-    last = page.locator("#text span").last
-    assert (last.inner_text(), last.get_attribute("title")) == ("▪", "<|im_end|>")
-    last.hover()
-    assert page.inner_text("#surprisal").startswith("the special token <|im_end|>, by the ")

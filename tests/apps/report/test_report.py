@@ -193,7 +193,7 @@ def cells(line: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- records
 
 
-def test_paths_that_differ_in_the_seed_are_one_arm_and_runs_meet_their_evaluations(experiment: Path) -> None:
+def test_paths_that_differ_in_the_seed_are_one_arm(experiment: Path) -> None:
     (setting,) = discover(experiment).settings
     assert setting.name == "jargon"
     assert [(arm.name, arm.title) for arm in setting.arms] == [
@@ -415,7 +415,7 @@ def test_only_shared_seeds_are_compared(tmp_path: Path) -> None:
     assert "mine and base are not compared: they have no seed in common." in built.caveats
 
 
-def test_runs_without_an_evaluation_are_compared_by_their_last_one_during_training(tmp_path: Path) -> None:
+def test_runs_without_an_evaluation_are_compared_by_their_last_one(tmp_path: Path) -> None:
     for arm, right in (("grpo", 0), ("tandem", 1)):
         write_run(tmp_path / arm, eval={"train_samples": 1, "k": [1]})
         texts = [sample([7], "S1", "t", problem=i) | {"score": 0.0, "correct": i < 2 * right} for i in range(3)]
@@ -473,7 +473,7 @@ def test_the_junior_alone_is_a_row_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["absolute", "above", "link"])
-def test_no_tokenizer_outside_of_the_folder_is_loaded_but_the_one_that_is_asked_for(
+def test_no_tokenizer_outside_is_loaded_but_the_one_asked_for(
     named: str, tmp_path: Path, tokenizer: tuple[Any, Path]
 ) -> None:
     found, folder = tokenizer
@@ -595,7 +595,7 @@ def test_caveats_point_out_few_seeds_and_unequal_configurations(tmp_path: Path) 
     assert "p/a, seed 0, tandem: 2 answers could not be scored in time and count as wrong." in caveats
 
 
-def test_a_run_with_functions_has_no_command_that_would_train_something_else(tmp_path: Path) -> None:
+def test_a_run_with_functions_has_no_command(tmp_path: Path) -> None:
     mine = {"name": "my_script.relay (my_script.py:7)", "signature": "relay:0123456789abcdef"}
     write_run(tmp_path / "mine", functions={"strategy": mine, "recipe": None})
     write_run(tmp_path / "plain", functions={"strategy": None, "recipe": None})

@@ -310,7 +310,7 @@ def test_bare_calls_of_llama_are_made_and_answered(output: str) -> None:
     assert (done.transcript.counts["tool_calls"], done.transcript.counts["invalid_calls"]) == (1, 1)
 
 
-def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() -> None:
+def test_the_token_that_ended_a_turn_is_no_part_of_it() -> None:
     words = tokenizer()
     ends = words.convert_tokens_to_ids(["<|im_end|>", "</tool_response>"])
     with on(words, eos_token_ids=ends) as episode_runner:
@@ -322,7 +322,7 @@ def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() ->
         assert content(ends[1], "length") == "7</tool_response>"
 
 
-def test_after_an_end_that_is_not_the_templates_that_of_the_template_follows() -> None:
+def test_after_another_end_that_of_the_template_follows() -> None:
     """As it would after a turn that the template writes."""
     words, contexts = tokenizer(), []
     end, other = words.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])

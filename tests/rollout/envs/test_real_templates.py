@@ -157,7 +157,7 @@ def qwen3_text(conversation: list[dict[str, Any]], *, tools: bool = True, **opti
 
 
 @pytest.mark.slow
-def test_qwen3_without_thoughts_keeps_four_tokens_more_of_each_earlier_turn() -> None:
+def test_qwen3_without_thoughts_keeps_four_tokens_more_a_turn() -> None:
     """An empty thought, which its template leaves out of the turns before the last one."""
     script, conversation = agents_turns("")
     with pytest.raises(ConfigError, match=r"(?s)rewrites a turn once .*Set rollout\.keep_turns=true"):

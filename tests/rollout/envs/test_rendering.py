@@ -82,7 +82,7 @@ def test_turns_of_llama_are_what_its_template_would_write() -> None:
     assert list(world.context([tool("<|eot_id|>")], ended=True).tokens).count(words.eos_token_id) == 1
 
 
-def test_an_answer_has_nothing_of_the_turn_before_it_even_if_a_template_leaves_its_content_out() -> None:
+def test_an_answer_has_nothing_of_the_turn_before_it() -> None:
     words = tokenizer(LLAMA)
     said = text(rendering(words).context([tool("3"), tool("4")], ended=True).tokens, words)
     assert said == "<|im_start|>tool\n3<|im_end|><|im_start|>tool\n4<|im_end|><|im_start|>assistant\n"

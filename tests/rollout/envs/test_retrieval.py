@@ -302,9 +302,7 @@ def test_a_model_of_the_hub_reads_as_its_folder_does(tmp_path: Path) -> None:
         ("sentence_bert_config.json", '{"max_seq_length": "long"}', "max_seq_length='long' is no length"),
     ],
 )
-def test_a_model_that_would_be_read_otherwise_than_it_was_trained_is_refused(
-    tmp_path: Path, name: str, content: str, fault: str
-) -> None:
+def test_a_model_that_would_be_read_otherwise_is_refused(tmp_path: Path, name: str, content: str, fault: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(BrokenEnvironmentError, match=fault):
         semantic.reading_of(str(tmp_path))
@@ -395,7 +393,7 @@ def test_a_service_that_is_broken_stops_the_run(status: int, value: Any, message
         assert len(requests) == asked
 
 
-def test_a_service_that_asks_for_patience_has_no_more_than_the_time_limit_of_tools_knows_of(
+def test_a_service_that_asks_for_patience_gets_the_limit_of_tools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``rollout.tool_timeout_s`` is held against ``retrieval.patience_s``, which knows of no ``Retry-After``."""

@@ -150,7 +150,7 @@ def test_an_episode_that_is_aborted_before_it_begins_is_empty(fleet: Callable[..
     assert never == Transcript((), None, dict.fromkeys(never.counts, 0.0))
 
 
-def test_a_worker_makes_the_environment_of_the_config_or_has_a_copy_of_one_that_was_passed() -> None:
+def test_a_worker_makes_the_environment_or_has_a_copy() -> None:
     words = agent_tokenizer(small_world.CALLS)
     ends = (words.eos_token_id, words.pad_token_id)
     settings = load(None, [*LIMITS, "rollout.environment=small_world:Talk"])

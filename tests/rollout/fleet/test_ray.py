@@ -119,7 +119,7 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_
 
 
 @needs_ray
-def test_a_silent_worker_is_restarted_and_one_that_cannot_start_is_an_error_with_its_cause(tmp_path: Path) -> None:
+def test_a_silent_worker_is_restarted_or_an_error_with_its_cause(tmp_path: Path) -> None:
     import ray
 
     def unable() -> Any:

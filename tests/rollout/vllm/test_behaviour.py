@@ -87,7 +87,7 @@ def stopping() -> list[Request]:
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("lockstep", marks=pytest.mark.slow)])
-def test_completions_end_where_the_reference_engines_do_and_for_the_same_reason(engines, mode):
+def test_completions_end_where_and_why_the_reference_engines_do(engines, mode):
     batch = stopping()
     written = engines(PAIR, mode=mode).generate(batch)
     assert_sound(batch, written)
@@ -146,15 +146,6 @@ def test_a_request_may_fill_the_context_exactly(engine):
     sampling = Sampling(max_tokens=6, ignore_eos=True)
     completion = flat(engine.generate(requests([[2] * (CONTEXT - 6)], sampling, alternating())))[0]
     assert len(completion.tokens) == 6
-
-
-def test_progress_counts_every_token_once_while_they_are_written(engine):
-    told: list[int] = []
-    batch = mixed(prompts(18, seed=8), changed(LONG, max_tokens=40), seed=8)
-    engine.generate(batch, progress=told.append)
-    assert sum(told) == 18 * 40
-    assert 0 <= min(told) <= max(told) <= 18
-    assert len([more for more in told if more]) >= 40
 
 
 # ------------------------------------------------------------------------------------------------------------- aborting

@@ -154,7 +154,7 @@ def test_every_greedy_token_is_the_best_of_its_authors_model(engines, pair, mode
 
 
 @pytest.mark.parametrize(("tight", "mode"), cases(BOTH, PRESSED))
-def test_every_greedy_token_is_the_best_of_its_authors_model_under_pressure(engines, scheduled, tight, mode):
+def test_every_greedy_token_is_the_best_under_pressure(engines, scheduled, tight, mode):
     batch = mixed(ALL_PROMPTS, GREEDY, seed=1)
     written = engines("Llama junior", mode=mode, **TIGHT[tight]).generate(batch)
     assert_sound(batch, written)

@@ -1,20 +1,17 @@
 """The junior's loop writes, and leaves behind, what passes of its runner do at every depth."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from pairs import (
-    LENGTHS,
     TIGHT,
     UNPENALISED,
     VLLM,
     assert_equal_completions,
     assert_sound,
-    changed,
     flat,
     mixed,
     mixture,
@@ -26,7 +23,6 @@ from helpers import prompts
 from tandemrl.models import sampling
 from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
-from tandemrl.rollout.vllm.kv_state import JUNIOR
 from tandemrl.selection import chunk
 
 pytestmark = VLLM
@@ -120,22 +116,6 @@ def test_the_loop_changes_no_token_and_no_account(engines, scheduled, write, k, 
     assert_equal_completions(loop.written, write(engine, batch, loop=False).written)
 
 
-def test_penalties_take_a_pass_of_the_runner_at_every_depth(engines, write):
-    """While a row has some; then the others go on in the loop."""
-    engine = engines("near junior", mode="draft", draft_tokens=8)
-    long, short = Sampling(max_tokens=60, ignore_eos=True), Sampling(max_tokens=12, ignore_eos=True)
-    drawn = mixed(prompts(12, seed=22, lengths=LENGTHS), long, seed=22)
-    penalised = [changed(short, repetition_penalty=1.3), changed(short, presence_penalty=0.8, frequency_penalty=0.5)]
-    batch = [Request(r.prompt, r.keys, penalised[i % 2], r.strategy) if i % 3 else r for i, r in enumerate(drawn)]
-    outcome = write(engine, batch, loop=True)
-    answers = [answer for _, answer in outcome.answers]
-    first = answers.index(True)
-    assert first >= 8  # at least one round, depth by depth
-    assert not all(answers[first:])  # of short drafts' last depths
-    engine.set_mode("lazy")
-    assert_equal_completions(outcome.written, write(engine, batch, loop=False).written)
-
-
 class NowAndThen(Drafts):
     """A dozen steps without drafts, then some with them."""
 
@@ -209,27 +189,3 @@ def test_a_pass_waits_for_nothing_and_a_row_without_a_slot_writes_nowhere(engine
     assert len(without) > 10
     assert any(without)
     assert not all(without)
-
-
-def test_rows_that_fill_a_graph_up_change_nothing(engines, write, monkeypatch):
-    """As on CUDA, where a captured graph takes more rows than there are; without the graph."""
-    from vllm.config import CUDAGraphMode
-
-    engine = engines("near junior", mode="draft", draft_tokens=8)
-    batch, padded = mixture(20, SETTINGS, seed=25), []
-    plain = write(engine, batch, loop=True)
-    junior = engine.backend.llm.collective_rpc(lambda worker: worker.model_runner.runners[JUNIOR])[0]
-    determine = junior._determine_batch_execution_and_padding
-
-    def larger(num_tokens, **arguments):
-        mode, descriptor, *rest = determine(num_tokens=num_tokens, **arguments)
-        if junior.execute_model_state is None:  # a pass of the runner
-            return mode, descriptor, *rest
-        padded.append(num_tokens + 5 - num_tokens % 5)
-        return CUDAGraphMode.FULL, replace(descriptor, num_tokens=padded[-1], num_reqs=padded[-1]), *rest
-
-    monkeypatch.setattr(junior, "_determine_batch_execution_and_padding", larger)
-    found = write(engine, batch, loop=True)
-    assert len(padded) > 10
-    assert_equal_completions(found.written, plain.written)
-    assert found.after == plain.after

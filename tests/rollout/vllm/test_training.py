@@ -58,9 +58,7 @@ def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_the_other_engines_checkpoint_of_the_same_junior(
-    runs: dict[str, Path], tiny_pair: Path
-) -> None:
+def test_a_run_resumes_with_the_other_engines_checkpoint(runs: dict[str, Path], tiny_pair: Path) -> None:
     for engine, out in runs.items():
         train(config(tiny_pair, out, engine, "train.steps=4"), quiet=True)
         assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4]

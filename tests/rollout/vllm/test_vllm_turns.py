@@ -150,15 +150,6 @@ def test_a_further_turn_computes_what_is_new(engines, kind):
     )
 
 
-def test_rows_that_have_begun_go_on_before_others_begin(engines):
-    """Else, with more rows than fit, what was computed of them would have made room for others."""
-    played = world()
-    written = flat(engines(PAIR, max_rows=4).generate(plain(16, seed=6), responder=played))
-    assert [len(c.turns) for c in written] == [3] * 16
-    assert next(turn.number for turn in played.told if turn.index == 2) < 4
-    assert max(turn.number for turn in played.told[:12]) < 8
-
-
 # ------------------------------------------------------------------------------------------------- limits and the ends
 
 
@@ -207,13 +198,6 @@ def test_limits_end_turns_and_completions(engine):
     assert found[0].tokens[44:49].tolist() == [3] * 5
     assert len([told for told in script.told if told.number == 3]) == 3  # the last one is answered, too
     assert [told.tokens.tolist() for told in script.told if told.number == 1] == [t.tolist() for t in found[1].turns]
-
-
-def test_a_row_that_waits_holds_up_no_other(engine):
-    batch = plain(6, seed=8)
-    script = Script([[Reply(i, (2, 3)), Reply(i, (4,)), Reply(i)] for i in range(6)], late=[2])
-    assert all(len(c.turns) == 3 for c in flat(engine.generate(batch, responder=script)))
-    assert [(told.number, told.index) for told in script.told][-2:] == [(2, 1), (2, 2)]
 
 
 def test_a_stop_string_belongs_to_one_turn(engine):

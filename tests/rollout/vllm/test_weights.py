@@ -295,9 +295,7 @@ def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), ENGINES)
-def test_the_checksum_of_a_sync_reads_no_packed_layer_twice_and_sees_what_reading_sees(
-    stock, kind, dtype, monkeypatch
-) -> None:
+def test_the_checksum_of_a_sync_sees_what_reading_sees(stock, kind, dtype, monkeypatch) -> None:
     from tandemrl.rollout.vllm import parameters
     from tandemrl.rollout.vllm.parameters import engine_fingerprint
 
