@@ -118,53 +118,6 @@ def test_results_name_the_commit_that_made_them_and_have_a_picture(refresh: Modu
         assert f"](images/results/{file.removesuffix('.json')}.svg)" in text
 
 
-def test_every_block_is_on_a_page_and_an_unknown_one_is_named(refresh: ModuleType, tmp_path: Path) -> None:
-    used = {name for page in PAGES for _, name, _ in refresh.BLOCK.findall((ROOT / page).read_text())}
-    assert used == set(refresh.BLOCKS)
-    page = tmp_path / "page.md"
-    page.write_text("<!-- figures: nothing -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match=r"page\.md: unknown block 'nothing'; known: readme-claims"):
-        refresh.refreshed(page)
-
-
-CLEAN = {"git_revision": "a" * 40, "git_dirty": False}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": 1}, "written by older code"),
-        ({"evaluated_by": [CLEAN, {"git_revision": "b" * 40, "git_dirty": True}]}, "made by no commit"),
-        ({"versions": {"git_revision": None, "git_dirty": None}}, "made by no commit"),
-        ({"command": None}, "made by no commit, or by no command"),
-        ({"experiment": {"name": "paper-claims", "pairs": ["plain"]}}, r"\('paper-claims', \('plain',\)\) is not pub"),
-        ({}, None),
-    ],
-)
-def test_only_what_a_commit_made_is_taken_over(
-    refresh: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str | None
-) -> None:
-    run, docs = tmp_path / "run", tmp_path / "docs"
-    run.mkdir()
-    docs.mkdir()
-    monkeypatch.setattr(refresh, "DOCS", docs)
-    content = {
-        "schema": refresh.SCHEMA,
-        "experiment": {"name": "repair", "pairs": ["repair"]},
-        "command": "tandemrl experiment repair",
-        "versions": CLEAN,
-        "evaluated_by": [CLEAN],
-    }
-    (run / "results.json").write_text(json.dumps(content | change))
-    if message:
-        with pytest.raises(ValueError, match=message):
-            refresh.take_over([run])
-        assert list(docs.iterdir()) == []
-    else:
-        refresh.take_over([run])
-        assert (docs / "repair.json").read_bytes() == (run / "results.json").read_bytes()
-
-
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *SITE)
 HOUSE = ROOT / "src" / "tandemrl"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import agents as small
-from helpers import tokenizer
 from runs import lines, metrics
 from tandemrl import train
 from tandemrl.config import Config, ConfigError, load, stated_keys
@@ -140,28 +139,3 @@ def test_what_cannot_work_is_refused_before_the_run(agents: Path, here: Path, ov
     mine = config(agents, here / "run", *names, extra=(override,))
     with pytest.raises((ConfigError, GraderError), match=message):
         Preflight(mine, stated=stated_keys([override])).require()
-
-
-def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:
-    starlette = pytest.importorskip("starlette.testclient", reason="the page needs the `play` extra")
-    from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3
-    from tandemrl import TorchEngine
-    from tandemrl.apps.play.app import application
-    from tandemrl.apps.play.duo import Duo
-    from tandemrl.apps.play.problems import EXAMPLE, Problems
-
-    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
-    chat.chat_template = CHAT_TEMPLATE
-    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
-    mine = load(overrides=overrides("my_strategy")).selection
-    page = application(duo, Problems(load(), [EXAMPLE]), about={}, begin_with=mine)
-    client = starlette.TestClient(page, base_url="http://127.0.0.1:8765")
-    begun = client.post("/begin", json={}).json()
-    assert begun["strategies"][-2:] == ["solo", "my_strategy:relay"]
-    assert begun["defaults"]["strategy"] == "my_strategy:relay"
-    asked = {"prompt": "a b", "count": 16, "selection": {"strategy": "my_strategy:relay"}}
-    written = [token["author"] for token in client.post("/write", json=asked).json()["tokens"]]
-    assert written == ([1] * 12 + [0] * 4)[: len(written)]
-    assert len(written) > 0
-    refused = client.post("/write", json=asked | {"selection": {"strategy": "os:getcwd"}})
-    assert (refused.status_code, "expected one of word" in refused.json()["error"]) == (400, True)

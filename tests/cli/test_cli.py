@@ -569,23 +569,6 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
         assert f"Invalid value for {missing}: a pair has two models: name both" in result.output
 
 
-def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandemrl.rewards.code import sandbox
-
-    monkeypatch.setenv("COLUMNS", "250")
-    layers = {"limits": sandbox.Layer(True, "rlimits"), "files": sandbox.Layer(False, "Landlock: not here")}
-    monkeypatch.setattr(sandbox, "layers", lambda: layers)
-    lines = [" ".join(line.replace("│", " ").split()) for line in run("check").output.splitlines()]
-    assert "sandbox: limits rlimits" in lines
-    assert any(line.startswith("sandbox: files missing: Landlock: not here") and "allow_weak" in line for line in lines)
-
-    def refuse() -> None:
-        raise sandbox.SandboxError("programs can only be run on Linux")
-
-    monkeypatch.setattr(sandbox, "layers", refuse)
-    assert "none: programs can only be run on Linux" in run("check").output
-
-
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -40,13 +39,12 @@ from tandemrl.config import (
     ModelConfig,
     RewardConfig,
     SelectionConfig,
-    load,
 )
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.loading import load_tokenizer, prepare
+from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import DRAW
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
@@ -91,33 +89,6 @@ def finite(value):
     return not isinstance(value, float) or math.isfinite(value)
 
 
-@pytest.mark.parametrize("name", [name for name in evals.PHASES if name != "verified"])
-def test_result_file_has_the_schema(phase, tmp_path, name):
-    result = phase(name)
-    file = tmp_path / "eval" / f"{name}.json"
-    assert json.loads(file.read_text()) == result
-    assert list(result) == ["schema", "phase", "config", "versions", "seeds", "metrics", "samples"]
-    assert (result["schema"], result["phase"], result["samples"]) == (1, name, f"{name}.samples.jsonl")
-    assert {"torch", "transformers", "tandemrl", "python"} <= result["versions"].keys()
-    assert set(result["metrics"]) == {"macro", "by_set"}
-    assert list(result["metrics"]["by_set"]) == ["synthetic/plain"]
-    assert finite(result["metrics"])
-    wanted = {"legibility": "cross_entropy", "drift": "kl"}.get(name, "pass@1")
-    for metrics in (result["metrics"]["macro"], result["metrics"]["by_set"]["synthetic/plain"]):
-        assert metrics[f"{wanted}/low"] <= metrics[wanted] <= metrics[f"{wanted}/high"]
-    assert result["metrics"]["macro"]["prompts_dropped"] == 0
-
-    samples = evals.read_samples(file.with_name(result["samples"]))
-    arms = 2 if name == "handoff" else 1
-    assert len(samples) == result["metrics"]["macro"]["samples"] == 3 * 2 * arms
-    for sample in samples:
-        assert sample.length == len(sample.tokens) <= 10
-        runs = sample.author.replace("S", " 1:").replace("J", " 0:").split()
-        authors = [int(who) for who, count in (run.split(":") for run in runs) for _ in range(int(count))]
-        assert len(authors) == sample.length
-        assert np.mean(authors) == pytest.approx(sample.senior_share)
-
-
 def test_what_grades_nothing_needs_no_ground_truths(phase, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"data_source": "mine", "prompt": "How many?"}\n')
@@ -137,25 +108,6 @@ def test_with_equal_weights_handing_over_changes_no_text(phase, pair, tmp_path):
         texts |= {(name, arm): [s.tokens for s in samples if s.arm == arm] for arm in {s.arm for s in samples}}
     assert len(texts) == 4
     assert all(tokens == texts["pass-at-k", "solo"] for tokens in texts.values())
-
-
-def test_template_arguments_reach_the_prompts_and_the_result(pair, tmp_path):
-    """They are recorded where they are not the defaults, which results of earlier versions had, too."""
-    thinking = tmp_path / "thinking"
-    shutil.copytree(pair / "senior", thinking)
-    chat = load_tokenizer(thinking)
-    chat.chat_template += "{% if enable_thinking %}{{ messages[0].content }}{% endif %}"
-    chat.save_pretrained(thinking)
-    data = ["data.eval=[synthetic:plain:heldout:2]"]
-    quiet, thoughtful = (
-        session.Session(load(overrides=[*data, *more]), str(thinking), ["pass-at-k"])
-        for more in ([], ["data.template_arguments={enable_thinking: true}"])
-    )
-    for short, long in zip(quiet.prompts[0], thoughtful.prompts[0], strict=True):
-        assert long.tokens[: len(short.tokens)] == short.tokens
-        assert len(long.tokens) > len(short.tokens)
-    assert "template_arguments" not in quiet.solo_identity
-    assert thoughtful.solo_identity["template_arguments"] == {"enable_thinking": True}
 
 
 def test_a_finished_phase_is_skipped(phase, monkeypatch):

@@ -450,13 +450,6 @@ def test_the_prompt_does_not_complete_a_stop_string():
     assert both.generate([request])[0][0].stop_reason == "length"
 
 
-def test_progress_counts_every_token_once():
-    told: list[int] = []
-    completions = flat(engine(max_rows=7).generate(reproduction(), progress=told.append))
-    assert sum(told) == sum(len(c.tokens) for c in completions)
-    assert min(told) >= 0
-
-
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_tokens_are_told_once_and_in_order(draft_tokens):
     """Rows come and go while others are written; with drafts, several tokens come at once."""
@@ -487,15 +480,6 @@ def test_tokens_are_told_once_and_in_order(draft_tokens):
 # ------------------------------------------------------------------------------------------------------------- aborting
 
 LONG = Sampling(max_tokens=200, ignore_eos=True)
-
-
-def test_abort_of_everything_ends_running_and_waiting_rows():
-    batch = requests(prompts(10), LONG, bernoulli(0.5), samples=2)
-    strategy = batch[0].strategy
-    completions = abort_after(engine(max_rows=6), batch, 5, None)
-    assert [c.stop_reason for c in completions] == ["abort"] * 20
-    assert [len(c.tokens) for c in completions] == [5] * 6 + [0] * 14
-    assert_sound(completions, strategy)
 
 
 def test_abort_of_some_keys_leaves_the_others_alone():
@@ -603,17 +587,6 @@ def test_weights_that_do_not_fit_are_refused():
         running.load_weights((weights | {name: torch.zeros(3)}).items(), 1)
     assert running.fingerprint() == before
     assert running.policy_version == 0
-
-
-def test_a_refused_load_changes_nothing():
-    """Not even the tensors that come before the wrong one."""
-    running = engine()
-    before = running.fingerprint()
-    wrong = {name: torch.zeros_like(w) for name, w in running.senior.named_parameters()}
-    wrong["model.norm.weight"] = torch.zeros(3)
-    with pytest.raises(EngineError, match=r"weight model.norm.weight: shape \(3,\)"):
-        running.load_weights(wrong.items(), 1)
-    assert running.fingerprint() == before
 
 
 # ------------------------------------------------------------------------------------- weights that come amid a rollout

@@ -386,17 +386,6 @@ def test_a_reward_for_rows_that_are_not_evaluated_is_no_mistake(arguments: list[
         Preflight(load("quickstart", [*arguments, pattern, "train.eval_every=0"])).rewards()
 
 
-def test_without_evaluation_a_typed_reward_that_no_row_uses_is_refused(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tandemrl.training.build, "load_model", None)
-    (tmp_path / "mine.yaml").write_text("train: {eval_every: 0}\n")
-    for typed, mode in (("reward.scorers.here=boxed", []), ("reward={scorers: {here: boxed}}", ["--dry-run"])):
-        result = CliRunner().invoke(app, ["train", "--config", "mine.yaml", *arguments, typed, *mode])
-        assert "reward.scorers.here=boxed: no row matches" in " ".join(f"{result.output} {result.exception}".split())
-        assert result.exit_code != 0
-
-
 # -------------------------------------------------------------------------------------- a reward is tried at the start
 
 REWARDS = """

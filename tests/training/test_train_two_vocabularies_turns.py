@@ -1,7 +1,6 @@
 """Runs in an environment with a junior that has a vocabulary of its own: what is trained, resumed and evaluated."""
 
 import copy
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -38,7 +37,6 @@ SETTINGS = [
     "train.tokens_per_micro_batch=512",
     *TOOLS,
 ]
-BY_TURNS = ("senior_first_turns", "junior_first_turns", "senior_then_junior")
 EVALUATED = ["eval.profile=custom", "eval.max_tokens=24", "eval.k=[1]", "eval.samples=2", "eval.bootstrap=5"]
 
 
@@ -114,31 +112,6 @@ def test_a_run_of_episodes_trains_the_senior_and_resumes(strangers: Path, whole:
     resumed = tmp_path / "resumed"
     train(config(strangers, resumed, *SETTINGS), quiet=True, resume=str(whole / "checkpoints" / "step_1"))
     assert_same_episodes(resumed, whole, after=1)
-
-
-def test_whole_turns_are_drawn_in_training_and_evaluated(strangers: Path, tmp_path: Path) -> None:
-    by_turns = [each.replace("before_word", "turn") for each in SETTINGS]
-    run = train(config(strangers, tmp_path / "run", *by_turns, "train.steps=1"), quiet=True)
-    authors = [{who for who, _ in turn} for line in samples(run) for turn in turns_of(line)]
-    assert {len(each) for each in authors} == {1}
-    assert {0, 1} == set.union(*authors)
-    assert metrics(run)[0]["mismatch/mean_abs"] < 1e-5
-    assert metrics(run)[0]["grad_norm"] > 0
-    evals.evaluate(
-        config(strangers, tmp_path, *by_turns, *EVALUATED),
-        model=strangers / "senior",
-        out=tmp_path / "eval",
-        phases=["tandem", "handoff"],
-    )
-    arms: dict[str, set[str]] = {}
-    for phase in ("tandem", "handoff"):
-        for sample in evals.read_samples(tmp_path / "eval" / f"{phase}.samples.jsonl"):
-            arms.setdefault(sample.arm, set()).add(re.sub(r"\d+", "", sample.author or ""))
-    assert set(arms) == {"turn", "senior_first", "junior_first", *BY_TURNS}
-    for arm in ("turn", *BY_TURNS):
-        assert not any("SJ" in runs or "JS" in runs for runs in arms[arm])
-    assert "SCJ" in arms["senior_then_junior"]
-    assert {runs[:1] for runs in arms["junior_first_turns"]} <= {"J", ""}  # nothing, if its first turn cannot be read
 
 
 def test_episodes_of_both_are_evaluated(strangers: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from tandemrl.apps.experiments import experiment as experiments
 from tandemrl.apps.experiments.claims import BASE, paper_claims
 from tandemrl.apps.experiments.experiment import (
-    EXPERIMENTS,
     GRPO,
     TANDEM,
     Arm,
@@ -148,33 +147,6 @@ def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], me
     with pytest.raises(ExperimentError, match=message):
         run_experiment(Experiment(**({"name": "x", "arms": (GRPO, TANDEM)} | change)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_models_of_two_tokenizers_are_compared_in_all_but_drift(
-    tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(out: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
-        for name, folder in {"senior": tiny_pair / "senior", "junior": other_junior}.items():
-            shutil.copytree(folder, out / name, dirs_exist_ok=True)
-        return json.loads((tiny_pair / "manifest.json").read_text())
-
-    short = (*SHORT, "selection.max_untranslatable=1", "train.save_every=2")
-    asked = replace(EXPERIMENTS["two-tokenizers"].only(["tandem"]), seeds=(0,), overrides=short, problems=4, samples=1)
-    [pair] = asked.pairs
-    monkeypatch.setitem(PAIRS, pair, PAIRS[pair]._replace(build=build))
-    rows = run_experiment(asked, tmp_path, workers=1, say=lambda line: None)["rows"]
-    assert [row["arm"] for row in rows] == [BASE, "tandem", "junior"]
-    for row in rows[:2]:
-        assert row.keys() >= {
-            "handoff/senior_first",
-            "handoff/junior_first",
-            "tandem/pass@1",
-            "junior_ce",
-            "jargon_rate",
-        }
-        assert "drift/kl" not in row
-        assert "acceptance" not in row
 
 
 def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(

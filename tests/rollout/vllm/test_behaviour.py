@@ -97,68 +97,7 @@ def test_completions_end_where_and_why_the_reference_engines_do(engines, mode):
     assert all(reasons.count(reason) >= 4 for reason in ("eos", "stop", "length"))
 
 
-def test_stop_strings_and_stop_tokens_are_kept(engine):
-    free = requests(prompts(1, seed=3), changed(GREEDY, ignore_eos=True), alternating())[0]
-    whole = tokens(engine.generate([free])[0])[0]
-    assert text(whole).isascii()
-    for sampling, count in (
-        (changed(free.sampling, stop=(text(whole)[5:9],)), None),
-        (changed(free.sampling, stop_token_ids=(whole[7],)), whole.index(whole[7]) + 1),
-    ):
-        completion = engine.generate([Request(free.prompt, free.keys, sampling, free.strategy)])[0][0]
-        assert completion.stop_reason == "stop"
-        assert completion.tokens.tolist() == whole[: len(completion.tokens)]
-        assert text(completion.tokens).endswith(sampling.stop or ("",))
-        assert count is None or len(completion.tokens) == count
-
-
-def test_samples_are_those_of_separate_requests(engine):
-    strategy = strategies()["word 0.5"]
-    together = requests(prompts(3, seed=4), Sampling(max_tokens=20), strategy, samples=4)
-    apart = [Request(r.prompt, (key,), r.sampling, r.strategy) for r in together for key in r.keys]
-    written = engine.generate(together)
-    assert_sound(together, written)
-    assert len({tuple(c.tokens) for c in written[0]}) == 4
-    assert tokens(flat(written)) == tokens(flat(engine.generate(apart[::-1]))[::-1])
-
-
-def test_one_call_mixes_strategies_samplings_and_lengths(engine):
-    settings = [GREEDY, Sampling(), Sampling(temperature=0.7, top_p=0.8, top_k=20), Sampling(repetition_penalty=1.3)]
-    batch = [
-        Request(r.prompt, r.keys, changed(settings[i % 4], max_tokens=3 + i % 9, ignore_eos=i % 2 == 0), r.strategy)
-        for i, r in enumerate(mixed(prompts(54, seed=6, lengths=LENGTHS), GREEDY, seed=6))
-    ]
-    written = engine.generate(batch)
-    assert_sound(batch, written)
-    alone = [engine.generate([request])[0] for request in batch[:8]]
-    assert tokens(flat(written[:8])) == tokens(flat(alone))
-
-
-def test_many_more_requests_than_rows(engine, engines):
-    few = engines(PAIR, max_rows=4)
-    batch = mixed(prompts(60, seed=7, lengths=(1, 40, 9)), Sampling(max_tokens=12), seed=7)
-    written = few.generate(batch)
-    assert_sound(batch, written)
-    assert tokens(flat(written)) == tokens(flat(engine.generate(batch)))
-
-
-def test_a_request_may_fill_the_context_exactly(engine):
-    sampling = Sampling(max_tokens=6, ignore_eos=True)
-    completion = flat(engine.generate(requests([[2] * (CONTEXT - 6)], sampling, alternating())))[0]
-    assert len(completion.tokens) == 6
-
-
 # ------------------------------------------------------------------------------------------------------------- aborting
-
-
-def test_abort_of_everything_ends_running_and_waiting_rows(engines):
-    few = engines(PAIR, max_rows=4)
-    batch = mixed(prompts(10), LONG)
-    completions = abort_after(few, batch, 40, None)
-    assert [c.stop_reason for c in completions] == ["abort"] * 10
-    assert [len(c.tokens) > 0 for c in completions] == [True] * 4 + [False] * 6
-    assert all(len(c.tokens) < 50 for c in completions)
-    assert_sound(batch, [[c] for c in completions])
 
 
 def test_abort_of_some_keys_leaves_the_others_alone(engines, engine):
