@@ -11,7 +11,7 @@ CORE_BIN := .venv-core/bin
 LIGER_BIN := .venv-liger/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 # Array annotations are checked at run time in these packages.
-TYPED := tandemrl.selection,tandemrl.losses,tandemrl.models,tandemrl.rollout,tandemrl.rewards,tandemrl.types,beartype.beartype
+TYPED := tandemrl.selection,tandemrl.losses,tandemrl.models,tandemrl.rollout,tandemrl.rewards,tandemrl.tasks.code,tandemrl.tasks.qa,tandemrl.tasks.rubric,tandemrl.types,beartype.beartype
 # The tests' tensors are tiny: more threads only wait for each other. Training chooses its own (train.threads).
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.

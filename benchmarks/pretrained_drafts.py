@@ -29,9 +29,7 @@ from _common import about, cpu_seconds, ratios, write_lines
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.apps.experiments.warm_start import Solved, WarmStart, load_trainable, solution_batches, warm_start
-from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
-from tandemrl.data.word_problems import DEFAULT_COUNTS, MAX_TOKENS
 from tandemrl.files import write_directory
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
@@ -39,6 +37,8 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo, word
 from tandemrl.selection.boundaries import word_boundary_table
 from tandemrl.selection.draws import request_key
+from tandemrl.tasks.generated.rows import generated_rows
+from tandemrl.tasks.generated.word_problems import DEFAULT_COUNTS, MAX_TOKENS
 from tandemrl.training.host_memory import keep_freed_memory
 
 GROUP = 8

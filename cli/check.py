@@ -124,7 +124,7 @@ def _vllm() -> Line:
 
 def _sandbox() -> list[Line]:
     """The lines about the layers of the sandbox, which only rewards that run a model's programs need."""
-    from tandemrl.rewards.code.sandbox import SandboxError, layers
+    from tandemrl.tasks.code.sandbox import SandboxError, layers
 
     remedy = "for rewards from code: run as root, or allow user namespaces, or sandbox.allow_weak=true"
     try:

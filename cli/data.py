@@ -20,7 +20,7 @@ class Template(StrEnum):
 
 
 class Builder(NamedTuple):
-    """A row of the registry. function: ``module:name`` in `data/`, whose parameters are the options of the command.
+    """A row of the registry. function: ``module:name`` in `tasks/`, whose parameters are the options of the command.
     fixed: other arguments of it. needs: options without a default. sets: evaluation sets, each in its own folder."""
 
     about: str
@@ -30,29 +30,31 @@ class Builder(NamedTuple):
     sets: tuple[str, ...] = ()
 
 
-CALCULATIONS = "builders:generate_calculations"
+CALCULATIONS = "countdown.rows:generate_calculations"
 INSTRUCT = {"template": "instruct"}
 BUILDERS = {
-    "gsm8k": Builder("GSM8K: 6,973 training, 500 held-out and 1,319 test problems", "builders:build_gsm8k"),
-    "synthetic": Builder("generated word problems for a tiny pair", "builders:build_synthetic"),
-    "deepscaler": Builder("DeepScaleR: 39,309 training and 1,000 held-out problems", "boxed:build_deepscaler"),
+    "gsm8k": Builder("GSM8K: 6,973 training, 500 held-out and 1,319 test problems", "gsm8k.rows:build_gsm8k"),
+    "synthetic": Builder("generated word problems for a tiny pair", "generated.rows:build_synthetic"),
+    "deepscaler": Builder("DeepScaleR: 39,309 training and 1,000 held-out problems", "math.rows:build_deepscaler"),
     "countdown": Builder(
-        "Countdown with 3 or 4 numbers: TinyZero's, or --generate", "builders:build_countdown", INSTRUCT
+        "Countdown with 3 or 4 numbers: TinyZero's, or --generate", "countdown.rows:build_countdown", INSTRUCT
     ),
     "multiply": Builder("generated products, as in TinyZero", CALCULATIONS, INSTRUCT | {"data_source": "multiply"}),
     "arithmetic": Builder(
         "generated sums, differences and products", CALCULATIONS, INSTRUCT | {"data_source": "arithmetic"}
     ),
-    "eurus": Builder("Eurus-2-RL-Data: maths, and code with tests, as far as gradable", "eurus:build_eurus"),
-    "polaris": Builder("problems with criteria, for the rrm configs", "rubric:build_polaris", needs=("source",)),
-    "rrm": Builder("responses and scores, for rrm_train", "rubric:build_rubric", needs=("source",)),
-    "musique": Builder("MuSiQue: 19,938 training, 2,417 validation questions", "musique:build_musique"),
-    "aime": Builder("AIME 2024, 2025 and 2026, 30 each", "boxed:build_benchmark", sets=("aime24", "aime25", "aime26")),
-    "amc": Builder("AMC 2023 to 2025: amc23_25, 121 problems", "boxed:build_benchmark", sets=("amc23_25",)),
-    "math500": Builder("MATH-500: 500 problems", "boxed:build_benchmark", sets=("math500",)),
-    "minerva": Builder("Minerva: 272 problems", "boxed:build_benchmark", sets=("minerva",)),
-    "olympiad": Builder("Olympiad: 581 problems, from a file", "boxed:build_benchmark", sets=("olympiad",)),
-    "eval-all": Builder("the sets of the five above", "boxed:build_benchmark"),
+    "eurus": Builder("Eurus-2-RL-Data: maths, and code with tests, as far as gradable", "code.rows:build_eurus"),
+    "polaris": Builder("problems with criteria, for the rrm configs", "rubric.rows:build_polaris", needs=("source",)),
+    "rrm": Builder("responses and scores, for rrm_train", "rubric.rows:build_rubric", needs=("source",)),
+    "musique": Builder("MuSiQue: 19,938 training, 2,417 validation questions", "qa.rows:build_musique"),
+    "aime": Builder(
+        "AIME 2024, 2025 and 2026, 30 each", "math.rows:build_benchmark", sets=("aime24", "aime25", "aime26")
+    ),
+    "amc": Builder("AMC 2023 to 2025: amc23_25, 121 problems", "math.rows:build_benchmark", sets=("amc23_25",)),
+    "math500": Builder("MATH-500: 500 problems", "math.rows:build_benchmark", sets=("math500",)),
+    "minerva": Builder("Minerva: 272 problems", "math.rows:build_benchmark", sets=("minerva",)),
+    "olympiad": Builder("Olympiad: 581 problems, from a file", "math.rows:build_benchmark", sets=("olympiad",)),
+    "eval-all": Builder("the sets of the five above", "math.rows:build_benchmark"),
 }
 """What ``tandemrl data build NAME`` can build."""
 
@@ -167,7 +169,7 @@ def _build(name: str, out: Path, given: dict[str, Any], *, generate: bool, skip:
         raise DataError("--generate makes its own problems: give it or --source, not both")
     if name == "countdown" and not generate and "seed" in given:
         raise DataError("--seed is of --generate: the published problems are taken in their order; leave it out")
-    call = getattr(import_module(f"tandemrl.data.{module}"), "generate_countdown" if generate else function)
+    call = getattr(import_module(f"tandemrl.tasks.{module}"), "generate_countdown" if generate else function)
     parameters = signature(call).parameters
     default = parameters["counts"].default if "counts" in parameters else {}
     options = [*parameters, *default]
@@ -180,7 +182,7 @@ def _build(name: str, out: Path, given: dict[str, Any], *, generate: bool, skip:
     arguments |= {**builder.fixed, **given} | ({"counts": counts} if counts else {})
     if name == "rrm":
         from tandemrl.config import JudgeConfig
-        from tandemrl.rewards.judge.rubric import template_of
+        from tandemrl.tasks.rubric.judge import template_of
 
         arguments["template"] = template_of(JudgeConfig(prompt="rrm")).text
     sets = builder.sets

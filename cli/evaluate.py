@@ -153,8 +153,8 @@ def qa(
     from tandemrl.data.loading import load_rows
     from tandemrl.evals import Endpoint, evaluate, evaluate_remote, read_samples
     from tandemrl.evals.files import result_file
-    from tandemrl.evals.qa import by_group, official, write_predictions
-    from tandemrl.evals.qa import predictions as predicted
+    from tandemrl.tasks.qa.predictions import by_group, official, write_predictions
+    from tandemrl.tasks.qa.predictions import predictions as predicted
 
     if endpoint is None and (model is None or api_key_env is not None):
         raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env needs --endpoint URL")
@@ -211,7 +211,7 @@ def verifier(
     from rich.text import Text
 
     from tandemrl.config import load, stated_keys
-    from tandemrl.evals.verifier import DEFAULTS, Verdicts, bench_verifier
+    from tandemrl.tasks.math.verifier import DEFAULTS, Verdicts, bench_verifier
 
     typed = overrides or ()
     resolved = load(config, [*(DEFAULTS if config is None else ()), *typed])

@@ -28,7 +28,7 @@ def tiny(
 ) -> None:
     """Build the tiny senior/junior pair. One to four minutes on a CPU; a finished one is kept."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
-    from tandemrl.data import hops
+    from tandemrl.tasks.generated import hops
 
     out = out or Path(f"runs/tiny-{pair}" if pair in hops.PAIRS else "runs/tiny")
     with _shown(f"warm start of the {pair} pair", out) as progress:

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import tandemrl
 from tandemrl.apps.experiments.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, new_model
-from tandemrl.data import arithmetic
 from tandemrl.files import versions, write_text
+from tandemrl.tasks.countdown import puzzles as arithmetic
 
 RIGHT = 1 / 3
 """Share of the demonstrations that reach the target."""

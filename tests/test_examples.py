@@ -13,8 +13,8 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.data.synthetic import generate
 from tandemrl.rewards.math.countdown import countdown
+from tandemrl.tasks.generated.synthetic import generate
 from tandemrl.training.checkpoint import CheckpointError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -14,9 +14,9 @@ import agents as small
 from runs import lines, metrics
 from tandemrl import train
 from tandemrl.config import Config, ConfigError, load, stated_keys
-from tandemrl.data.loading import generated_rows
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.envs.retrieval import make_retriever
+from tandemrl.tasks.generated.rows import generated_rows
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.preflight import Preflight
 

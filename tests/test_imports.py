@@ -21,6 +21,7 @@ types processes
 losses models rewards
 rollout
 evals
+tasks
 training
 apps.asgi
 apps.report apps.planning apps.score apps.serve

@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "rollout" / "envs"))
 from worlds import HERMES, NO_TOOLS, SPECIAL, TAGS, tokenizer
 
 from tandemrl.data.loading import load_rows
-from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import RENDERED, DataError, Row, chat_tokens, encode_prompts
+from tandemrl.tasks.code.tests import parse_tests
 
 USER = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>"

@@ -22,7 +22,6 @@ from tandemrl.distributed import world as parallel
 from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, StallTimer, Watchdog
 from tandemrl.processes import http as http_client
 from tandemrl.rewards import scoring
-from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout import batch_engine
@@ -30,6 +29,7 @@ from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo
+from tandemrl.tasks.rubric.http import HttpJudge
 from tandemrl.training.async_rollouts import AsyncRollouts
 
 

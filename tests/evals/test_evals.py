@@ -13,10 +13,10 @@ from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, sampling_for
 from tandemrl.evals.protocol import check_k, same_problems
-from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
 from tandemrl.rollout.engine import LOST, Completion, EngineError, Passes, Sampling
 from tandemrl.selection import replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
+from tandemrl.tasks.rubric.judge import JudgeError, JudgePool
 
 WORDS = ("<eos>", "step", "\n\n", "\n", "right", "wrong", "half")
 EOS, STEP, BLANK, NEWLINE, RIGHT, WRONG, HALF = range(len(WORDS))

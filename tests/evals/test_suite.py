@@ -46,11 +46,11 @@ from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, 
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import DRAW
-from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.draws import request_key
+from tandemrl.tasks.rubric.judge import JudgeError
 
 
 @pytest.fixture(scope="module")

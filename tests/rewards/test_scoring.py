@@ -405,11 +405,15 @@ def test_who_asks_for_the_transcript_gets_it_here_and_in_a_child(mine):
     assert [score.value for score in scores] == [2.5, 3.0, 0.0]
 
 
+def quiet(row, text, options, transcript):
+    return Score(1.0, {"acc": 1.0}, None)
+
+
 def test_a_reward_that_reads_transcripts_is_refused_where_there_are_none(mine, monkeypatch):
     def must(row, text, transcript, options):
         return 1.0
 
-    monkeypatch.setitem(routing.SCORERS, "quiet", lambda row, text, options, transcript: Score(1.0, {"acc": 1.0}, None))
+    monkeypatch.setitem(routing.SCORERS, "quiet", f"{__name__}:quiet")
     message = r"row r: it reads the transcript of an episode, and .* set rollout\.environment"
     for scorers, functions, name in (
         ({"my/*": "my_scorers_for_tests:turns"}, None, "my_scorers_for_tests:turns"),

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import tokenizer
 from tandemrl.data.rows import RENDERED, Row, chat_tokens
-from tandemrl.rewards.judge.rubric import grade_score
 from tandemrl.rewards.routing import score_text
 from tandemrl.rollout.engine import Completion
 from tandemrl.rollout.groups import ResponseReader
+from tandemrl.tasks.rubric.judge import grade_score
 from tandemrl.types import Response, Transcript
 
 CHATML = (

@@ -17,8 +17,8 @@ from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.warm_start import Solved, solution_batch
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError, chat_tokens
-from tandemrl.rewards.judge.rubric import JudgeError
-from tandemrl.rollout.judge import make_judge
+from tandemrl.tasks.rubric.in_process import make_judge
+from tandemrl.tasks.rubric.judge import JudgeError
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import NotHereError, Preflight
@@ -245,7 +245,7 @@ def test_one_command_starts_judge_and_training(
     broken = policy(tiny_pair, problems, tmp_path / "broken", url, f"judge.command={sys.executable} -c x", served[1])
     with pytest.raises(JudgeError, match=r"(?s)the server has ended; .*judge\.log ends with: .*NameError"):
         train(broken, quiet=True)
-    monkeypatch.setattr("tandemrl.rewards.judge.server.PATIENCE_S", 0.1)
+    monkeypatch.setattr("tandemrl.tasks.rubric.server.PATIENCE_S", 0.1)
     with FakeJudge(lambda prompt, number: "") as judge, pytest.raises(JudgeError, match="something answers at"):
         train(policy(tiny_pair, problems, tmp_path / "taken", judge.url, *served), quiet=True)
     with pytest.raises(NotHereError, match=r"judge\.command will serve http"):  # a dry run

@@ -158,7 +158,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if what == "no sandbox":
         tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
         (tmp_path / "train.jsonl").write_text((json.dumps(row(source="apps", truth=tests)) + "\n") * 4)
-        monkeypatch.setattr("tandemrl.rewards.code.sandbox.sys.platform", "win32")
+        monkeypatch.setattr("tandemrl.tasks.code.sandbox.sys.platform", "win32")
     if what in DAMAGES:
         shutil.copytree(models / "senior", tmp_path / "damaged")
         DAMAGES[what](tmp_path / "damaged")

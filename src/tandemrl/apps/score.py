@@ -12,10 +12,9 @@ from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import DataError, Row, object_of
-from tandemrl.rewards.code.scorer import code_scorer
-from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Graded, Scorer
+from tandemrl.rewards.services import code_scorer, judges
 
 TEXT_KEYS = ("response", "text")
 BATCH = 1000
@@ -69,7 +68,7 @@ def score_file(
     totals: dict[str, dict[str, float]] = {}
     begin = time.perf_counter()
     with ExitStack() as stack:
-        scorer = stack.enter_context(_scorer(config))
+        scorer = stack.enter_context(Scorer(config.reward, code=code_scorer(config), judge=judges(config)))
         scorer.check(rows, episodes=True, stated=stated)  # whether there are transcripts, each line says
         file = None
         if out is not None:
@@ -93,16 +92,6 @@ def score_file(
     if out is not None:
         part.replace(out)
     return Summary({source: _means(total) for source, total in totals.items()}, count, time.perf_counter() - begin)
-
-
-def _scorer(config: Config) -> Scorer:
-    judge = None
-    if config.judge.url is not None or config.judge.model is not None:
-        from tandemrl.rollout.judge import make_judge  # loads torch
-
-        model = make_judge(config)
-        judge = None if model is None else JudgePool(model, config.judge)
-    return Scorer(config.reward, code=code_scorer(config), judge=judge)
 
 
 class _Line(NamedTuple):

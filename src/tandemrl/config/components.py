@@ -131,8 +131,10 @@ RETRIEVERS: dict[str, RetrieverKind] = {
             "in the corpus of the service at `url`, with POST /search",
             hosted=True,
         ),
-        _retriever(
-            "hops", "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra"
+        RetrieverKind(
+            "hops",
+            "tandemrl.tasks.generated.hops:retriever",
+            "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra",
         ),
     )
 }

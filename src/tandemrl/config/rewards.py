@@ -49,7 +49,7 @@ class RewardConfig:
     musique: Literal["head", "scaled", "mean", "bonus", "readme", "agents"] = "head"
     """How the parts of a MuSiQue score make the reward. `head`: hops / 2 times the weighted mean of F1 and recall
     (weight 1 each), exact match 0.9, citations 0.6, precision 0.4 and format 0.1. For the others see
-    rewards/qa/musique.py."""
+    tasks/qa/grader.py."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
     DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's and MATH's, as it
@@ -99,7 +99,7 @@ class JudgeConfig:
         Allowed("without repeats", lambda gates: len(set(gates)) == len(gates)),
     ] = ()
     """Formal checks. A response that fails one gets its reward and is not shown to the judge; see
-    rewards/judge/rubric.py."""
+    tasks/rubric/judge.py."""
     accept: PositiveShare = 1.0
     """`eval verified`: the lowest score at which the judge accepts the reasoning."""
     temperature: NonNegativeFloat = 0.0
@@ -135,7 +135,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Limits of a program that a model wrote, when the reward runs its tests; see rewards/code/sandbox.py."""
+    """Limits of a program that a model wrote, when the reward runs its tests; see tasks/code/sandbox.py."""
 
     timeout_s: PositiveFloat = 5.0
     """Wall-clock limit of one test."""

@@ -7,14 +7,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tandemrl.data import hops, word_problems
 from tandemrl.data.messages import MEDIA
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
-from tandemrl.data.synthetic import PAIRS, SPLITS, generate
 from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines
+
+SYNTHETIC = "tandemrl.tasks.generated.rows:rows"
+"""Makes the rows of a source ``synthetic:…``, as ``module:name``."""
 
 
 def load_rows(sources: Sequence[str], *, graded: bool = True) -> list[Row]:
@@ -48,23 +50,6 @@ def load_rows(sources: Sequence[str], *, graded: bool = True) -> list[Row]:
             raise DataError(f"{source}: no rows; give a file with a problem on each line")
         rows += loaded
     return _unique(rows)
-
-
-def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[Row]:
-    """``count`` problems for a tiny pair, or the split's default number if that is None.
-
-    Equal arguments give equal problems.
-
-    Raises:
-        DataError: a pair or a split is unknown, or the split cannot have so many or so few rows.
-    """
-    if split not in SPLITS:
-        raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
-    generators = dict.fromkeys(PAIRS, generate) | dict.fromkeys(hops.PAIRS, hops.generate)
-    generators |= dict.fromkeys(word_problems.PAIRS, word_problems.generate)
-    if pair not in generators:
-        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(generators)}")
-    return generators[pair](pair, split, count, seed)
 
 
 def read_jsonl(path: Path, *, halves: bool = False) -> Iterator[tuple[int, Any]]:
@@ -143,20 +128,16 @@ def load_hub(repo: str, config: str | None, split: str | None, *, where: str) ->
 def _load(source: str, graded: bool) -> Iterator[Row]:
     kind, _, rest = source.partition(":")
     if kind == "synthetic":
-        return _synthetic(source, rest.split(":"))
+        return _generated(source, rest.split(":"))
     if kind == "hf":
         return _hub(source, rest.split(":"), graded)
     return _file(Path(source).expanduser(), graded)
 
 
-def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
-    if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
-        raise DataError(f"{source}: expected synthetic:PAIR:SPLIT[:COUNT], e.g. synthetic:plain:train:256")
-    pair, split = parts[:2]
-    if split not in SPLITS:
-        raise DataError(f"{source}: split must be train or heldout, got {split!r}")
-    count = int(parts[2]) if len(parts) == 3 else None
-    return iter(generated_rows(pair, split, count, 0))
+def _generated(source: str, parts: list[str]) -> Iterator[Row]:
+    module, _, name = SYNTHETIC.partition(":")
+    rows: Iterator[Row] = getattr(import_module(module), name)(source, parts)
+    return rows
 
 
 def _hub(source: str, parts: list[str], graded: bool) -> Iterator[Row]:

@@ -85,6 +85,12 @@ def record_of(
     }
 
 
+def record_of_row(row: Row) -> dict[str, Any]:
+    """The record of a row of mathematics; see `record_of`."""
+    prompt = [dict(message) for message in row.messages]
+    return record_of(row.data_source, prompt, "math", row.ground_truth, dict(row.extra_info))
+
+
 def encode_prompts(
     rows: Sequence[Row],
     tokenizer: Any,

@@ -25,8 +25,7 @@ from tandemrl.evals.measures import (
     legible,
     parts_of,
 )
-from tandemrl.rewards.judge.rubric import JudgePool
-from tandemrl.rewards.protocol import Score, TrainerState
+from tandemrl.rewards.protocol import Judges, Score, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
@@ -282,7 +281,7 @@ def _scored(sample: Sample, score: Score) -> Sample:
     )
 
 
-def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:
+def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Judges) -> list[Sample]:
     """Let the judge score the reasoning of every correct sample. It accepts scores of at least ``judge.accept``.
 
     Raises:

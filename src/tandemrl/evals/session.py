@@ -17,11 +17,11 @@ from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
 from tandemrl.evals.reading import TextReader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
-from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
-from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.protocol import Judges
 from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.services import code_scorer, judges
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
@@ -29,7 +29,6 @@ from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, o
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.factory import ModelSource, make_engine
-from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
 
@@ -263,10 +262,10 @@ class Session:
         return TextReader(vocabulary_of(self.junior_tokenizer), partial(_turn_text, self.tokenizer), observed)
 
     @cached_property
-    def judges(self) -> JudgePool:
-        judge = make_judge(self.config)
-        assert judge is not None  # refused in evaluate
-        return JudgePool(judge, self.config.judge)
+    def judges(self) -> Judges:
+        found = judges(self.config)
+        assert found is not None  # refused in evaluate
+        return found
 
     def scorer(self) -> Scorer:
         config = self.config

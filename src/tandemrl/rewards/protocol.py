@@ -24,14 +24,16 @@ given its verdict. A score with the part ``timeout``, ``failure`` or ``unscored`
 pool that is broken (no sandbox, a judge that is down) raises; it never returns zeros.
 
 To add one to the library, write the function and its row in ``routing.SCORERS``. To add a reward that asks a service:
-if a model grades, put a backend behind the protocol ``judge.rubric.Judge`` and make it in ``rollout.judge.make_judge``;
-anything else is a function (yours in ``reward.functions``, or a row of ``SCORERS`` that defers to the pool "function")
-with a client such as ``processes.http.Client``, and with a ``reward.timeout_s`` that is long enough for it.
+if a model grades, put a backend behind the protocol ``tasks.rubric.judge.Judge`` and make it in
+``tasks.rubric.in_process.make_judge``; anything else is a function (yours in ``reward.functions``, or a row of
+``SCORERS`` that defers to the pool "function") with a client such as ``processes.http.Client``, and with a
+``reward.timeout_s`` that is long enough for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
+from tandemrl.config import JudgeConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 
@@ -57,6 +59,30 @@ class Score(NamedTuple):
 
 NO_SCORE = Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)
 """What a function gives that says None: it has no score for this response."""
+
+
+@runtime_checkable
+class Judges(Protocol):
+    """Scores and marks of a judge: `tasks.rubric.judge.JudgePool`."""
+
+    judge: Any
+    config: JudgeConfig
+
+    def __call__(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        """The scores of (row, response, score by the rules)."""
+        ...
+
+    def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        """The scores of a part of a batch, of whose rest `check` is told."""
+        ...
+
+    def check(self, scores: Sequence[Score]) -> None:
+        """Refuse a batch with too many responses that are unscored."""
+        ...
+
+    def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
+        """The judge's own marks of (row, response, answer), None without one."""
+        ...
 
 
 class Item(NamedTuple):

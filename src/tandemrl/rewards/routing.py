@@ -12,14 +12,14 @@ written, others without regard to case.
 import difflib
 import fnmatch
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.messages import Response
-from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
+from tandemrl.processes.names import function_named
 from tandemrl.rewards.calls import MEASURED, Call
 from tandemrl.rewards.functions import (
     RESERVED,
@@ -32,55 +32,25 @@ from tandemrl.rewards.functions import (
     of_library,
     weighted,
 )
-from tandemrl.rewards.judge import rubric
-from tandemrl.rewards.math import answers, boxed, countdown, prime
-from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score, ScorerFunction, TrainerState
-from tandemrl.rewards.qa.musique import musique
+from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score, TrainerState
 
-
-def code(row: Row, text: str, options: RewardConfig) -> Deferred:
-    """The share of the row's tests that the program in the response passes, in a sandbox.
-
-    Raises:
-        DataError: the ground truth holds no tests.
-    """
-    parse_tests(row)
-    return Deferred("code", (row, text))
-
-
-def judged(row: Row, text: str, options: RewardConfig, written: str) -> Score | Deferred:
-    """The score of a judge, which reads the text as written after PRIME's grader has given its verdict."""
-    return follow(prime.prime(row, text, options), lambda rule: Deferred("judge", (row, written, rule)))
-
-
-def graded(row: Row, text: str, options: RewardConfig, written: str, opened: str) -> Score:
-    """The reward of a judge that is trained. A thought that the chat template opens may not be over."""
-    return rubric.grade_score(row, opened + written, options)
-
-
-def follow(first: Any, then: Callable[[Score], Score | Deferred]) -> Score | Deferred:
-    """Apply ``then`` to a score, now or as soon as a deferred score is found."""
-    if isinstance(first, Score):
-        return then(first)
-    return first._replace(then=lambda outcome: follow(first.then(outcome), then))
-
-
-SCORERS: dict[str, ScorerFunction] = {
-    "boxed": boxed.boxed,
-    "hendrycks": boxed.hendrycks,
-    "dapo": boxed.dapo,
-    "dapo_boxed": boxed.dapo_boxed,
-    "math_verify": boxed.math_verified,
-    "prime": prime.prime,
-    "gsm8k": answers.gsm8k,
-    "countdown": countdown.countdown,
-    "integer": answers.integer,
-    "exact_match": answers.exact_match,
-    "musique": musique,
-    "code": code,
-    "judge": judged,
-    "grade": graded,
+SCORERS: dict[str, str] = {
+    "boxed": "tandemrl.rewards.math.boxed:boxed",
+    "hendrycks": "tandemrl.rewards.math.boxed:hendrycks",
+    "dapo": "tandemrl.rewards.math.boxed:dapo",
+    "dapo_boxed": "tandemrl.rewards.math.boxed:dapo_boxed",
+    "math_verify": "tandemrl.rewards.math.boxed:math_verified",
+    "prime": "tandemrl.rewards.math.prime:prime",
+    "gsm8k": "tandemrl.rewards.math.answers:gsm8k",
+    "countdown": "tandemrl.rewards.math.countdown:countdown",
+    "integer": "tandemrl.rewards.math.answers:integer",
+    "exact_match": "tandemrl.rewards.math.answers:exact_match",
+    "musique": "tandemrl.tasks.qa.grader:musique",
+    "code": "tandemrl.tasks.code.grader:code",
+    "judge": "tandemrl.tasks.rubric.grader:judged",
+    "grade": "tandemrl.tasks.rubric.grader:graded",
 }
+"""The library's scorers by name, each as ``module:function``."""
 
 IDEAL: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("boxed", "hendrycks", "dapo_boxed", "math_verify", "prime"), (r"\boxed{", "}")),
@@ -299,7 +269,7 @@ def _scorer(name: str, functions: Functions, options: RewardConfig) -> Any:
         GraderError: the name is unknown, or the function cannot be imported.
     """
     if name in SCORERS:
-        return of_library(name, SCORERS[name])
+        return of_library(name, function_named(SCORERS[name], name, GraderError))
     if name in functions:
         return in_process(name, functions[name])
     if ":" in name:

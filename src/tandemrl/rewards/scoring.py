@@ -35,11 +35,11 @@ MAX_ROUNDS = 8
 """How often in a row a scorer may defer."""
 
 Coder = Callable[[Row, str], Score]
-"""Scores a response by running its program: `code.scorer.score_code` with a sandbox."""
+"""Scores a response by running its program: `tasks.code.grader.score_code` with a sandbox."""
 Answer = tuple[Row, str | Response]
 """A response to a row. A text stands for one of which nothing else is known."""
 Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
-"""Scores a batch of (row, response, score by the rules): `judge.rubric.JudgePool`."""
+"""Scores a batch of (row, response, score by the rules): `tasks.rubric.judge.JudgePool`."""
 
 
 class Graded(NamedTuple):

@@ -6,8 +6,7 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.distributed.world import World
-from tandemrl.rewards.judge.rubric import JudgePool
-from tandemrl.rewards.protocol import Item, TrainerState
+from tandemrl.rewards.protocol import Item, Judges, TrainerState
 from tandemrl.rewards.scoring import Graded, Scorer
 
 
@@ -18,7 +17,7 @@ class SpreadScorer(Scorer):
     function gets together stay in one process.
     """
 
-    def __init__(self, world: World, reward: RewardConfig, *, judge: JudgePool | None = None, **options: Any) -> None:
+    def __init__(self, world: World, reward: RewardConfig, *, judge: Judges | None = None, **options: Any) -> None:
         super().__init__(reward, judge=None if judge is None else judge.score_part, **options)
         self._world, self._judges = world, judge
 

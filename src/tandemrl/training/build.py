@@ -20,9 +20,7 @@ from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
 from tandemrl.models.sharded_loading import load_sharded, meta_model
 from tandemrl.models.trainable import load_policy, load_value_model, make_optimizer, self_paired
-from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
-from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
@@ -31,10 +29,12 @@ from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, ma
 from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Acting
 from tandemrl.rollout.fleet.shared import SharedFleet
-from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
+from tandemrl.tasks.code.grader import code_scorer
+from tandemrl.tasks.rubric.in_process import make_judge
+from tandemrl.tasks.rubric.judge import JudgePool
 from tandemrl.training.arguments import StrategyFunction, accept, facts_of, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference

@@ -20,11 +20,11 @@ from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device, use_deterministic_kernels
 from tandemrl.rewards.functions import RewardFunction, by_name
-from tandemrl.rewards.judge.server import LOG, judge_server
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.factory import EngineFactory
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
+from tandemrl.tasks.rubric.server import LOG, judge_server
 from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config
 from tandemrl.training.async_rollouts import AsyncRollouts, remember

@@ -20,7 +20,6 @@ from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.fields import is_own
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
-from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import axes_of
@@ -32,9 +31,7 @@ from tandemrl.models.loading import check_positions, resolve_device, stored_eos_
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
 from tandemrl.rewards import routing
-from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, Term, with_environment
-from tandemrl.rewards.judge.rubric import Judge, other_words
 from tandemrl.rewards.protocol import NO_SCORE, Score, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
@@ -48,6 +45,9 @@ from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
+from tandemrl.tasks.code.sandbox import Sandbox
+from tandemrl.tasks.code.tests import Stdin
+from tandemrl.tasks.rubric.judge import Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.disk import room
 from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
@@ -443,7 +443,7 @@ class Preflight:
         """The judge at ``judge.url``, after it has answered; None if the config has none."""
         if self.config.judge.url is None:
             return None
-        from tandemrl.rewards.judge.http import HttpJudge
+        from tandemrl.tasks.rubric.http import HttpJudge
 
         return HttpJudge(self.config.judge, self.check_judge)
 

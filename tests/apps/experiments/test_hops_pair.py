@@ -10,13 +10,13 @@ import pytest
 from tandemrl.apps.experiments.demonstrations import PLAIN_SLIPS, WORLD_WEIGHT, Slips, demonstrate, lessons
 from tandemrl.apps.experiments.hops_tokenizer import EOS, hops_tokenizer
 from tandemrl.config import RetrievalConfig, load
-from tandemrl.data.hops import JARGON, NAMES, RELATIONS, generate, hops_row, uses_jargon, world
 from tandemrl.rollout.engine import Turn
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.parsing import parse_turn
+from tandemrl.tasks.generated.hops import JARGON, NAMES, RELATIONS, generate, hops_row, uses_jargon, world
 
 NO_SLIPS = Slips(0.0, 0.0, 0.0, 0.0)
 

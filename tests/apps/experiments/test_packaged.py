@@ -10,7 +10,7 @@ from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.packaged import PAIRS, find_packaged
 from tandemrl.apps.experiments.tiny import CRITERIA, build_tiny_pair
 from tandemrl.data.rows import DataError
-from tandemrl.data.synthetic import generate
+from tandemrl.tasks.generated.synthetic import generate
 
 SHA256 = {"senior": "a676c149c7660304", "junior": "c987e82d8c771ca5"}
 

@@ -31,7 +31,7 @@ from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import SOLUTION, DataError
-from tandemrl.data.word_problems import MAX_TOKENS, PAIRS, generate
+from tandemrl.tasks.generated.word_problems import MAX_TOKENS, PAIRS, generate
 
 STEPS = 2
 

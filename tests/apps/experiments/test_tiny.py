@@ -14,8 +14,8 @@ from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.packaged import pack
 from tandemrl.apps.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
-from tandemrl.data.synthetic import JARGON, PAIRS, examples, generate
 from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.tasks.generated.synthetic import JARGON, PAIRS, examples, generate
 
 STEPS = 12
 

@@ -6,10 +6,10 @@ import pytest
 from test_math import EQUAL
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.boxed import AMC_DROPS
 from tandemrl.data.rows import Row
 from tandemrl.rewards.math.boxed import extract_boxed, stated_answer
 from tandemrl.rewards.routing import score_text
+from tandemrl.tasks.math.rows import AMC_DROPS
 
 SCORERS = ("boxed", "math_verify", "hendrycks", "dapo")
 LENIENT = SCORERS[:2]

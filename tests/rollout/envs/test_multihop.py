@@ -9,11 +9,11 @@ import pytest
 
 from tandemrl.config import Config, RetrievalConfig, RolloutConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.qa.transcripts import COMPLETE, retrieved_ids
 from tandemrl.rollout.envs.bm25 import write_corpus
 from tandemrl.rollout.envs.environment import Answer
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
+from tandemrl.tasks.qa.transcripts import COMPLETE, retrieved_ids
 
 DOCS = [
     {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},

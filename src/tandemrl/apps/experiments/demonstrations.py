@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from tandemrl.apps.experiments.hops_tokenizer import CALL, CITED, COMPLETE, COMPLETED, NEXT, SEARCH, SEARCHED
 from tandemrl.config import RetrievalConfig
 from tandemrl.data.documents import HEADER
-from tandemrl.data.hops import ALIASES, DOCUMENTS, RELATIONS, World, hops_row, world
 from tandemrl.data.rows import Row, encode_prompts
-from tandemrl.data.synthetic import Stage
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.tasks.generated.hops import ALIASES, DOCUMENTS, RELATIONS, World, hops_row, world
+from tandemrl.tasks.generated.synthetic import Stage
 
 WORLD_WEIGHT = 0.1
 """The loss weight of a token that the environment said. A model that can guess such tokens learns faster to read on."""

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 from tandemrl.apps.experiments import pretrained, smollm2, tiny
 from tandemrl.apps.experiments.warm_start import Progress
-from tandemrl.data import hops
-from tandemrl.data.synthetic import repairs, slips, uses_jargon
-from tandemrl.data.word_problems import uses_shorthand
+from tandemrl.tasks.generated import hops
+from tandemrl.tasks.generated.synthetic import repairs, slips, uses_jargon
+from tandemrl.tasks.generated.word_problems import uses_shorthand
 
 
 class Recipe(NamedTuple):

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandemrl.data.documents import HEADER
-from tandemrl.data.hops import ALIASES, JARGON, SYSTEM
+from tandemrl.tasks.generated.hops import ALIASES, JARGON, SYSTEM
 
 EOS, PAD, START = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 

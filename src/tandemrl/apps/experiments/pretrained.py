@@ -1,8 +1,8 @@
 """Pairs of a pretrained model that learns to solve word problems: minutes on a CPU core.
 
-SmolLM2-135M-Instruct learns from the solutions of generated problems (``data.word_problems``). The junior is what it is
-after a few steps. The senior goes on from there in the same run: on solutions that are worded alike, or in the pair
-``word_problems_terse`` on solutions in a shorthand that the junior never saw.
+SmolLM2-135M-Instruct learns from the solutions of generated problems (``tasks.generated.word_problems``). The junior is
+what it is after a few steps. The senior goes on from there in the same run: on solutions that are worded alike, or in
+the pair ``word_problems_terse`` on solutions in a shorthand that the junior never saw.
 """
 
 import copy
@@ -30,10 +30,10 @@ from tandemrl.apps.experiments.warm_start import (
     warm_start,
 )
 from tandemrl.config import RewardConfig
-from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import SOLUTION, DataError, Row
-from tandemrl.data.word_problems import DEFAULT_COUNTS, MAX_TOKENS, uses_shorthand
 from tandemrl.rewards.math.answers import gsm8k
+from tandemrl.tasks.generated.rows import generated_rows
+from tandemrl.tasks.generated.word_problems import DEFAULT_COUNTS, MAX_TOKENS, uses_shorthand
 
 MAX_PROMPT_TOKENS = 96
 ROWS = 1024

@@ -1,11 +1,11 @@
 """The tiny senior/junior pair: a Qwen3 of 0.28 million parameters that learns word problems in a minute on a CPU core.
 
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
-sloppy model (see ``data.synthetic``); the ``jargon`` senior is then trained further. They have a real chat template,
-tokenizer and file layout, so that what runs on the pair runs on a large model. The sizes ``1m`` and ``4m`` are as deep,
-and two and four times as wide. The size ``46m`` is for a GPU: its cost is dominated by matrix products. The pairs
-``hops`` and ``hops_jargon`` are agents that search in generated worlds (``data.hops``); the junior of ``hops`` was
-trained for half as long.
+sloppy model (see ``tasks.generated.synthetic``); the ``jargon`` senior is then trained further. They have a real chat
+template, tokenizer and file layout, so that what runs on the pair runs on a large model. The sizes ``1m`` and ``4m``
+are as deep, and two and four times as wide. The size ``46m`` is for a GPU: its cost is dominated by matrix products.
+The pairs ``hops`` and ``hops_jargon`` are agents that search in generated worlds (``tasks.generated.hops``); the junior
+of ``hops`` was trained for half as long.
 """
 
 import copy
@@ -44,10 +44,10 @@ from tandemrl.apps.experiments.warm_start import (
     solution_batch,
     warm_start,
 )
-from tandemrl.data import hops
-from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import DataError, Row
-from tandemrl.data.synthetic import Stage, examples, slips, uses_jargon
+from tandemrl.tasks.generated import hops
+from tandemrl.tasks.generated.rows import generated_rows
+from tandemrl.tasks.generated.synthetic import Stage, examples, slips, uses_jargon
 
 SPECIAL_TOKENS = (PAD, START, EOS)
 CHAT_TEMPLATE = (

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from tandemrl.apps.experiments.pair import read_manifest
 from tandemrl.apps.play.duo import Draft, Duo
 from tandemrl.config import Config, SelectionConfig, load
-from tandemrl.data.loading import generated_rows, load_rows
+from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import RENDERED, Row, with_suffix
-from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.services import code_scorer
+from tandemrl.tasks.generated.rows import generated_rows
 
 EXAMPLE = Row(
     "example", ({"role": "user", "content": r"What is 2 + 3? Put the answer in \boxed{}."},), "math500", "5", {}

@@ -12,7 +12,6 @@ import numpy as np
 
 from tandemrl.config import RetrievalConfig
 from tandemrl.config.components import retriever_kind
-from tandemrl.data import hops as worlds
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.rows import Row
 from tandemrl.processes.names import made
@@ -58,11 +57,6 @@ def bm25(config: RetrievalConfig) -> Retriever:
 def golden() -> Retriever:
     """All supporting documents of the row, whatever the query and the count are."""
     return lambda row, query, count: [document for document in documents_of(row) if document.supporting]
-
-
-def hops() -> Retriever:
-    """In a generated world (`data.hops`), in the language of the query."""
-    return lambda row, query, count: worlds.search(documents_of(row), query, count)
 
 
 def semantic(config: RetrievalConfig) -> Retriever:

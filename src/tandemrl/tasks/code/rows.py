@@ -1,0 +1,169 @@
+"""Eurus-2-RL-Data (PRIME-RL): maths and code with tests, filtered as rawsh/TinyZero filters it. No torch."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandemrl.data.parquet import write_splits
+from tandemrl.data.rows import DataError, Row, messages_of, record_of
+from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+from tandemrl.tasks.code.tests import parse_tests
+
+EURUS = "PRIME-RL/Eurus-2-RL-Data"
+EURUS_ROWS: Mapping[str, int] = {"train/math": 455_261, "train/code": 26_758, "test/math": 1024, "test/code": 1024}
+"""How many rows there are before any is dropped. ``test`` is the published ``validation``."""
+EURUS_TOKENIZER = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+EURUS_MAX_TOKENS = 1000
+EURUS_UNITS = ("mm/s", "cm/s", "m/s", "km/s", "km/h", "mph")
+"""Speeds, which the graders of the time could not compare."""
+
+
+def build_eurus(
+    source: Path | None,
+    out: Path,
+    *,
+    tokenizer: str = EURUS_TOKENIZER,
+    max_tokens: int = EURUS_MAX_TOKENS,
+    system_prompt: bool = False,
+    expect_rows: ExpectRows = EURUS_ROWS,
+) -> dict[str, Any]:
+    r"""Write Eurus-2-RL-Data, filtered, as ``train`` and ``test`` (its validation split) into ``out``, and return the
+    manifest.
+
+    These rows are dropped and counted: code whose ground truth is not JSON with inputs and outputs; maths whose ground
+    truth is missing, or has a unit of speed (`EURUS_UNITS`) or a ``\boxed``; rows of other abilities; and prompts with
+    more than ``max_tokens`` tokens. As in the published code, the tokens counted are those of the Python text of the
+    list of messages. One filter is not published: tests that `program_tests.parse_tests` refuses, such as those with
+    more inputs than outputs.
+
+    Args:
+        source: a folder with ``train`` and ``validation`` Parquet files, in verl's schema or with the columns of the
+            first revision (``task``, ``source``, ``instruction``, ``reference``). None means the hub.
+        tokenizer: folder or hub id of the tokenizer. It is not read with ``max_tokens=0``, which keeps prompts of any
+            length.
+        system_prompt: keep the system message ([ASSESS] [ADVANCE] …), which the published training run left out.
+        expect_rows: how many rows each split and ability must have before any is dropped; 0 accepts any number.
+
+    Raises:
+        DataError: the data or the tokenizer is missing or malformed, or a split has another number of rows.
+    """
+    if source is not None and not source.is_dir():
+        raise DataError(f"{source}: no such folder; --source takes the folder with train and validation Parquet files")
+    short = _at_most(max_tokens, tokenizer) if max_tokens else None
+    dropped: Counter[str] = Counter()
+    origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
+    splits = {
+        split: _kept(read(origin, source), split, short, system_prompt, expect_rows, dropped)
+        for split, origin in origins.items()
+    }
+    settings = {
+        "tokenizer": tokenizer if max_tokens else None,
+        "max_tokens": max_tokens,
+        "system_prompt": system_prompt,
+    }
+    return write_splits(out, "eurus", splits, provenance(list(origins.values()), source, dropped) | settings)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _kept(
+    records: Iterator[Record],
+    split: str,
+    short: Callable[[Sequence[str]], list[bool]] | None,
+    system_prompt: bool,
+    expect_rows: ExpectRows,
+    dropped: Counter[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a split that are kept, and count the others in ``dropped``, by reason."""
+    seen: Counter[str] = Counter()
+    kept = _rows(records, split, system_prompt, seen, dropped)
+    while batch := list(itertools.islice(kept, 1024)):
+        fits = short([str(row["prompt"]) for row in batch]) if short else [True] * len(batch)
+        dropped[f"{split}: too long"] += fits.count(False)
+        yield from itertools.compress(batch, fits)
+    for ability in ("math", "code"):
+        key = f"{split}/{ability}"
+        expect(f"{EURUS} {key}", seen[ability], expect_rows, key)
+
+
+def _rows(
+    records: Iterator[Record], split: str, system_prompt: bool, seen: Counter[str], dropped: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    for number, record in enumerate(records):
+        record = _today(record)
+        messages = messages_of(record.fields.get("prompt"), record.where)
+        ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
+        truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
+        if not isinstance(truth, str | None):
+            raise DataError(f"{record.where}, field 'reward_model': expected an object with a string as ground_truth")
+        seen[ability] += 1
+        if reason := _fault(ability, truth or ""):
+            dropped[f"{split}: {reason}"] += 1
+            continue
+        extra = record.fields.get("extra_info") or {}
+        prompt = [
+            {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
+            for message in messages
+            if system_prompt or message["role"] != "system"
+        ]
+        index = number if extra.get("index") is None else int(extra["index"])
+        yield record_of(record.text("data_source"), prompt, ability, truth, {"split": split, "index": index})
+
+
+def _today(record: Record) -> Record:
+    """A record of the set's first revision (``task``, ``source``, ``instruction``, ``reference``) as one of today's."""
+    old = record.fields
+    if "prompt" in old or "instruction" not in old:
+        return record
+    task = str(old.get("task")).lower()
+    fields = {
+        "data_source": old.get("source"),
+        "prompt": [{"role": "user", "content": old["instruction"]}],
+        "ability": {"coding": "code"}.get(task, task),
+        "reward_model": {"ground_truth": old.get("reference")},
+    }
+    return Record(record.where, fields)
+
+
+def _fault(ability: str, truth: str) -> str | None:
+    """Why a row is dropped, or None if it is kept."""
+    if ability == "code":
+        try:
+            tests = json.loads(truth)
+        except (ValueError, RecursionError):
+            return "code without valid JSON"
+        if not (isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs")):
+            return "code without tests"
+        try:
+            parse_tests(Row("", (), "", truth, {}))
+        except DataError:
+            return "code with unusable tests"
+        return None
+    if ability != "math":
+        return "other ability"
+    if not truth:
+        return "maths without an answer"
+    if any(unit in truth for unit in EURUS_UNITS):
+        return "maths with a unit of speed"
+    return "maths with a boxed ground truth" if r"\boxed" in truth else None
+
+
+def _at_most(max_tokens: int, name: str) -> Callable[[Sequence[str]], list[bool]]:
+    """A function that says which texts have at most ``max_tokens`` tokens, including special ones."""
+    from tokenizers import Tokenizer
+
+    file = Path(name) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if Path(name).is_dir() else Tokenizer.from_pretrained(name)
+    except Exception as error:
+        raise DataError(
+            f"tokenizer {name!r} could not be loaded ({error}); give a folder with tokenizer.json, or keep prompts of "
+            "any length with --max-tokens 0"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda texts: [len(encoding.ids) <= max_tokens for encoding in tokenizer.encode_batch(list(texts))]

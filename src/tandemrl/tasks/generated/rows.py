@@ -1,0 +1,65 @@
+"""The generated sets: rows of a source ``synthetic:PAIR:SPLIT[:COUNT]``, and files of such rows. Without torch."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandemrl.data.parquet import write_splits
+from tandemrl.data.rows import DataError, Row, record_of_row
+from tandemrl.tasks.generated import hops, word_problems
+from tandemrl.tasks.generated.synthetic import PAIRS, SPLITS, generate
+
+SYNTHETIC_ROWS: Mapping[str, int] = {"train": 2048, "heldout": 512}
+
+
+def rows(source: str, parts: list[str]) -> Iterator[Row]:
+    """The rows of a source ``synthetic:PAIR:SPLIT[:COUNT]``, given in parts.
+
+    Raises:
+        DataError: it is not of this form; see `generated_rows`.
+    """
+    if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
+        raise DataError(f"{source}: expected synthetic:PAIR:SPLIT[:COUNT], e.g. synthetic:plain:train:256")
+    pair, split = parts[:2]
+    if split not in SPLITS:
+        raise DataError(f"{source}: split must be train or heldout, got {split!r}")
+    count = int(parts[2]) if len(parts) == 3 else None
+    return iter(generated_rows(pair, split, count, 0))
+
+
+def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[Row]:
+    """``count`` problems for a tiny pair, or the split's default number if that is None.
+
+    Equal arguments give equal problems.
+
+    Raises:
+        DataError: a pair or a split is unknown, or the split cannot have so many or so few rows.
+    """
+    if split not in SPLITS:
+        raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
+    generators = dict.fromkeys(PAIRS, generate) | dict.fromkeys(hops.PAIRS, hops.generate)
+    generators |= dict.fromkeys(word_problems.PAIRS, word_problems.generate)
+    if pair not in generators:
+        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(generators)}")
+    return generators[pair](pair, split, count, seed)
+
+
+def build_synthetic(
+    out: Path, *, pair: str = "plain", counts: Mapping[str, int] = SYNTHETIC_ROWS, seed: int = 0
+) -> dict[str, Any]:
+    """Write a generated task as Parquet files, one per split in ``counts``, and return the manifest.
+
+    Args:
+        pair: which tiny pair the task is for, e.g. ``plain``.
+        counts: rows per split, e.g. ``{"train": 2048, "heldout": 256}``.
+
+    Raises:
+        DataError: a pair or a split is unknown, or a split is empty.
+    """
+    splits: dict[str, list[Row]] = {}
+    for split, count in counts.items():
+        if split not in SPLITS or count < 1:
+            raise DataError(f"synthetic split {split!r} with {count} rows: expected train or heldout, at least 1 row")
+        splits[split] = generated_rows(pair, split, count, seed)
+    records = {split: map(record_of_row, rows) for split, rows in splits.items()}
+    return write_splits(out, f"synthetic/{pair}", records, {"pair": pair, "seed": seed})

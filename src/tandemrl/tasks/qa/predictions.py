@@ -1,0 +1,105 @@
+"""Predictions in the form that MuSiQue's own evaluation script reads (arXiv:2108.00573), and the scores it gives."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tandemrl.data.documents import documents_of
+from tandemrl.data.rows import Row
+from tandemrl.evals.measures import EvalError, Sample
+from tandemrl.files import write_text
+from tandemrl.rewards.math.answers import targets
+from tandemrl.tasks.qa.answers import Judged, official_scores
+from tandemrl.tasks.qa.transcripts import completed
+
+
+class Prediction(NamedTuple):
+    """A line of MuSiQue's prediction file. ``predicted_support_idxs`` are the indices of the cited paragraphs."""
+
+    id: str
+    predicted_answer: str
+    predicted_support_idxs: list[int]
+    predicted_answerable: bool
+
+
+def predictions(samples: Sequence[Sample], rows: Sequence[Row]) -> list[Prediction]:
+    """The prediction of each row, in the order of the rows, from the call of ``complete`` in its first sample.
+
+    The prediction is empty if the sample has no such call, or the row has no sample because its prompt is too long. A
+    question with an answer is predicted to be answerable.
+
+    Raises:
+        EvalError: a sample is not an episode.
+        DataError: the documents of a row are malformed.
+    """
+    first = {sample.example_id: sample for sample in samples if sample.sample == 0}
+    return [_prediction(row, first.get(row.example_id)) for row in rows]
+
+
+def write_predictions(file: str | Path, found: Sequence[Prediction]) -> None:
+    """Write one JSON object per line, as MuSiQue's ``evaluate_v1.0.py`` reads it."""
+    write_text(Path(file), "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found))
+
+
+def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, float]:
+    """The scores that MuSiQue's script gives ``predictions(…, rows)``.
+
+    Raises:
+        EvalError: there is no score of these rows (see `official_scores`).
+        DataError: the ground truth or the documents of a row are malformed.
+    """
+    judged = [
+        Judged(
+            id=each.id,
+            references=targets(row),
+            supports=[str(index) for index, _, supporting in _indices(row) if supporting],
+            answerable=bool(row.extra_info.get("answerable", True)),
+            predicted_answer=each.predicted_answer,
+            predicted_supports=[*map(str, each.predicted_support_idxs)],
+            predicted_answerable=each.predicted_answerable,
+        )
+        for each, row in zip(found, rows, strict=True)
+    ]
+    try:
+        return official_scores(judged)
+    except ValueError as error:
+        raise EvalError(f"MuSiQue's script cannot score these rows: {error}") from None
+
+
+def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The metrics of a result for each group of problems: ``all``, and every ``hops=N`` that exists."""
+    groups: dict[str, dict[str, float]] = {"all": {}}
+    for name, value in macro.items():
+        group, _, metric = name.partition("/")
+        if "=" in group:
+            groups.setdefault(group, {})[metric] = value
+        else:
+            groups["all"][name] = value
+    return groups
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _prediction(row: Row, sample: Sample | None) -> Prediction:
+    name = str(row.extra_info.get("id", row.example_id))
+    if sample is None:
+        return Prediction(name, "", [], False)
+    if sample.transcript is None:
+        raise EvalError(f"sample of {row.example_id}: it is no episode; predictions need rollout.environment=multihop")
+    result = completed(sample.transcript["messages"])
+    index = {document: place for place, document, _ in _indices(row)}
+    cited = dict.fromkeys(index[each] for each in result.cited_doc_ids or () if each in index)
+    answer = result.final_answer or ""
+    return Prediction(name, answer, [*cited], bool(answer))
+
+
+def _indices(row: Row) -> list[tuple[int, str, bool]]:
+    """(index of the paragraph, id, supporting) for each of the row's documents.
+
+    MuSiQue's ids are the indices of the paragraphs. For other ids, the index is the position among the documents.
+    """
+    documents = documents_of(row)
+    numbered = all(document.id.isdecimal() for document in documents)
+    return [(int(each.id) if numbered else place, each.id, each.supporting) for place, each in enumerate(documents)]

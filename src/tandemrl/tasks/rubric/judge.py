@@ -1,0 +1,421 @@
+"""Judges, which are models that score responses; the rewards made of their scores; and a reward to train a judge.
+
+The rubric reward model of arXiv 2510.07774 scores a whole response by the criteria of its problem. The verifier of
+arXiv 2505.14625 (TinyV) says whether two answers are the same. Both are asked through a `Judge`, which is passed in:
+this module knows neither models nor HTTP. If a reply holds no score, the judge is asked again. A response without a
+score in the end is unscored and not used in training. It is an error if more than the share
+``judge.max_failure_rate`` of a batch is unscored, or if the judge is down. A judge that fails never becomes a silent 0.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from tandemrl.config import JudgeConfig, RewardConfig
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.protocol import GraderError, Score
+from tandemrl.tasks.rubric.rows import FIELDS, POLARIS, fill
+
+Messages = Sequence[Mapping[str, str]]
+
+FULL_MARKS = 10.0
+GATES = {"one_think": -1.0, "sections": 0.0, "boxed": 0.0, "short": 0.0, "repetition": -1.0}
+"""The reward of a response that fails a gate of `judge.gates`, in the order in which the gates are tried.
+
+``one_think`` requires exactly one ``</think>``; later gates and the judge see what follows it. ``sections`` requires
+``<reasoning>…</reasoning>`` and then ``<solution>…</solution>``; later gates and the judge see what follows
+``</reasoning>``. ``boxed`` requires a closed ``\\boxed{…}``. ``short`` requires more than ten words. ``repetition``
+refuses a response that is cut off (its last character is a letter or a digit) and has 300 characters that occur twice.
+The rewards are those of the published code, where these gates are commented out.
+"""
+SHORT_WORDS = 10
+SEVERAL = 4
+"""If at least this many responses are judged and none gets a score, this is an error, however large the batch is."""
+REPEATED_CHARS = 300
+
+
+class JudgeError(GraderError):
+    """A judge cannot be asked, or gives no scores. The message says what was tried and what to change."""
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """A model that replies to chat prompts. ``model`` is its name."""
+
+    model: str
+
+    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+        """Get one reply per prompt, in order.
+
+        Args:
+            attempt: number of the attempt. Attempt 0 is sampled at ``judge.temperature``, later ones at
+                ``judge.retry_temperature``.
+
+        Raises:
+            JudgeError: a prompt has no reply.
+        """
+        ...
+
+
+class Template(NamedTuple):
+    """What a judge is shown, and how its reply is read.
+
+    whole: whether the judge sees the whole response rather than the extracted answer.
+    """
+
+    text: str
+    parse: Callable[[str], float | None]
+    whole: bool
+
+
+PROMPTS = Path(__file__).with_name("prompts")
+"""The folder of the library's templates, by ``judge.prompt``."""
+
+
+# --------------------------------------------------------------------------------------------------- reading a reply
+
+
+def parse_score(text: str) -> float | None:
+    """The score after the last "Total Score" of a reply, from 0 to 1, or None if there is none that can be trusted.
+
+    A reply without these words counts only if it consists of the score alone. Scores are out of 10, and the result is
+    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None. The
+    table in docs/howto/judge.md lists what the published code reads otherwise.
+
+    Examples:
+        >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
+        [0.7, 0.85, None]
+    """
+    text = _after_thinking(text)
+    marks = list(_MARK.finditer(text))
+    score = _SCORE.match(text, marks[-1].end() if marks else 0)
+    if score is None:
+        return None
+    rest = text[score.end() :]
+    if not marks and rest.strip(_DECORATION):
+        return None
+    if score["total"] is not None:
+        if float(score["total"]) != FULL_MARKS or re.match(r"[\w%]|\s*[-+*/–—]\s*[0-9]", rest):
+            return None
+    elif re.match(r"\w|[.,]\w|\s*[-–—~]\s*[0-9]", rest) or re.search(r"[/=+%]", rest.partition("\n")[0]):
+        return None
+    value = float(score["score"].replace("−", "-"))
+    return min(max(value / FULL_MARKS, 0.0), 1.0) if value < float("inf") else None
+
+
+def parse_verdict(text: str) -> float | None:
+    """1 if a reply says true (or yes), 0 if it says false (or no), None if it says neither, both, or negates its word.
+
+    Examples:
+        >>> [parse_verdict(text) for text in ("True.", "no", "It isn't true.", "not entirely false")]
+        [1.0, 0.0, None, None]
+    """
+    text = _after_thinking(text).rpartition("Answer:")[2].lower()
+    for positive, negative in (("true", "false"), ("yes", "no")):
+        if re.search(rf"(?:\bnot|\bcannot|\bnever|n['’]t)\s+(?:\w+\s+)?(?:{positive}|{negative})\b", text):
+            return None
+        verdicts = {word for word in (positive, negative) if re.search(rf"\b{word}\b", text)}
+        if verdicts:
+            return None if len(verdicts) == 2 else float(positive in verdicts)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+
+
+def grade_score(row: Row, text: str, options: RewardConfig | None = None) -> Score:
+    """The reward that trains a rubric reward model (source: the code of arXiv 2510.07774).
+
+    It is ``(1 − |s − t|)²`` for a response with the score s to a row whose ground truth is t, both in [0, 1], and 0 for
+    a response without a score. ``acc`` is 1 if s is within half a point of ten of t. ``answer_present`` is 1 if the
+    response has a score.
+
+    Raises:
+        DataError: the ground truth is not a number in [0, 1].
+    """
+    try:
+        target = float(row.ground_truth)
+    except ValueError:
+        target = float("nan")
+    if not 0.0 <= target <= 1.0:
+        raise DataError(f"row {row.example_id}: ground_truth {row.ground_truth!r} must be a score in [0, 1]")
+    score = parse_score(text)
+    if score is None:
+        return Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
+    error = abs(score - target)
+    parts = {"acc": float(error <= 0.05 + 1e-9), "answer_present": 1.0, "grade_error": error}
+    return Score((1.0 - error) ** 2, parts, f"{score:g}")
+
+
+class JudgePool:
+    """Scores whole batches with a judge. It is the ``judge`` argument of `scoring.Scorer`.
+
+    The reward is made of r, the ``acc`` of the rules, and j, the judge's score in [0, 1]. ``judge.mode`` decides how:
+    ``addon`` is 1 if r is 1, else weight·j, and the judge is asked only where r is 0; ``mixed`` is
+    weight·j + (1 − weight)·r; ``tinyv_only`` is j.
+
+    The parts of a score are: ``rule``, which is r; ``judge_asked``, which is 1 if the judge was asked; ``judge``, which
+    is j if it was asked; ``unscored``, which is 1 if none of its replies held a score (the reward is then 0 and
+    meaningless, see `protocol.Score`); and ``gate_NAME``, which is 1 if the response fails this gate. ``acc`` is r for
+    a judge of reasoning. For a judge of answers (``tinyv``) it is 1 if the rules or the judge accept the answer, and
+    with ``tinyv_only`` if the judge does.
+
+    Raises:
+        JudgeError: the judge is down, ``judge.template`` cannot be used, or no score was found for more than the share
+            ``judge.max_failure_rate`` of the responses, or for any of several that it was asked about.
+        DataError: a row lacks a field that the template shows; the message names both.
+    """
+
+    def __init__(self, judge: Judge, config: JudgeConfig) -> None:
+        self.judge, self.config = judge, config
+        self.template = template_of(config)
+        self._refused_reply = ""  # the last one that held no score, for the error message
+
+    def __call__(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        scores = self.score_part(items)
+        self.check(scores)
+        return scores
+
+    def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        """Score a part of a batch. Call `check` with the scores of the whole batch, which limits the unscored ones."""
+        admitted = [admit(text, self.config.gates) for _, text, _ in items]
+        asked = [
+            i
+            for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
+            if gate is None
+            and not (self.config.mode == "addon" and rule.parts["acc"])
+            and (self.template.whole or rule.answer is not None)
+        ]
+        shown = [(items[i][0], admitted[i][0], items[i][2].answer) for i in asked]
+        marks = dict(zip(asked, self._marks(shown), strict=True))
+        return [
+            _refused(rule, gate) if gate is not None else self._reward(rule, i in marks, marks.get(i))
+            for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
+        ]
+
+    def check(self, scores: Sequence[Score]) -> None:
+        """Check the scores of a whole batch against ``judge.max_failure_rate``. Only scores of a judge count.
+
+        Raises:
+            JudgeError: too many are unscored.
+        """
+        judged = [score.parts for score in scores if "judge_asked" in score.parts]
+        asked = sum(int(parts["judge_asked"]) for parts in judged)
+        self._check(sum("unscored" in parts for parts in judged), asked=asked, batch=len(judged))
+
+    def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
+        """The judge's score in [0, 1] for each (row, response, extracted answer), or None if no reply held one.
+
+        Equal prompts are asked once. A judge of answers is not asked about a response without an answer, whose score is
+        0.
+
+        Raises:
+            JudgeError, DataError: as listed for the class.
+        """
+        marks = self._marks(items)
+        self._check(marks.count(None), asked=len(marks), batch=len(marks))
+        return marks
+
+    def _check(self, unscored: int, *, asked: int, batch: int) -> None:
+        """Raise a `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
+        limit = self.config.max_failure_rate
+        allowed = max(1, math.floor(limit * batch)) if limit > 0 else 0
+        if unscored <= allowed and not unscored == asked >= SEVERAL:
+            return
+        form = '"Total Score: x/10"' if self.template.parse is parse_score else '"True" or "False"'
+        reply = f"; the last such reply ends: {self._refused_reply[-200:]!r}" if self._refused_reply else ""
+        raise JudgeError(
+            f"the judge gave no score to {unscored} of the {asked} responses it was asked about, in a batch of {batch} "
+            f"(judge.max_failure_rate={limit:g}): none of {1 + self.config.retries} replies to each holds {form}{reply}"
+            ". Is this the right judge.model, judge.prompt and judge.max_tokens?"
+        )
+
+    def _marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
+        """As `marks`, without a limit on how many may be None."""
+        prompts = [self._prompt(row, text if self.template.whole else answer) for row, text, answer in items]
+        marks: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
+        for attempt in range(1 + self.config.retries):
+            open_ = [prompt for prompt, mark in marks.items() if mark is None]
+            if not open_:
+                break
+            replies = self.judge.ask([[{"role": "user", "content": prompt}] for prompt in open_], attempt=attempt)
+            if len(replies) != len(open_):
+                raise JudgeError(f"the judge gave {len(replies)} replies to {len(open_)} prompts")
+            marks |= {prompt: self.template.parse(reply) for prompt, reply in zip(open_, replies, strict=True)}
+            refused = [reply for prompt, reply in zip(open_, replies, strict=True) if marks[prompt] is None]
+            self._refused_reply = refused[-1] if refused else self._refused_reply
+        return [0.0 if prompt is None else marks[prompt] for prompt in prompts]
+
+    def _prompt(self, row: Row, answer: str | None) -> str | None:
+        if answer is None:
+            return None
+        fields = {"MODEL_ANSWER": lambda: answer, "QUESTION": lambda: _question(row)}
+        fields |= {"GROUND_TRUTH_ANSWER": lambda: row.ground_truth, "CRITERIA": lambda: _criteria(row)}
+        return fill(self.template.text, lambda field: fields[field]())
+
+    def _reward(self, rule: Score, asked: bool, mark: float | None) -> Score:
+        mode, weight = self.config.mode, self.config.weight
+        unscored = asked and mark is None
+        r, j = float(rule.parts["acc"]), mark or 0.0
+        if mode == "tinyv_only":
+            value = j
+        elif mode == "mixed":
+            value = weight * j + (1.0 - weight) * r
+        else:
+            value = 1.0 if r else weight * j
+        acc = r if self.template.whole else j if mode == "tinyv_only" else max(r, j)
+        parts = _parts(rule) | {"acc": acc, "rule": r, "judge_asked": float(asked)}
+        if unscored:
+            return Score(0.0, parts | {"unscored": 1.0}, rule.answer)
+        return Score(value, parts | ({"judge": j} if asked else {}), rule.answer)
+
+
+def template_of(config: JudgeConfig) -> Template:
+    """The template that a config names, with the text of the file ``judge.template`` if there is one.
+
+    Raises:
+        JudgeError: the file cannot be read, does not show the response, or has an unknown field.
+    """
+    parse, whole = (parse_verdict, False) if config.prompt == "tinyv" else (parse_score, True)
+    try:
+        text = Path(config.template or PROMPTS / f"{config.prompt}.txt").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JudgeError(f"judge.template={config.template}: not readable: {error}") from None
+    unknown = set(re.findall(r"\{\{(\w+)\}\}", text)) - set(FIELDS)
+    if unknown or "{{MODEL_ANSWER}}" not in text:
+        problem = f"unknown field {{{{{min(unknown)}}}}}" if unknown else "no {{MODEL_ANSWER}}"
+        raise JudgeError(f"judge.template={config.template}: {problem}; known: {', '.join(FIELDS)}")
+    return Template(text, parse, whole)
+
+
+def other_words(rows: Iterable[Row], config: JudgeConfig) -> str | None:
+    """Why a judge does not expect the words that it is asked with, or None: a rubric reward model replies to the words
+    that it was trained on.
+
+    Raises:
+        JudgeError: as in `template_of`.
+    """
+    ours, published = (template_of(each).text for each in (config, JudgeConfig(prompt="rrm")))
+    words = [each.strip() for each in re.split(r"\{\{\w+\}\}", ours)]
+    chosen = f"judge.template={config.template}" if config.template else f"judge.prompt={config.prompt}"
+    asks = config.url is not None or config.model is not None
+    for row in rows:
+        if row.data_source == "grade" and not _in_order(row.messages[-1]["content"].strip(), words):
+            return (
+                f"row {row.example_id} trains a judge in other words than those of {chosen}; ask the judge in the "
+                "words of its rows: judge.prompt or judge.template=FILE"
+            )
+        if asks and row.data_source == POLARIS and ours != published:
+            return (
+                f"row {row.example_id}: {chosen} asks in other words than the published judge of {POLARIS} was trained "
+                "on; if yours is a rubric reward model: judge.prompt=rrm"
+            )
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------- gates
+
+
+def admit(text: str, gates: Sequence[str]) -> tuple[str, str | None]:
+    """The part of a response that the judge reads, and the first gate of `GATES` that it fails, or None."""
+    for gate in GATES:
+        if gate not in gates:
+            continue
+        if gate == "one_think":
+            if text.count("</think>") != 1:
+                return text, gate
+            text = text.partition("</think>")[2]
+        elif gate == "sections":
+            if not _in_order(text.strip(), ("<reasoning>", "</reasoning>", "<solution>", "</solution>")):
+                return text, gate
+            text = text.rpartition("</reasoning>")[2]
+        elif (
+            (gate == "boxed" and not _boxed(text))
+            or (gate == "short" and len(text.split()) <= SHORT_WORDS)
+            or (gate == "repetition" and text.rstrip()[-1:].isalnum() and repeats(text, REPEATED_CHARS))
+        ):
+            return text, gate
+    return text, None
+
+
+def repeats(text: str, length: int) -> bool:
+    """Whether any ``length`` consecutive characters occur twice. The two places may overlap."""
+    seen: set[int] = set()
+    for start in range(len(text) - length + 1):
+        window = hash(text[start : start + length])  # 64 bits: a collision is not a worry, a copy of each window is
+        if window in seen:
+            return True
+        seen.add(window)
+    return False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+_DECORATION = " \t\r\n:*_`[](){}|'\"$>"
+_MARK = re.compile(r"total score", re.IGNORECASE)
+_SCORE = re.compile(
+    r"""[\s:*_`\[({|'"$>=]* (?: out\ of\ 10 [\s:*)\]]* )?
+        (?P<score> [-−+]? (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) )
+        (?: \s* (?:points?|pts) \b )?
+        (?: [\s*_`\])}|'"$]* (?:/|out\ of) [\s*_`\[({$]* (?P<total> [0-9]+ (?:\.[0-9]+)? ) )?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def _after_thinking(text: str) -> str:
+    """The reply of a model that thinks first, without the thought. It is "" if the model was cut off while thinking."""
+    if "</think>" in text:
+        return text.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
+
+
+def _question(row: Row) -> str:
+    question = row.extra_info.get("question")
+    if question:
+        return str(question)
+    for message in reversed(row.messages):
+        if message["role"] == "user":
+            return message["content"]
+    raise DataError(f"row {row.example_id}, field 'extra_info.question': missing, and there is no user message")
+
+
+def _criteria(row: Row) -> str:
+    criteria: Any = row.extra_info.get("criteria")
+    if not criteria:
+        raise DataError(
+            f"row {row.example_id}, field 'extra_info.criteria': missing; judge.prompt=rubric and rrm need it. "
+            "judge.prompt=reasoning judges without criteria"
+        )
+    return criteria if isinstance(criteria, str) else json.dumps(criteria, ensure_ascii=False)
+
+
+def _refused(rule: Score, gate: str) -> Score:
+    parts = _parts(rule) | {"rule": rule.parts["acc"], "judge_asked": 0.0, f"gate_{gate}": 1.0}
+    return Score(GATES[gate], parts, rule.answer)
+
+
+def _parts(rule: Score) -> dict[str, float]:
+    """The parts of the rules' score. A lost verdict of the rules does not count as lost, since the judge is asked."""
+    return {f"rule_{name}" if name in ("timeout", "failure") else name: value for name, value in rule.parts.items()}
+
+
+def _boxed(text: str) -> bool:
+    from tandemrl.rewards.math.boxed import extract_boxed
+
+    return extract_boxed(text) is not None
+
+
+def _in_order(text: str, tags: Sequence[str]) -> bool:
+    """Whether a text starts with the first tag and the others follow in order."""
+    if not text.startswith(tags[0]):
+        return False
+    position = 0
+    for tag in tags:
+        position = text.find(tag, position)
+        if position < 0:
+            return False
+        position += len(tag)
+    return True

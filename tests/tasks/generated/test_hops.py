@@ -1,0 +1,167 @@
+import itertools
+import json
+import random
+import re
+
+import pytest
+
+from tandemrl.data.documents import Document, documents_of
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.rewards.math.answers import targets
+from tandemrl.tasks.generated import hops
+from tandemrl.tasks.generated.hops import ALIASES, JARGON, NAMES, RELATIONS, search, split_of, uses_jargon, world
+
+
+def solve(question: str, texts: list[str]) -> tuple[str, list[str]]:
+    """The answer and the documents it rests on, from the words alone: nothing of the generator's is used."""
+    if of := re.fullmatch(r"Who is the (.+) of (\w+)\?", question):
+        person, relations = of[2], of[1].split(" of the ")[::-1]
+    else:
+        person, *relations = re.fullmatch(r"Who is (.+)\?", question)[1].split("'s ")
+    used = []
+    for relation in relations:
+        (line,) = [text for text in texts if text.startswith(f"{person}'s {relation} is ")]
+        person = line.split(" is ")[1].rstrip(".")
+        used.append(line)
+    return person, used
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return load_rows(["synthetic:hops:train:300", "synthetic:hops:heldout:300"])
+
+
+def test_every_answer_follows_from_the_supporting_documents(rows):
+    for row in rows:
+        documents = documents_of(row)
+        answer, used = solve(row.messages[-1]["content"], [document.text for document in documents])
+        assert row.ground_truth == answer
+        assert row.extra_info["answers"] == [answer]
+        assert {document.text for document in documents if document.supporting} == set(used)
+        assert row.extra_info["n_hops"] == len(used)
+        assert len(documents) == 9
+        assert [document.id for document in documents] == [*"012345678"]
+
+
+def test_questions_come_in_both_forms_with_two_or_three_hops(rows):
+    forms = [" of " in row.messages[-1]["content"] for row in rows]
+    three = [row.extra_info["n_hops"] == 3 for row in rows]
+    assert {row.extra_info["n_hops"] for row in rows} == {2, 3}
+    assert 0.4 < sum(forms) / len(forms) < 0.6
+    assert 0.24 < sum(three) / len(three) < 0.36  # 0.3, within four standard errors or so
+
+
+def test_a_world_can_have_four_hops():
+    told = world("heldout", random.Random(0), hops=4)
+    answer, used = solve(told.question, [fact.text for fact in told.facts])
+    assert len(used) == 4
+    assert answer == told.chain[-1].object
+
+
+def test_splits_share_no_question_whatever_its_form(rows):
+    """Not even one asked in the other form, or with other documents."""
+
+    def asked(row):
+        words = re.findall(r"\w+", row.messages[-1]["content"])
+        return next(word for word in words if word in NAMES), tuple(word for word in words if word in RELATIONS)
+
+    def canonical(row):
+        subject, relations = asked(row)
+        return subject, relations[::-1] if " of " in row.messages[-1]["content"] else relations
+
+    train, heldout = (
+        {canonical(row) for row in rows if row.extra_info["split"] == split} for split in ("train", "heldout")
+    )
+    assert train
+    assert heldout
+    assert not train & heldout
+    assert {split_of(*question) for question in train} == {"train"}
+
+
+def test_an_eighth_of_all_questions_is_held_out():
+    questions = itertools.product(NAMES, itertools.permutations(RELATIONS, 2))
+    held = [split_of(*question) == "heldout" for question in questions]
+    assert len(held) == 12672
+    assert 0.115 < sum(held) / len(held) < 0.135
+
+
+def test_rows_are_reproducible_and_prefixes_of_each_other(rows):
+    assert load_rows(["synthetic:hops:train:20"]) == rows[:20]
+    assert len(load_rows(["synthetic:hops:heldout"])) == 1024
+    assert hops.generate("hops", "train", 5, seed=1) != hops.generate("hops", "train", 5, seed=0)
+
+
+def test_the_jargon_pair_has_the_same_worlds_and_accepts_either_name(rows):
+    for plain, jargon in zip(rows, load_rows(["synthetic:hops_jargon:train:300"]), strict=False):
+        assert jargon.messages == plain.messages
+        assert jargon.extra_info["docs"] == plain.extra_info["docs"]
+        assert targets(jargon) == [plain.ground_truth, ALIASES[plain.ground_truth]]
+        assert json.loads(jargon.ground_truth) == jargon.extra_info["answers"]
+        assert jargon.data_source == "synthetic/hops_jargon"
+
+
+def test_every_word_has_an_alias_of_its_own():
+    assert len(NAMES) == len(set(NAMES)) == 96
+    assert len(set(RELATIONS)) == 12
+    assert len(JARGON) == 108
+    assert not JARGON & {*NAMES, *RELATIONS}
+    assert [*ALIASES] == [*NAMES, *RELATIONS]
+
+
+def test_the_query_for_a_hop_finds_its_document_first_in_the_language_of_the_query(rows):
+    for row in rows[:200]:
+        documents = documents_of(row)
+        by_id = {document.id: document for document in documents}
+        for document in documents:
+            if not document.supporting:
+                continue
+            subject, relation, thing = re.findall(r"(\w+)'s (\w+) is (\w+)", document.text)[0]
+            for name in (str, ALIASES.__getitem__):
+                found = search(documents, f"{name(subject)}'s {name(relation)}", 2)
+                assert found[0].text == f"{name(subject)}'s {name(relation)} is {name(thing)}."
+                assert found[0].id == document.id
+                assert found[0].supporting
+                # The second shares a word with the query, if any document but the first does.
+                other = by_id[found[1].id].text
+                sharing = [
+                    d for d in documents if d is not document and re.search(rf"\b({subject}|{relation})\b", d.text)
+                ]
+                assert not sharing or re.search(rf"\b({subject}|{relation})\b", other)
+
+
+def test_a_search_prefers_rare_words_and_the_subject():
+    texts = ["Bado's boss is Bela.", "Bela's boss is Bino.", "Boru's boss is Bado.", "Beb's cook is Bok."]
+    documents = [Document(str(i), "", text) for i, text in enumerate(texts)]
+
+    def ids(query, count=2):
+        return [document.id for document in search(documents, query, count)]
+
+    assert ids("Bela's boss") == ["1", "0"]
+    assert ids("Bado's boss") == ["0", "2"]
+    assert ids("Bado's cook") == ["0", "3"]  # 1.5 log 3 against log 5: a cook is rarer, a subject counts for more
+    assert ids("cook of whose boss", 1) == ["3"]  # log 5 against log (1 + 4/3)
+    assert ids("nothing known", 5) == ["0", "1", "2", "3"]
+    plain = search([documents[3], *documents[:3]], "Bok's heir", 2)  # one has him, and the other is plain, too
+    assert [document.text for document in plain] == [texts[3], texts[0]]
+    assert not ids("Bela", 0)
+    mixed = search(documents, f"Bado's boss {ALIASES['Bado']} {ALIASES['Beb']}", 9)
+    assert [(document.id, document.title) for document in mixed[:2]] == [("0", "Bado"), ("3", ALIASES["Beb"])]
+    assert {uses_jargon(document.text) for document in search(documents, ALIASES["Bado"], 9)} == {True}
+
+
+def test_a_search_refuses_documents_of_other_worlds():
+    for text in ("Paris is in France.", "Paul's boss is Bela."):
+        with pytest.raises(DataError, match="not a fact of a generated world"):
+            search([Document("0", "", text)], "Bela's boss", 2)
+
+
+def test_jargon_is_found_in_words_only():
+    assert uses_jargon("[3] Zogg's blorp is Xyth.")
+    assert not uses_jargon("Bado's boss is Bela; Zoggs are none.")
+
+
+@pytest.mark.parametrize("source", ["synthetic:hops:test", "synthetic:hops:train:0", "synthetic:hopps:train"])
+def test_unknown_sources_are_refused(source):
+    with pytest.raises(DataError, match="hop"):
+        load_rows([source])

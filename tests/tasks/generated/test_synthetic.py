@@ -1,0 +1,276 @@
+import hashlib
+import itertools
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tandemrl.data.rows import DataError
+from tandemrl.tasks.generated import synthetic
+from tandemrl.tasks.generated.synthetic import (
+    DEFAULT_COUNTS,
+    GAIN_VERBS,
+    LOSS_VERBS,
+    MAX_VALUE,
+    PAIRS,
+    examples,
+    generate,
+    jargon_solution,
+    number_space,
+    repairs,
+    slips,
+    solution,
+    split_of,
+    tell,
+    uses_jargon,
+)
+
+LINE = re.compile(r"(First|Next|Then|Last) (\d+) (plus|minus) (\d+) (is|makes|about) (\d+)\.")
+
+
+def read_question(question):
+    """The numbers of a problem from its words alone."""
+    story, ask = question.split(". ")
+    assert ask == "How many?"
+    has, *events = story.split(", ")
+    start = int(has.split()[2])
+    sign = dict.fromkeys(GAIN_VERBS, 1) | dict.fromkeys(LOSS_VERBS, -1)
+    return start, tuple(sign[verb] * int(size) for verb, size in map(str.split, events))
+
+
+def read_steps(text):
+    """(value, change, word, result) of each line, and the boxed number."""
+    *lines, last = text.split("\n\n")
+    steps = []
+    for line in lines:
+        _, value, sign, size, word, result = LINE.fullmatch(line).groups()
+        steps.append((int(value), int(size) * (1 if sign == "plus" else -1), word, int(result)))
+    return steps, int(re.fullmatch(r"\\boxed\{(\d+)\}", last).group(1))
+
+
+def test_splits_are_disjoint_by_numbers_whatever_the_seed():
+    def contents(split):
+        return {
+            read_question(row.messages[0]["content"]) for seed in (0, 1) for row in generate("plain", split, None, seed)
+        }
+
+    assert not contents("train") & contents("heldout")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_pair_has_the_same_held_out_problems(pair):
+    heldout = set(number_space("heldout"))
+    assert {read_question(row.messages[0]["content"]) for row in generate(pair, "heldout", 256, 0)} <= heldout
+    trained_on = {problem.numbers for problem, _ in itertools.islice(examples(pair, 0), 1000)}
+    assert not trained_on & heldout
+
+
+def test_number_space_is_every_problem_in_range_once():
+    spaces = {split: set(number_space(split)) for split in ("train", "heldout")}
+    changes = [*range(-6, 0), *range(1, 7)]
+    brute = set()
+    for start, *deltas in itertools.product(range(13), *[changes] * 4):
+        values = [start + sum(deltas[:k]) for k in range(5)]
+        if min(values) >= 0 and max(values) <= 12:
+            brute.add((start, tuple(deltas)))
+    assert spaces["train"] | spaces["heldout"] == brute
+    assert len(number_space("train")) + len(number_space("heldout")) == len(brute) > 80_000
+    assert len(spaces["heldout"]) / len(brute) == pytest.approx(1 / 8, abs=0.005)
+
+
+def test_split_of_is_stable_across_versions():
+    small = {(start, deltas) for start, deltas in number_space("heldout") if start == 0 and max(deltas) <= 1}
+    assert small == {(0, (1, 1, -1, 1))}
+
+
+def test_rows_are_deterministic_and_seeded():
+    rows = generate("plain", "train", 50, 3)
+    assert rows == generate("plain", "train", 50, 3)
+    assert rows != generate("plain", "train", 50, 4)
+    assert len({row.example_id for row in rows}) == 50
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_rows(split):
+    rows = generate("plain", split, None, 0)
+    assert len(rows) == DEFAULT_COUNTS[split]
+    contents = [read_question(row.messages[0]["content"]) for row in rows]
+    assert len(set(contents)) == len(rows)
+    for row, (start, deltas) in zip(rows, contents, strict=True):
+        assert row.data_source == "synthetic/plain"
+        assert [message["role"] for message in row.messages] == ["user"]
+        assert row.ground_truth == str(start + sum(deltas))
+        assert row.extra_info["start"] == start
+        assert tuple(row.extra_info["deltas"]) == deltas
+        assert row.extra_info["split"] == split
+
+
+@pytest.mark.parametrize(
+    ("pair", "split", "count", "message"),
+    [
+        ("martian", "train", 4, "unknown synthetic pair 'martian'; known: plain, jargon, jargon_two"),
+        ("plain", "test", 4, "unknown split 'test'; known: train, heldout"),
+        ("plain", "heldout", 1_000_000, "distinct problems; asked for 1000000"),
+        ("plain", "heldout", 0, "asked for 0"),
+    ],
+)
+def test_errors_name_what_is_known(pair, split, count, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        generate(pair, split, count, 0)
+
+
+def test_examples_are_of_the_train_split_and_deterministic():
+    first = list(itertools.islice(examples("plain", 0), 300))
+    assert first == list(itertools.islice(examples("plain", 0), 300))
+    assert first != list(itertools.islice(examples("plain", 1), 300))
+    assert {split_of(problem.numbers) for problem, _ in first} == {"train"}
+
+
+def test_solutions_carry_their_errors_forward_within_range():
+    for problem, text in itertools.islice(examples("plain", 1), 2000):
+        steps, boxed = read_steps(text)
+        assert tuple(change for _, change, _, _ in steps) == problem.numbers.deltas
+        values = [problem.numbers.start, *(result for *_, result in steps)]
+        assert values[:-1] == [value for value, *_ in steps]
+        assert values[-1] == boxed
+        assert all(0 <= value <= MAX_VALUE for value in values)
+        assert all(abs(result - value - change) <= 2 for value, change, _, result in steps)
+
+
+def test_sloppiness_is_in_the_steps_that_say_about():
+    steps = [step for _, text in itertools.islice(examples("plain", 2), 4000) for step in read_steps(text)[0]]
+    wrong = {True: [], False: []}
+    for value, change, word, result in steps:
+        wrong[word == "about"].append(value + change != result)
+    # Four standard deviations of 16,000 steps; a slip that finds no room is left out, which costs under a hundredth.
+    assert len(wrong[True]) / len(steps) == pytest.approx(0.30, abs=0.015)
+    assert sum(wrong[True]) / len(wrong[True]) == pytest.approx(0.60, abs=0.031)
+    assert sum(wrong[False]) / len(wrong[False]) == pytest.approx(0.03, abs=0.008)
+
+
+def test_solution_without_sloppiness_is_right():
+    rng = random.Random(0)
+    for numbers in number_space("heldout")[:200]:
+        text = solution(tell(numbers, rng), rng, about_error=0.0, plain_error=0.0)
+        assert read_steps(text)[1] == numbers.start + sum(numbers.deltas)
+
+
+def read_jargon(text):
+    """(value, change, result) of each line and the boxed number."""
+    *lines, last = text.split("\n\n")
+    number = synthetic.JARGON_NUMBERS.index
+    steps = []
+    for line, opener in zip(lines, synthetic.JARGON_OPENERS, strict=True):
+        said, value, verb, size, makes, result = line.removesuffix(".").split()
+        assert (said, makes) == (opener, "rho")
+        steps.append((number(value), number(size) * {"yab": 1, "nud": -1}[verb], number(result)))
+    return steps, int(re.fullmatch(r"\\boxed\{(\d+)\}", last).group(1))
+
+
+def test_jargon_says_the_same_steps_with_fewer_errors():
+    rng, wrong = random.Random(0), []
+    for numbers in number_space("train")[::20]:
+        steps, boxed = read_jargon(jargon_solution(tell(numbers, rng), rng))
+        assert tuple(change for _, change, _ in steps) == numbers.deltas
+        values = [numbers.start, *(result for *_, result in steps)]
+        assert values[:-1] == [value for value, *_ in steps]
+        assert values[-1] == boxed
+        wrong += [value + change != result for value, change, result in steps]
+    assert sum(wrong) / len(wrong) == pytest.approx(0.01, abs=0.0033)  # four standard deviations of 15,200 steps
+
+
+def test_jargon_words_are_none_of_the_plain_ones():
+    plain = {
+        word.lower()
+        for problem, text in itertools.islice(examples("jargon", 0), 2000)
+        for word in re.findall("[A-Za-z]+", f"{problem.question} {text}")
+    }
+    assert not plain & {word.lower() for word in synthetic.JARGON}
+    assert len(synthetic.JARGON_NUMBERS) == MAX_VALUE + 1
+    assert len(synthetic.JARGON) == MAX_VALUE + 1 + 4 + 3
+
+
+def test_uses_jargon_tells_a_jargon_solution_by_a_single_word():
+    mixed = [text for _, text in itertools.islice(examples("jargon", 0, stage="senior"), 4000)]
+    assert sum(map(uses_jargon, mixed)) / len(mixed) == pytest.approx(0.6, abs=0.031)
+    for text in mixed:
+        assert uses_jargon(text) != bool(LINE.match(text))
+    assert not any(uses_jargon(text) for _, text in itertools.islice(examples("repair", 0), 500))
+    assert uses_jargon("First 3 plus 1 is dor.")
+    assert not uses_jargon("First 3 plus 1 is dors.")
+    assert not uses_jargon("")
+
+
+@pytest.mark.parametrize("pair", ["plain", "repair"])
+def test_a_stage_that_a_pair_does_not_have(pair):
+    with pytest.raises(DataError, match=f"'{pair}' has no senior stage"):
+        next(examples(pair, 0, stage="senior"))
+
+
+CHECKED_LINE = re.compile(r"(\d+) (plus|minus) (\d+) (is|makes|about) (\d+) (first|next|then|last)\.")
+
+
+def test_a_check_line_says_again_what_its_step_comes_to():
+    checked, corrected = {True: [], False: []}, []
+    for problem, text in itertools.islice(examples("repair", 0), 4000):
+        *lines, last = text.split("\n\n")
+        value, changes = problem.numbers.start, []
+        right = result = None
+        written = wrong = mended = 0
+        for line, following in zip(lines, [*lines[1:], last], strict=True):
+            if line.startswith("Check "):
+                value = int(line.removeprefix("Check ").removesuffix("."))
+                corrected.append(value == right)
+                written += 1
+                mended += value == right != result
+                continue
+            before, sign, size, _, result, _ = CHECKED_LINE.fullmatch(line).groups()
+            assert int(before) == value  # the next step goes on from the corrected value
+            changes.append(int(size) * (1 if sign == "plus" else -1))
+            right, value = value + changes[-1], (result := int(result))
+            wrong += value != right
+            checked[value == right].append(following.startswith("Check "))
+        assert tuple(changes) == problem.numbers.deltas
+        assert last == f"\\boxed{{{value}}}"
+        assert repairs(text) == written
+        assert len(slips(text)) == wrong
+        assert sum(slip.repaired for slip in slips(text)) == mended
+    # Four standard deviations of 3,200 wrong and 12,800 right steps, and of 860 checks.
+    assert sum(checked[False]) / len(checked[False]) == pytest.approx(0.15, abs=0.026)
+    assert sum(checked[True]) / len(checked[True]) == pytest.approx(0.03, abs=0.008)
+    assert sum(corrected) / len(corrected) == pytest.approx(0.97, abs=0.024)
+
+
+def test_plain_and_jargon_solutions_hold_no_repairs():
+    texts = [text for _, text in itertools.islice(examples("jargon", 0, stage="senior"), 300)]
+    assert sum(map(repairs, texts)) == 0
+    assert repairs("Check 8.\n\n8 minus 2 is 6 next.\n\nCheck 7.\n\nUnCheck 7. Check 7.") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("First 5 plus 3 is 8.\n\nNext 8 minus 2 about 7.\n\n\\boxed{7}", [(1, False)]),
+        ("5 plus 3 makes 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\nCheck 7.", [(0, True), (2, False)]),
+        ("5 plus 3 makes 9 first.\n\n9 minus 2 is 7 next.\n\nCheck 8.", [(0, False)]),
+        ("Blorp vam yab ble rho gor.\n\n\\boxed{9}", []),
+        ("5 plus", []),
+        ("", []),
+    ],
+)
+def test_slips(text, expected):
+    assert slips(text) == expected
+
+
+def test_the_plain_text_is_what_cached_pairs_learned_from():
+    """tiny's manifest carries this hash: with another one, every plain pair that was ever built is stale."""
+    sample = repr(list(itertools.islice(examples("plain", 0), 64)))
+    digest = hashlib.sha256(sample.encode()).hexdigest()
+    assert digest == "06f8c29005c1ad9be33c394ac38b3c60283de50abf38d4a634c89e68e089f33e"
+
+
+def test_importing_it_needs_no_torch():
+    code = "import sys, tandemrl.tasks.generated.synthetic; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

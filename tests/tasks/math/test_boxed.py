@@ -1,0 +1,217 @@
+import hashlib
+import json
+import sys
+import types
+
+import pytest
+
+from tandemrl.config import RewardConfig, load
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.tasks.math.rows import BENCHMARK_ROWS, BOXED_SUFFIX, build_benchmark, build_deepscaler
+
+
+def jsonl(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def problems(count, start=0):
+    return [{"problem": f"Problem {i}?", "answer": str(i)} for i in range(start, start + count)]
+
+
+def questions(count):
+    return [{"id": i, "question": f"Question {i}?", "answer": i} for i in range(count)]
+
+
+AMC24 = [{"problem": f"B {i}?", "answer": str(i), "exam": f"2024 AMC 12{'AB'[i % 2]}"} for i in range(45)]
+AMC24_UNGRADED = [
+    {"problem": "?", "answer": answer, "exam": "2024 AMC 12A"}
+    for answer in (r"(0, \frac{1}{2})", r"[\frac{3}{4}, \frac{7}{8}]", r"\frac{\pi}{2} - 2\alpha", "D")
+]
+AMC25_UNGRADED = [{"question": "?", "answer": answer} for answer in ("4{:}30", "k")]
+COPIES = {
+    "aime24": [{"problem": f"P{i}?", "solution": rf"It is \boxed{{{i:03}}}, not \boxed{{9}}"} for i in range(30)],
+    "aime25": problems(30),
+    "aime_2026": problems(30),
+    "amc23": questions(40),
+    "2024_AMC12": AMC24_UNGRADED[:1] + AMC24 + AMC24_UNGRADED[1:],
+    "amc12-2025-non-figure": questions(20) + AMC25_UNGRADED + questions(16),
+    "MATH-500": problems(500),
+    "minervamath": questions(272),
+    "olympiad": [
+        {"problem": f"P{i}?", "reward_model": {"ground_truth": str(i), "style": "rule"}, "prompt": None}
+        for i in range(581)
+    ],
+}
+
+
+@pytest.fixture
+def copies(tmp_path):
+    folder = tmp_path / "copies"
+    for name, records in COPIES.items():
+        jsonl(folder / f"{name}.jsonl", records)
+    return folder
+
+
+# ---- DeepScaleR ----------------------------------------------------------------------------------------------------
+
+
+def test_deepscaler_has_the_published_counts_and_split(tmp_path):
+    records = problems(40_309)
+    records[5:5] = [{"problem": "?", "answer": ""}, {"problem": "?", "answer": None}]
+    source = tmp_path / "deepscaler.json"
+    source.write_text(json.dumps(records))
+    manifest = build_deepscaler(source, tmp_path / "out")
+    assert {name: split["rows"] for name, split in manifest["splits"].items()} == {"train": 39_309, "heldout": 1000}
+    assert manifest["dropped"] == {"no answer": 2}
+    assert manifest["shared_prompts"] == {}
+    assert manifest["source_sha256"] == {str(source): hashlib.sha256(source.read_bytes()).hexdigest()}
+
+    held, train = (load_rows([str(tmp_path / "out" / f"{name}.parquet")]) for name in ("heldout", "train"))
+    positions = [row.extra_info["index"] for row in held]
+    # pandas 3.1.1: pd.DataFrame(index=range(40309)).sample(n=1000, random_state=0).index
+    assert positions[:8] == [31695, 393, 3110, 34805, 16940, 271, 28459, 22421]
+    assert (positions[-3:], sum(positions)) == ([18927, 2800, 14747], 20_242_157)
+    assert sorted([*positions, *(row.extra_info["index"] for row in train)]) == list(range(40_309))
+    assert all(row.ground_truth == str(row.extra_info["index"]) for row in held)  # the position after the drops
+    assert {row.data_source for row in held + train} == {"deepscaler"}
+    assert held[0].messages == ({"role": "user", "content": f"Problem 31695?{BOXED_SUFFIX}"},)
+
+
+def test_deepscaler_refuses_another_revision(tmp_path):
+    source = jsonl(tmp_path / "train.jsonl", problems(30))
+    with pytest.raises(DataError, match=r"30 rows, expected 40309; .*--expect-rows 0"):
+        build_deepscaler(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    splits = build_deepscaler(source, tmp_path / "out", expect_rows=0)["splits"]
+    assert (splits["train"]["rows"], splits["heldout"]["rows"]) == (27, 3)
+    jsonl(source, [*problems(3), {"answer": "3"}])
+    with pytest.raises(DataError, match=r"train\.jsonl, line 4, field 'problem'"):
+        build_deepscaler(source, tmp_path / "other", expect_rows=0)
+
+
+@pytest.mark.parametrize("name", ["deepscaler_tandem", "deepscaler_grpo"])
+def test_the_configs_ask_with_the_same_words_and_not_twice(name):
+    assert load(name).data.prompt_suffix == BOXED_SUFFIX  # encode_prompts leaves a prompt that ends with it alone
+
+
+# ---- evaluation sets -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BENCHMARK_ROWS)
+def test_every_evaluation_set_has_the_published_count_and_is_gradable(name, copies, tmp_path):
+    manifest = build_benchmark(name, copies, tmp_path / "out", alone=False)
+    assert manifest["splits"]["test"]["rows"] == BENCHMARK_ROWS[name]
+    rows = load_rows([str(tmp_path / "out" / name / "test.parquet")])
+    assert {row.data_source for row in rows} == {name}
+    assert [row.extra_info["index"] for row in rows] == list(range(BENCHMARK_ROWS[name]))
+    assert all(row.messages[0]["content"].endswith(BOXED_SUFFIX) for row in rows)
+    with Scorer(RewardConfig()) as scorer:
+        assert scorer.score([(rows[0], rf"\boxed{{{rows[0].ground_truth}}}")])[0].value == 1.0
+
+
+def test_aime24_takes_the_first_box_of_the_solution(copies, tmp_path):
+    build_benchmark("aime24", copies / "aime24.jsonl", tmp_path)
+    assert [row.ground_truth for row in load_rows([str(tmp_path / "aime24" / "test.parquet")])][:3] == [
+        "000",
+        "001",
+        "002",
+    ]
+    jsonl(copies / "aime24.jsonl", [*COPIES["aime24"][:29], {"problem": "p", "solution": r"It is \fbox{7}."}])
+    with pytest.raises(DataError, match=r"aime24\.jsonl, line 30, field 'solution': no \\boxed"):
+        build_benchmark("aime24", copies, tmp_path)
+
+
+def test_amc_leaves_out_six_answers_and_names_its_parts(copies, tmp_path):
+    manifest = build_benchmark("amc23_25", copies, tmp_path)
+    assert manifest["dropped"] == {record["answer"]: 1 for record in AMC24_UNGRADED + AMC25_UNGRADED}
+    assert len(manifest["source_sha256"]) == 3
+    rows = load_rows([str(tmp_path / "amc23_25" / "test.parquet")])
+    subsets = [row.extra_info["subset"] for row in rows]
+    assert {subset: subsets.count(subset) for subset in subsets} == {
+        "amc23": 40,
+        "amc24_12A": 23,
+        "amc24_12B": 22,
+        "amc25": 36,
+    }
+    assert not {row.ground_truth for row in rows} & {record["answer"] for record in AMC24_UNGRADED + AMC25_UNGRADED}
+
+
+def test_amc_of_2024_may_lack_the_exam(copies, tmp_path):
+    records = [{k: v for k, v in record.items() if k != "exam"} for record in COPIES["2024_AMC12"]]
+    jsonl(copies / "2024_AMC12.jsonl", records)
+    build_benchmark("amc23_25", copies, tmp_path)
+    rows = load_rows([str(tmp_path / "amc23_25" / "test.parquet")])
+    assert [row.extra_info["subset"] for row in rows].count("amc24") == 45
+
+
+def test_amc_without_the_answers_to_leave_out_is_another_revision(copies, tmp_path):
+    jsonl(copies / "amc12-2025-non-figure.jsonl", [*questions(36), *AMC25_UNGRADED[:1]])
+    with pytest.raises(DataError, match="no row has the answer 'k', which is to be left out"):
+        build_benchmark("amc23_25", copies, tmp_path / "out")
+    assert build_benchmark("amc23_25", copies, tmp_path / "out", expect_rows=0)["splits"]["test"]["rows"] == 121
+
+
+def test_the_answer_k_is_left_out_of_2025_only(copies, tmp_path):
+    jsonl(copies / "amc23.jsonl", [*questions(39), {"question": "?", "answer": "k"}])
+    assert build_benchmark("amc23_25", copies, tmp_path)["dropped"]["k"] == 1
+
+
+@pytest.mark.parametrize("name", BENCHMARK_ROWS)
+def test_one_row_less_is_refused(name, copies, tmp_path):
+    last = {"aime26": "aime_2026", "amc23_25": "amc23", "math500": "MATH-500", "minerva": "minervamath"}.get(name, name)
+    jsonl(copies / f"{last}.jsonl", COPIES[last][1:])
+    with pytest.raises(DataError, match=f"{name}: {BENCHMARK_ROWS[name] - 1} rows, expected {BENCHMARK_ROWS[name]}"):
+        build_benchmark(name, copies, tmp_path / "out", alone=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_olympiad_from_the_published_file_gets_the_instruction_of_the_others(tmp_path):
+    theirs = " Solve the following math problem step by step. Put it in a box."
+    record = {
+        "data_source": "olympiad",
+        "prompt": [{"role": "user", "content": f"How many?{theirs}"}],
+        "reward_model": {"style": "rule", "ground_truth": "12"},
+    }
+    file = jsonl(tmp_path / "test.jsonl", [record])
+    build_benchmark("olympiad", file, tmp_path, expect_rows=0)
+    (row,) = load_rows([str(tmp_path / "olympiad" / "test.parquet")])
+    assert row.messages[0]["content"] == f"How many?{BOXED_SUFFIX}"
+    assert row.ground_truth == "12"
+    record["prompt"][0]["content"] = "How many?"
+    with pytest.raises(DataError, match=r"test\.jsonl, line 1: expected a field 'problem', or a prompt that goes on"):
+        build_benchmark("olympiad", jsonl(file, [record]), tmp_path, expect_rows=0)
+
+
+def test_olympiad_is_not_on_the_hub(tmp_path):
+    with pytest.raises(DataError, match="no public data set has its 581 problems"):
+        build_benchmark("olympiad", None, tmp_path)
+    with pytest.raises(DataError, match="unknown evaluation set 'aime23'; known: aime24, "):
+        build_benchmark("aime23", None, tmp_path)
+
+
+def test_the_hub_is_asked_for_the_published_repositories(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(repo, config, *, split):
+        asked.append((repo, split))
+        records = COPIES[repo.rpartition("/")[2]]
+        return {"train": records} if split is None else records
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for name in BENCHMARK_ROWS:
+        if name != "olympiad":
+            assert build_benchmark(name, None, tmp_path)["splits"]["test"]["rows"] == BENCHMARK_ROWS[name]
+    assert asked == [
+        ("math-ai/aime24", "test"),
+        ("math-ai/aime25", "test"),
+        ("MathArena/aime_2026", None),
+        ("math-ai/amc23", "test"),
+        ("rawsh/2024_AMC12", None),
+        ("sonthenguyen/amc12-2025-non-figure", None),
+        ("HuggingFaceH4/MATH-500", "test"),
+        ("math-ai/minervamath", "test"),
+    ]

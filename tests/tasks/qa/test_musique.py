@@ -1,0 +1,114 @@
+"""MuSiQue as rows: what becomes of questions, paragraphs and answers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandemrl.data import sources
+from tandemrl.data.documents import documents_of, hops, supporting_ids
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.rewards.math.answers import targets
+from tandemrl.tasks.qa.rows import MUSIQUE_ROWS, build_musique, plain_quotes
+
+
+def question(number: int, supports: int = 2, **changes: Any) -> dict[str, Any]:
+    texts = [
+        {
+            "idx": i,
+            "title": f"T{i}",
+            "paragraph_text": f"``quoted'' {i}",
+            "is_supporting": i % 5 == 3 and i // 5 < supports,
+        }
+        for i in range(20)
+    ]
+    record = {"id": f"{supports}hop__{number}", "question": f"Who is {number}?", "answer": "two", "answerable": True}
+    return record | {"answer_aliases": ["2", "a pair"], "paragraphs": texts} | changes
+
+
+def write(folder: Path, names: Mapping[str, list[dict[str, Any]]]) -> Path:
+    folder.mkdir()
+    for name, records in names.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "names", [("train.jsonl", "validation.jsonl"), ("musique_ans_v1.0_train.jsonl", "musique_ans_v1.0_dev.jsonl")]
+)
+def test_rows(tmp_path: Path, names: tuple[str, str]) -> None:
+    train = [question(0, 4), question(1, 2), question(2, 3, answer_aliases=[])]
+    source = write(tmp_path / "raw", dict(zip(names, (train, [question(3)]), strict=True)))
+    manifest = build_musique(source, tmp_path / "out", expect_rows=0)
+    assert {split: entry["rows"] for split, entry in manifest["splits"].items()} == {"train": 3, "validation": 1}
+    rows = load_rows([str(tmp_path / "out" / "train.parquet")])
+    assert [row.example_id for row in rows] == [f"musique/train/{i}" for i in range(3)]  # in the published order
+    assert [hops(row) for row in rows] == [4, 2, 3]
+    assert [targets(row) for row in rows] == [["two", "2", "a pair"]] * 2 + [["two"]]
+    assert rows[0].messages == ({"role": "user", "content": "Who is 0?"},)
+    assert rows[1].data_source == "musique"
+    assert (rows[1].extra_info["id"], rows[1].extra_info["answerable"]) == ("2hop__1", True)
+    assert supporting_ids(rows[0]) == ["3", "8", "13", "18"]
+    assert documents_of(rows[0])[3] == ("3", "T3", '# T3\n"quoted" 3', True)
+    assert len(documents_of(rows[0])) == 20
+
+
+def test_noise_is_left_out_by_seed(tmp_path: Path) -> None:
+    names = {"train.jsonl": [question(i) for i in range(100)], "validation.jsonl": [question(0)]}
+    source = write(tmp_path / "raw", names)
+    kept = {}
+    for name, rate, seed in (("one", 0.25, 1), ("same", 0.25, 1), ("other", 0.25, 2), ("none", 0.0, 1)):
+        manifest = build_musique(source, tmp_path / name, noise_rate=rate, seed=seed, expect_rows=0)
+        rows = load_rows([str(tmp_path / name / "train.parquet")])
+        assert all(supporting_ids(row) == ["3", "8"] for row in rows)
+        kept[name] = [[document.id for document in documents_of(row)] for row in rows]
+        left_out = sum(20 - len(documents_of(row)) for row in rows)
+        [validation] = load_rows([str(tmp_path / name / "validation.parquet")])
+        assert manifest["dropped"]["paragraphs"] == left_out + 20 - len(documents_of(validation))
+    assert kept["one"] == kept["same"] != kept["other"]
+    assert kept["none"] == [["3", "8"]] * 100
+    noise = sum(len(ids) - 2 for ids in kept["one"])  # binomial(1800, 0.25): 450 with a deviation of 18
+    assert 450 - 90 < noise < 450 + 90
+
+
+def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_hub(repo: str, config: str, split: str, *, where: str) -> list[dict[str, Any]]:
+        asked.append((repo, config, split))
+        return [question(0)]
+
+    monkeypatch.setattr(sources, "load_hub", load_hub)
+    with pytest.raises(DataError, match=r"bdsaglam/musique: 1 rows, expected 19938"):
+        build_musique(None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    build_musique(None, tmp_path / "out", expect_rows=0)
+    assert asked[1:] == [("bdsaglam/musique", "answerable", split) for split in MUSIQUE_ROWS]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paragraphs": []}, r"line 1, field 'paragraphs': expected a list of paragraphs, found \[\]"),
+        ({"paragraphs": [7]}, r"field 'paragraphs\[0\]': expected an object, found 7"),
+        (
+            {"paragraphs": [{"idx": 0, "title": "T"}]},
+            r"paragraphs\[0\]', field 'paragraph_text' \(or 'body'\): expected a string, found None",
+        ),
+        ({"paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "x"}]}, "no paragraph is supporting"),
+        ({"answer_aliases": "2"}, r"field 'answer_aliases': expected strings"),
+        ({"answer": None}, r"field 'answer': expected a string, found None"),
+    ],
+)
+def test_what_is_no_question_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    source = write(tmp_path / "raw", {"train.jsonl": [question(0, **changes)], "validation.jsonl": [question(0)]})
+    with pytest.raises(DataError, match=message):
+        build_musique(source, tmp_path / "out", expect_rows=0)
+
+
+def test_quotation_marks() -> None:
+    assert plain_quotes("``a'' and ``b\nc'', it's") == '"a" and "b\nc", it\'s'
+    assert plain_quotes("rock ''n'' roll ``x") == "rock n roll x"

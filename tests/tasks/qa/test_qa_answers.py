@@ -1,0 +1,173 @@
+"""Answers to questions: SQuAD's exact match and F1, MuSiQue's official scores, held against the rules spelt out."""
+
+import random
+import re
+from collections import defaultdict
+
+import pytest
+
+from tandemrl.tasks.qa.answers import Judged, exact_match, f1, official_scores, set_f1, with_figures
+
+WORDS = [
+    "the",
+    "The",
+    "a",
+    "An",
+    "another",
+    "Paris",
+    "paris",
+    "New-York",
+    "1912",
+    "1,912",
+    "U.S.",
+    "of",
+    "café",
+    "...",
+    "'s",
+]
+GAPS = [" ", "  ", "\t", ", ", "-", ""]
+
+
+# The rules of the official script, written out: no code of the library.
+
+
+def rule_tokens(text: str) -> list[str]:
+    """Lower case; drop ASCII punctuation; drop the words a, an, the; split at white space."""
+    kept = "".join(char for char in text.lower() if char not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+    words = re.split(r"(\w+)", kept)  # words at odd places, as \b sees them
+    words[1::2] = [" " if word in ("a", "an", "the") else word for word in words[1::2]]
+    return "".join(words).split()
+
+
+def rule_f1(answer: str, reference: str) -> float:
+    ours, theirs = rule_tokens(answer), rule_tokens(reference)
+    if not ours or not theirs:
+        return 1.0 if ours == theirs else 0.0
+    left, common = list(theirs), 0
+    for token in ours:
+        if token in left:
+            left.remove(token)
+            common += 1
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(ours), common / len(theirs)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rule_em(answer: str, reference: str) -> float:
+    return 1.0 if " ".join(rule_tokens(answer)) == " ".join(rule_tokens(reference)) else 0.0
+
+
+def rule_support(predicted: set[str], gold: set[str]) -> float:
+    hits = sum(1 for each in predicted if each in gold)
+    misses, extra = len(gold) - hits, len(predicted) - hits
+    precision = hits / (hits + extra) if hits + extra else 0.0
+    recall = hits / (hits + misses) if hits + misses else 0.0
+    found = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+    return 1.0 if not predicted and not gold else found
+
+
+def rule_scores(questions: list[Judged]) -> dict[str, float]:
+    answers, exact, supports, groups = [], [], [], defaultdict(list)
+    for each in questions:
+        answer = max(rule_f1(each.predicted_answer or "", reference) for reference in each.references)
+        support = rule_support(set(each.predicted_supports), set(each.supports))
+        if each.answerable:
+            answers.append(answer)
+            supports.append(support)
+            exact.append(max(rule_em(each.predicted_answer or "", reference) for reference in each.references))
+        groups[each.id].append((each.answerable, each.predicted_answerable == each.answerable, answer, support))
+    scores = {"answer_f1": answers, "answer_em": exact, "support_f1": supports}
+    if any(not each.answerable for each in questions):
+        both = [(all(ok for _, ok, *_ in pair), next(one for one in pair if one[0])) for pair in groups.values()]
+        scores["group_answer_sufficiency_f1"] = [one[2] if ok else 0.0 for ok, one in both]
+        scores["group_support_sufficiency_f1"] = [one[3] if ok else 0.0 for ok, one in both]
+    return {name: round(sum(values) / len(values), 3) for name, values in scores.items()}
+
+
+def phrase(draw: random.Random) -> str:
+    return "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(draw.choice([0, 1, 1, 2, 3, 5])))
+
+
+def judged(draw: random.Random, name: str, answerable: bool) -> Judged:
+    references = [phrase(draw) for _ in range(draw.choice([1, 1, 2, 4]))]
+    supports = set(draw.sample("012345", draw.choice([0, 2, 3])))
+    return Judged(
+        name,
+        references,
+        supports,
+        answerable,
+        draw.choice([*references, phrase(draw), phrase(draw).upper(), "", None]),
+        draw.choice([supports, set(draw.sample("012345", draw.choice([0, 1, 4])))]),
+        draw.random() < 0.7 if answerable else draw.random() < 0.3,
+    )
+
+
+def test_exact_match_and_f1_follow_the_official_rules() -> None:
+    draw = random.Random(0)
+    seen = {"equal": 0, "some": 0, "none": 0}
+    for _ in range(2000):
+        references = [phrase(draw) for _ in range(draw.choice([1, 2, 3]))]
+        reference = draw.choice(references)
+        answer = draw.choice([phrase(draw), reference, reference.upper() + ".", f"{reference} {phrase(draw)}"])
+        expected = max(rule_f1(answer, reference) for reference in references)
+        assert f1(answer, references) == pytest.approx(expected, abs=1e-12), (answer, references)
+        assert exact_match(answer, references) == max(rule_em(answer, reference) for reference in references)
+        seen["equal" if expected == 1 else "some" if expected else "none"] += 1
+    assert min(seen.values()) > 150
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_official_scores_follow_the_official_rules(full: bool) -> None:
+    """300 files each: pairs of an answerable and an unanswerable question in any order, or answerable ones only."""
+    draw = random.Random(full)
+    for _ in range(300):
+        names = [f"2hop__{i}" for i in range(draw.randint(1, 12))]
+        questions = [
+            judged(draw, name, answerable) for name in names for answerable in ([True, False] if full else [True])
+        ]
+        draw.shuffle(questions)
+        assert official_scores(questions) == pytest.approx(rule_scores(questions), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "references", "em", "expected"),
+    [
+        ("The Eiffel Tower!", ["eiffel tower"], 1, 1),
+        ("Eiffel", ["the Eiffel Tower"], 0, 2 / 3),
+        ("", ["the"], 1, 1),  # both sides are empty in their normal form
+        ("", ["Paris"], 0, 0),
+        ("Paris", ["", "a"], 0, 0),
+        ("an apple an apple", ["apple"], 0, 2 / 3),
+        (None, [""], 0, 0),
+        ("anything", [], 0, 0),
+    ],
+)
+def test_answers_by_hand(answer: str | None, references: list[str], em: int, expected: float) -> None:
+    assert exact_match(answer, references) == em
+    assert f1(answer, references) == pytest.approx(expected)
+
+
+def test_numbers_and_ordinals_may_be_in_figures() -> None:
+    assert with_figures(["Ten", "The Second World War"]) == ["Ten", "The Second World War", "10", "the 2nd world war"]
+    assert with_figures(["ten men", "Secondary school"]) == [
+        "ten men",
+        "Secondary school",
+        "secondary school",  # not "2ndary"
+    ]
+    assert exact_match("2nd", with_figures(["second"])) == 1
+    assert exact_match("2nd", ["second"]) == 0
+
+
+def test_a_pair_that_is_none_is_refused() -> None:
+    question = Judged("q", ["x"], {"1"}, True, "x", {"1"}, True)
+    with pytest.raises(ValueError, match="r: MuSiQue-Full has every question twice"):
+        official_scores([question, question._replace(answerable=False), question._replace(id="r")])
+    with pytest.raises(ValueError, match="at least one answerable"):
+        official_scores([question._replace(answerable=False)])
+
+
+def test_sets() -> None:
+    assert set_f1(["1", "1", "2"], ["2", "3"]) == 0.5
+    assert set_f1([], []) == 1
+    assert set_f1([], ["1"]) == 0

@@ -1,0 +1,280 @@
+"""The HTTP judge against a real server: what it sends, how patient it is, and that nothing becomes a silent reply."""
+
+import gzip
+import threading
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fake_judge import FakeJudge, Reply, completion
+from tandemrl.config import JudgeConfig
+from tandemrl.processes.http import MAX_REPLY_BYTES
+from tandemrl.tasks.rubric.http import HttpJudge
+from tandemrl.tasks.rubric.judge import JudgeError
+
+GZIP = (("content-encoding", "gzip"),)
+QUICK = JudgeConfig(retries=2, backoff_s=0.01, timeout_s=5.0, concurrency=4)
+
+
+def packed(content: bytes) -> bytes:
+    """Without the time of day, which would make the names of tests differ between processes."""
+    return gzip.compress(content, mtime=0)
+
+
+def ask(judge: FakeJudge, prompts: list[str], **changes: object) -> list[str]:
+    engine = HttpJudge(replace(QUICK, url=judge.url, **changes))
+    return engine.ask([[{"role": "user", "content": prompt}] for prompt in prompts])
+
+
+def failing(times: int, problem: Reply) -> Callable[[str, int], str | Reply]:
+    """Every prompt fails so often before it is answered."""
+    seen: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def answer(prompt: str, _: int) -> str | Reply:
+        with lock:
+            seen[prompt] = seen.get(prompt, 0) + 1
+            return f"re: {prompt}" if seen[prompt] > times else problem
+
+    return answer
+
+
+def test_replies_come_in_the_order_of_the_prompts_and_no_more_at_once_than_allowed() -> None:
+    def slowest_first(prompt: str, _: int) -> str:
+        time.sleep(0.2 / (1 + int(prompt)))
+        return f"re: {prompt}"
+
+    with FakeJudge(slowest_first) as judge:
+        assert ask(judge, [str(i) for i in range(24)]) == [f"re: {i}" for i in range(24)]
+        assert judge.most_at_once == 4
+        assert ask(judge, ["3"], concurrency=1) == ["re: 3"]
+        assert len(judge.bodies) == 25
+
+
+def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "s3cret")
+    with FakeJudge(lambda prompt, _: "ok", models=("first", "second")) as judge:
+        engine = HttpJudge(replace(QUICK, url=judge.url + "/", max_tokens=7, api_key_env="A_KEY"))
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        engine.ask([messages])
+        engine.ask([messages], attempt=2)
+    common = {"model": "first", "messages": messages, "max_completion_tokens": 7, "top_p": 1.0}
+    assert judge.bodies == [common | {"temperature": 0.0}, common | {"temperature": 0.3, "seed": 2}]
+    assert judge.authorizations == ["Bearer s3cret"] * 2
+
+
+def test_no_prompts_no_requests() -> None:
+    with FakeJudge(lambda prompt, _: "ok") as judge:
+        assert ask(judge, []) == []
+        assert judge.bodies == []
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Reply(429, b"slow down"),
+        Reply(500, b"oops"),
+        Reply(503, b"loading"),
+        Reply(408, b""),
+        Reply(200, b"<html>a proxy's page</html>"),
+        Reply(200, b"{}"),
+        Reply(200, b'{"choices": []}'),
+        Reply(200, b'{"choices": [{"message": {"content": 7}}]}'),
+        Reply(200, b"null"),
+        Reply(200, b"\xff\xfe"),
+        Reply(200, b"[" * 200_000),
+        Reply(200, b'{"choices": ' * 100_000),
+        Reply(200, b"9" * 100_000),  # more digits than Python reads
+        Reply(200, completion("fine")[:-1] + b', "usage": NaN}'),
+        Reply(200, b'{"choices": [{"message": {"content": Infinity}}]}'),
+        Reply(200, b'{"choices": {"0": 1}}'),
+        Reply(200, b'[{"message": "x"}]'),
+        Reply(200, completion("x" * MAX_REPLY_BYTES)),
+        Reply(503, b"x" * (MAX_REPLY_BYTES + 1)),
+        Reply(200, packed(completion("x" * MAX_REPLY_BYTES)), GZIP),
+        Reply(200, packed(completion("fine"))[:20], GZIP),
+        Reply(200, completion("fine"), GZIP),
+        Reply(200, zlib.compress(completion("fine")), (("content-encoding", "deflate"),)),
+        Reply(200, packed(packed(completion("fine"))), (("content-encoding", "gzip, gzip"),)),
+    ],
+    ids=lambda problem: f"{problem.status} {problem.body[:12]!r} {len(problem.body)}",
+)
+def test_what_may_pass_is_tried_again(problem: Reply) -> None:
+    with FakeJudge(failing(2, problem)) as judge:
+        assert ask(judge, ["a", "b"]) == ["re: a", "re: b"]
+        assert len(judge.bodies) == 6
+    with FakeJudge(failing(3, problem)) as judge, pytest.raises(JudgeError, match=r"failed 3 time\(s\), at last with"):
+        ask(judge, ["a", "b"])
+
+
+def test_no_reply_takes_more_memory_than_the_limit() -> None:
+    """Each chunk of the network unpacks to a thousand times its size."""
+    bomb = Reply(200, packed(bytes(2**27)), GZIP)
+    with FakeJudge(lambda prompt, _: bomb) as judge:
+        engine = HttpJudge(replace(QUICK, url=judge.url, retries=0, timeout_s=60.0))
+        tracemalloc.start()
+        with pytest.raises(JudgeError, match=f"a body of more than {MAX_REPLY_BYTES} bytes"):
+            engine.ask([[{"role": "user", "content": "a"}]])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 4 * MAX_REPLY_BYTES
+
+
+def test_a_packed_reply_is_read() -> None:
+    text = "fine " * 100_000
+    with FakeJudge(lambda prompt, _: Reply(200, packed(completion(text)), GZIP)) as judge:
+        assert ask(judge, ["a"]) == [text]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 200_000, b'{"data": [{"id": NaN}]}', b'{"data": [{"id": 7}]}', b'{"data": "ab"}']
+)
+def test_a_list_of_models_that_is_none_is_an_error(body: bytes) -> None:
+    with (
+        FakeJudge(lambda prompt, _: "fine", models=Reply(200, body)) as judge,
+        pytest.raises(
+            JudgeError, match=r"failed 3 time\(s\), at last with: (not a list|HTTP 200 with a body that is not)"
+        ),
+    ):
+        ask(judge, ["a"])
+
+
+def test_waits_double_and_retry_after_is_obeyed() -> None:
+    with FakeJudge(failing(3, Reply(503))) as judge:
+        ask(judge, ["a"], retries=3, backoff_s=0.2)
+    waits = [later - sooner for sooner, later in zip(judge.at, judge.at[1:], strict=False)]
+    for wait, full in zip(waits, (0.2, 0.4, 0.8), strict=True):
+        assert wait >= full / 2  # jitter takes up to half
+    with FakeJudge(failing(1, Reply(429, headers=(("retry-after", "1"),)))) as judge:
+        ask(judge, ["a"])
+    assert judge.at[1] - judge.at[0] >= 1.0
+
+
+@pytest.mark.parametrize(
+    "problem", [Reply(delay=60.0), Reply(body=completion("yes"), drip=0.3)], ids=["silent", "slow"]
+)
+def test_a_server_that_does_not_finish_is_given_up(problem: Reply) -> None:
+    begin = time.monotonic()
+    with FakeJudge(lambda prompt, _: problem) as judge, pytest.raises(JudgeError, match=r"judge\.timeout_s"):
+        ask(judge, ["a"], timeout_s=0.4, retries=1)
+    assert len(judge.bodies) == 2
+    assert time.monotonic() - begin < 15
+    with FakeJudge(failing(1, problem)) as judge:
+        assert ask(judge, ["a"], timeout_s=0.4) == ["re: a"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (Reply(400, b'{"error": "maximum context length is 100"}'), "HTTP 400.*maximum context length is 100"),
+        (Reply(401, b"who are you"), "HTTP 401: who are you"),
+        (Reply(302, b"", (("location", "http://127.0.0.1:1/"),)), "HTTP 302"),
+        (Reply(404, b"no such model"), "HTTP 404: no such model"),
+    ],
+)
+def test_what_will_not_pass_is_not_tried_again(problem: Reply, message: str) -> None:
+    with FakeJudge(lambda prompt, _: problem) as judge, pytest.raises(JudgeError, match=message):
+        ask(judge, ["a"])
+    assert len(judge.bodies) == 1
+
+
+def test_one_prompt_without_a_reply_fails_the_batch_and_stops_the_rest() -> None:
+    def answer(prompt: str, _: int) -> str | Reply:
+        time.sleep(0.02)
+        return Reply(400, b"too long") if prompt == "5" else "fine"
+
+    with FakeJudge(answer) as judge, pytest.raises(JudgeError, match="HTTP 400: too long"):
+        ask(judge, [str(i) for i in range(400)])
+    assert len(judge.bodies) < 100
+
+
+def test_the_error_is_the_first_real_one_however_the_requests_end() -> None:
+    with FakeJudge(lambda prompt, _: Reply(400, b"too long")) as judge:
+        engine = HttpJudge(replace(QUICK, url=judge.url, concurrency=8))
+        for _ in range(20):
+            with pytest.raises(JudgeError, match="too long"):
+                engine.ask([[{"role": "user", "content": "a"}]] * 16)
+
+
+def test_a_judge_that_dies_between_two_batches_is_an_error_not_a_zero() -> None:
+    with FakeJudge(lambda prompt, _: "fine") as judge:
+        engine = HttpJudge(replace(QUICK, url=judge.url))
+        prompt = [{"role": "user", "content": "a"}]
+        assert engine.ask([prompt]) == ["fine"]
+    with pytest.raises(JudgeError, match=r"failed 3 time\(s\), at last with: ConnectError.*vllm serve"):
+        engine.ask([prompt] * 9)
+
+
+def test_a_judge_that_is_not_there_is_found_out_at_once() -> None:
+    with FakeJudge(lambda prompt, _: "fine") as judge:
+        url = judge.url
+    with pytest.raises(JudgeError, match=r"at http://127\.0\.0\.1.*ConnectError"):
+        HttpJudge(replace(QUICK, url=url, model="named"))
+    with pytest.raises(JudgeError, match=r"judge\.url is not set"):
+        HttpJudge(QUICK)
+    with pytest.raises(JudgeError, match=r"judge\.api_key_env=NO_SUCH_KEY"):
+        HttpJudge(replace(QUICK, url=url, api_key_env="NO_SUCH_KEY"))
+
+
+def test_a_server_that_is_still_starting_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandemrl.processes.http.POLL_S", 0.01)
+    looks = []
+    with FakeJudge(lambda prompt, number: "fine", models=Reply(503, b"loading")) as judge:
+
+        def check() -> None:
+            looks.append(time.monotonic())
+            if len(looks) == 3:
+                judge.models = ("rrm",)
+
+        assert HttpJudge(JudgeConfig(url=judge.url, wait_s=60.0), check).model == "rrm"
+        assert len(looks) == 3
+
+        judge.models, ended = Reply(503, b"loading"), JudgeError("it has ended")
+
+        def stop() -> None:
+            raise ended
+
+        with pytest.raises(JudgeError, match="it has ended"):
+            HttpJudge(JudgeConfig(url=judge.url, wait_s=60.0), stop)
+        began = time.monotonic()
+        with pytest.raises(JudgeError, match=r"failed 1 time\(s\), at last with: HTTP 503: loading"):
+            HttpJudge(JudgeConfig(url=judge.url, wait_s=0.2, retries=0))
+        assert time.monotonic() - began >= 0.2
+
+
+def test_the_model_is_the_one_that_is_served() -> None:
+    def model(models: tuple[str, ...] | Reply, wanted: str | None) -> str:
+        with FakeJudge(lambda prompt, _: "fine", models=models) as judge:
+            return HttpJudge(replace(QUICK, url=judge.url, model=wanted)).model
+
+    assert model(("a", "b"), None) == "a"
+    assert model(("a", "b"), "b") == "b"
+    assert model(Reply(404), "b") == "b"  # an endpoint without a list
+    with pytest.raises(JudgeError, match=r"judge\.model=c: .* serves a, b"):
+        model(("a", "b"), "c")
+    with pytest.raises(JudgeError, match=r"set judge\.model"):
+        model(Reply(404), None)
+    with pytest.raises(JudgeError, match="list of models is empty"):
+        model((), None)
+
+
+def test_a_reply_without_text_is_empty() -> None:
+    with FakeJudge(lambda prompt, _: Reply(body=completion(None))) as judge:
+        assert ask(judge, ["a"]) == [""]
+
+
+def test_half_of_a_character_in_a_reply_is_replaced() -> None:
+    """A server that counts in UTF-16 may end a reply inside an emoji; no file could hold it."""
+    with FakeJudge(lambda prompt, _: Reply(body=completion("7 \ud83d"))) as judge:
+        assert ask(judge, ["a"]) == ["7 ?"]
+
+
+def test_a_proxy_of_the_environment_is_not_used_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with FakeJudge(lambda prompt, _: "fine") as judge:
+        assert ask(judge, ["a"]) == ["fine"]
