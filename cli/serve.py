@@ -1,11 +1,8 @@
 """``tandemrl serve``."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-
-OWN_SERVERS = ("vllm",)
-"""The engines that bring a server of their own. Every other one is asked through ours."""
 
 
 def serve(
@@ -15,8 +12,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[-- OPTION...]",
-            help="With vLLM, options of `vllm serve`, e.g. -- --max-model-len 4096; else keys of model and rollout, "
-            "e.g. -- model.dtype=bfloat16",
+            help="Keys of model and rollout, e.g. -- model.dtype=bfloat16 rollout.max_rows=64",
         ),
     ] = None,
     engine: Annotated[
@@ -27,16 +23,18 @@ def serve(
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after this many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or is alone.")] = "senior",
-    mode: Annotated[
-        str | None, typer.Option(help="With vLLM: lazy, lockstep, …, as rollout.vllm.mode. Default: lazy.")
-    ] = None,
+    mode: Annotated[str | None, typer.Option(help="With vLLM: lazy, lockstep, …, as rollout.vllm.mode.")] = None,
     draft_tokens: Annotated[
         str | None,
-        typer.Option(help="Tokens that the junior drafts (vLLM: with --mode draft or auto); auto: as many as pay off."),
+        typer.Option(help="Tokens that the junior drafts; auto: as many as pay off. Default: none."),
     ] = None,
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of prompt and response together. Default: the models'."),
+    ] = None,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(help="How tool calls are read. Default: hermes or llama3_json, as the chat template writes them."),
@@ -60,77 +58,46 @@ def serve(
 ) -> None:
     """An OpenAI-compatible server. Both models generate the responses, which name the author of each token."""
     import importlib.util
-
-    from tandemrl.data.templates import arguments_of
-
-    selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
-    selection |= {"chunk_size": chunk_size, "first": first}
-    reached: dict[str, Any] = {"host": host, "port": port, "allowed_hosts": allowed_host or (), "api_key": api_key}
-    reached |= {"tool_call_parser": tool_call_parser, "template_arguments": arguments_of(template_arguments)}
-    own = {"mode": mode, "draft_tokens": draft_tokens, "junior_quantization": junior_quantization}
-    partner = {"junior_dtype": junior_dtype, "junior_device": junior_device}
-    engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
-    if engine in OWN_SERVERS:
-        _serve_by_vllm(senior, junior, selection, options or (), own | partner, reached)
-    else:
-        _serve_by_engine(engine, senior, junior, selection, options or (), own, reached | partner)
-
-
-def _serve_by_vllm(senior: str, junior: str, selection: Any, options: Any, own: Any, reached: Any) -> None:
-    from dataclasses import asdict
-
-    from tandemrl.config import ConfigError, SelectionConfig
-    from tandemrl.rollout.vllm import cannot_import, require_vllm
-
-    require_vllm("tandemrl serve --engine vllm")
-    try:
-        from tandemrl.apps.serve import vllm_server
-        from tandemrl.apps.serve.requests import selection_of
-        from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
-        from tandemrl.rollout.vllm.settings import TandemOptions
-    except ImportError as error:
-        raise cannot_import("tandemrl serve", error) from None
-    mode, tokens = check_mode(own.pop("mode") or "lazy"), own.pop("draft_tokens")
-    if tokens is not None and mode not in DRAFTING:
-        able = " or ".join(f"--mode {name}" for name in DRAFTING)
-        raise ConfigError(
-            f"--draft-tokens requires {able}: with --mode {mode} the junior drafts nothing; or leave it out"
-        )
-    tandem = TandemOptions(
-        junior=junior,
-        mode=mode,
-        draft=_draft_of(tokens or "auto") if mode in DRAFTING else 0,
-        selection=asdict(selection_of(selection, SelectionConfig())),
-        **own,
-    )
-    vllm_server.serve(senior, tandem, vllm_args=options, **reached)
-
-
-def _serve_by_engine(
-    engine: str, senior: str, junior: str, selection: Any, options: Any, own: Any, reached: Any
-) -> None:
     from dataclasses import replace
 
     from tandemrl.config import ConfigError, SelectionConfig, load
+    from tandemrl.data.templates import arguments_of
     from tandemrl.files import pip_install
 
-    for name in ("mode", "junior_quantization"):
-        if own[name] is not None:
+    engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
+    of_vllm = {"mode": mode, "junior_quantization": junior_quantization}
+    for name, value in of_vllm.items():
+        if value is not None and engine != "vllm":
             raise ConfigError(f"--{name.replace('_', '-')} requires --engine vllm; leave it out with --engine {engine}")
-    for option in options:
+    for option in options or ():
         if not option.startswith(("model.", "rollout.")):
-            raise ConfigError(f"{option!r}: --engine {engine} takes keys of model and rollout, e.g. model.device=cuda")
+            raise ConfigError(f"{option!r}: expected keys of model and rollout, e.g. model.device=cuda")
     try:
         from tandemrl.apps.serve import engine_server
         from tandemrl.apps.serve.requests import selection_of
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
-    tokens = own["draft_tokens"]
-    given = [] if tokens is None else [f"rollout.draft_tokens={_draft_of(tokens)}"]
-    models = [f"model.senior={senior}", f"model.junior={junior}", f"rollout.engine={engine}"]
-    config = load(overrides=[*models, *given, *options])
-    config = replace(config, selection=selection_of(selection, SelectionConfig()))
-    engine_server.serve(config, **reached)
+    keys = {"model.senior": senior, "model.junior": junior, "rollout.engine": engine}
+    if draft_tokens is not None or mode in ("draft", "auto"):
+        keys["rollout.draft_tokens"] = str(_draft_of(draft_tokens or "auto"))
+    if engine == "vllm":
+        of_vllm |= {"junior_dtype": junior_dtype, "junior_device": junior_device}
+        keys |= {f"rollout.vllm.{name}": value for name, value in of_vllm.items() if value is not None}
+    config = load(overrides=[*(f"{key}={value}" for key, value in keys.items()), *(options or ())])
+    selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
+    selection |= {"chunk_size": chunk_size, "first": first}
+    engine_server.serve(
+        replace(config, selection=selection_of(selection, SelectionConfig())),
+        host=host,
+        port=port,
+        allowed_hosts=allowed_host or (),
+        api_key=api_key,
+        tool_call_parser=tool_call_parser,
+        template_arguments=arguments_of(template_arguments),
+        context=context,
+        junior_dtype=junior_dtype,
+        junior_device=junior_device,
+    )
 
 
 def _draft_of(tokens: str) -> int | Literal["auto"]:

@@ -134,14 +134,13 @@ def test_the_core_is_pure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_only_the_engine_and_its_server_import_vllm(name: str) -> None:
+def test_only_the_engine_imports_vllm(name: str) -> None:
     of_requests, of_drafts = ("request_data", "outputs", "sampler"), ("junior_loop", "verifying")
     modules = (*of_requests, *of_drafts, "call", "runner", "versions", "worker")
-    inside = ("tandemrl.apps.serve.vllm_guard", *(f"tandemrl.rollout.vllm.{module}" for module in modules))
+    inside = {f"tandemrl.rollout.vllm.{module}" for module in modules}
     for other in imported(MODULES[name]):
         assert not other.startswith("vllm.v1") or name in inside
-        allowed = name.startswith(("tandemrl.rollout.vllm.", "tandemrl.apps.serve.vllm_"))
-        assert other.split(".")[0] != "vllm" or allowed
+        assert other.split(".")[0] != "vllm" or name.startswith("tandemrl.rollout.vllm.")
 
 
 def test_only_the_workers_import_ray_and_only_when_they_start() -> None:

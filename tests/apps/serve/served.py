@@ -67,12 +67,8 @@ def serving(
     port = free_port()
     command = [sys.executable, "-c", "from tandemrl.cli.main import main; main()", "serve", "--engine", engine]
     command += ["--senior", str(senior), "--junior", str(junior), *options]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--"]
-    if engine == "vllm":
-        command += ["--dtype", "float32", "--max-model-len", str(context), "--enforce-eager"]
-        command += ["--distributed-executor-backend", "uni"]
-    else:
-        command += ["model.dtype=float32", "model.device=cpu"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--context", str(context)]
+    command += ["--", "model.dtype=float32", "model.device=cpu"]
     # No process of its own for the worker: each one imports vLLM anew.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("wb") as out:

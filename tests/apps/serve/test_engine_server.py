@@ -2,6 +2,8 @@
 
 import copy
 import importlib.util
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,12 @@ from typer.testing import CliRunner
 
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
-from tandemrl.apps.serve import engine_server
-from tandemrl.apps.serve.address import announce
+from tandemrl.apps.serve import engine_app, engine_server
+from tandemrl.apps.serve.address import announce, check_port
 from tandemrl.apps.serve.asked import Reader, TextStyle
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
+from tandemrl.apps.serve.requests import parse
 from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
 from tandemrl.cli.main import app as command
 from tandemrl.rollout.decoding_rows import Row
@@ -33,7 +37,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 EOS = IDS[EOS_SURFACE]
 TURNS = """{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor -%}
 {% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}!{% endif %}"""
@@ -203,6 +207,96 @@ def test_a_conversation_writes_what_one_request_would(client: TestClient, engine
         tandem = {"conversation": told["conversation"]}
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/detokenize"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_long_is_refused(
+    client: TestClient, path: str, announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_app, "MAX_BODY", 1000)
+    body = json.dumps({"prompt": "a" * 2000}).encode()
+    pieces = body if announced else (body[i : i + 100] for i in range(0, len(body), 100))
+    response = client.post(path, content=pieces, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert response.json()["error"]["message"] == "the body of a request may have at most 1000 bytes"
+
+
+def test_any_number_of_selections_may_come_one_after_the_other(client: TestClient) -> None:
+    for i in range(engine_app.MAX_SELECTIONS + 3):
+        tandem = {"strategy": "chunk", "chunk_size": 1 + i}
+        response = ask(client, seed=5, tandem=tandem, max_tokens=4)
+        [choice] = response["choices"]
+        assert choice["authorship"] == authors(5, choice["token_ids"], replace(DEFAULT, **tandem))
+        assert response["tandem"]["strategy"] == "chunk"
+
+
+def test_a_conversation_that_was_refused_or_broke_off_still_goes_on(client: TestClient) -> None:
+    first = ask(client, CHAT, tandem={"conversation": "new"})
+    tandem = {"conversation": first["tandem"]["conversation"]}
+    messages = [*MESSAGES, first["choices"][0]["message"], {"role": "user", "content": "ef"}]
+    for body in ({"messages": MESSAGES}, {"n": 2}, {"temperature": -1}, {"max_tokens": 10**6}):
+        refused = client.post(CHAT, json={"messages": messages, "tandem": tandem} | body)
+        assert refused.status_code == 400
+    whole = ask(client, CHAT, messages=messages, tandem=tandem)
+    assert (whole["tandem"]["seed"], whole["tandem"]["conversation"]) == (first["tandem"]["seed"], *tandem.values())
+
+
+# ---------------------------------------------------------------------------------------------- token ids in and out
+
+
+def test_token_ids_in_and_out_with_log_probs(client: TestClient, engine: TorchEngine) -> None:
+    """What the client of `verifiers` reads: `renderers.client.generate`."""
+    sampling = {"max_tokens": 9, "seed": 3, "temperature": 0.5, "stop_token_ids": [EOS], "logprobs": 1}
+    body = {"model": "pair", "token_ids": [5, 6, 7], "sampling_params": sampling | {"skip_special_tokens": False}}
+    response = client.post(GENERATE, json=body, headers={"X-Session-ID": "one"})
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    strategy, key = strategy_of(DEFAULT), (mix64(3),)
+    wanted = Sampling(max_tokens=9, temperature=0.5, stop_token_ids=(EOS,))
+    [[one]] = engine.generate([Request((5, 6, 7), key, wanted, strategy)])
+    assert choice["token_ids"] == one.tokens.tolist()
+    assert choice["authorship"] == one.author.tolist()
+    content = choice["logprobs"]["content"]
+    assert [each["token"] for each in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [each["logprob"] for each in content] == pytest.approx(one.behaviour_logprobs.tolist())
+    assert choice["finish_reason"] == ("length" if one.stop_reason == "length" else "stop")
+    assert response.json()["tandem"]["seed"] == 3
+    [card] = client.get("/v1/models").json()["data"]
+    assert card["max_model_len"] == engine.context
+
+
+def test_token_ids_without_limits_and_by_one_author(engine: TorchEngine, words: Any) -> None:
+    """The sampling is what the request says, not what the model's generation config does."""
+    with TestClient(serving(engine, words, defaults={"temperature": 0.1}), base_url="http://127.0.0.1") as asking:
+        body = {"token_ids": [5, 6], "sampling_params": {"seed": 1}, "tandem": {"solo": "junior"}}
+        [choice] = asking.post(GENERATE, json=body).json()["choices"]
+    sampling = Sampling(max_tokens=engine.context - 2)
+    [[one]] = engine.generate([Request((5, 6), (mix64(1),), sampling, solo("junior"))])
+    assert choice["token_ids"] == one.tokens.tolist()
+    assert (choice["logprobs"], {*choice["authorship"]}) == (None, {0})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"token_ids": "ab"}, "token_ids: expected a list of token ids"),
+        ({"token_ids": []}, "prompt: expected"),
+        ({"token_ids": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
+        ({"stream": True}, "stream: not possible here"),
+        ({"sampling_params": []}, "sampling_params: expected an object"),
+        (
+            {"sampling_params": {"logprobs": 5}},
+            "sampling_params.logprobs: only the written token's is known; ask for 1",
+        ),
+        ({"sampling_params": {"logit_bias": {"1": 2}}}, "logit_bias: not possible with this server"),
+        ({"features": {"a": 1}}, "features: not possible with this server"),
+    ],
+)
+def test_token_ids_that_cannot_be_gone_on_with_are_refused(client: TestClient, body: Any, reason: str) -> None:
+    response = client.post(GENERATE, json={"token_ids": [2], "sampling_params": {"max_tokens": 2}} | body)
+    assert response.status_code == 400
+    assert reason in response.json()["error"]["message"]
+
+
 # -------------------------------------------------------------------------------------------------- texts and calls
 
 
@@ -247,11 +341,12 @@ def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> 
 
     tokens = np.frombuffer(b"ab!", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(3), np.zeros(3), reason)
-    speaker, asked = Speaker(Letters(), "hermes"), Asked(False, (), TextStyle(), True)
-    assert speaker.choice(asked, 0, one, ())["text"] == text
+    speaker, asked = Speaker(Letters(), "hermes"), Asked(False, parse({}, DEFAULT), (), TextStyle(), True)
+    choice = speaker.choice(asked, 0, one)
+    assert choice["text"] == text
     stream = TextStream(Letters(), asked.style, {33})
     pieces = [speaker.piece(asked, stream, tokens[i : i + 1].tolist(), [0.0])["text"] for i in range(3)]
-    assert "".join([*pieces, speaker.last(asked, stream, one)["text"]]) == text
+    assert "".join([*pieces, speaker.last(asked, stream, choice, eos=reason == "eos")["text"]]) == text
 
 
 @pytest.mark.parametrize(
@@ -283,17 +378,17 @@ def test_calls_are_read_as_they_are_written(words, stream: bool, text: str, cont
     from tandemrl.rollout.engine import Completion
 
     schema = {"type": "function", "function": {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}}
-    asked = Asked(True, (), TextStyle(), stream, tools={"look": schema})
+    asked = Asked(True, parse({}, DEFAULT), (), TextStyle(), stream, tools={"look": schema})
     tokens = np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(len(tokens)), np.zeros(len(tokens)), "eos")
     speaker = Speaker(Letters(), "hermes")
+    choice = speaker.choice(asked, 0, one)
     if stream:
         told = TextStream(Letters(), asked.style)
         assert speaker.piece(asked, told, tokens.tolist(), [0.0] * len(tokens))["delta"] == {}
-        last = speaker.last(asked, told, one)
+        last = speaker.last(asked, told, choice, eos=True)
         said, reason = last["delta"], last["finish_reason"]
     else:
-        choice = speaker.choice(asked, 0, one, ())
         said, reason = choice["message"], choice["finish_reason"]
     if arguments is None:
         assert (said["content"], said.get("tool_calls"), reason) == (text, None, "stop")
@@ -354,9 +449,12 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
         ({"stop": [""]}, "stop: expected a string or a list"),
         ({"stop_token_ids": [-1]}, "stop_token_ids [-1] are outside"),
         ({"logprobs": 1}, "only the written token's is known"),
-        ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this engine"),
-        ({"min_tokens": 3}, "min_tokens: not possible with this engine"),
-        ({"vllm_xargs": {"mine": 1}}, "vllm_xargs: this engine takes none"),
+        ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this server"),
+        ({"min_tokens": 3}, "min_tokens: not possible with this server"),
+        ({"vllm_xargs": {"mine": 1}}, "vllm_xargs: not possible with this server"),
+        ({"kv_transfer_params": {"prompt_token_ids": [2]}}, "kv_transfer_params"),
+        ({"tandem": {"conversation": "new"}}, "only /v1/chat/completions has messages"),
+        ({"tandem": {"max_gap_tokens": 0}}, "tandem: max_gap_tokens must be at least 1"),
         ({"stream": "yes"}, "stream: expected true or false"),
         ({"n": 5000}, "at most 1024"),
         ({"use_beam_search": True}, "use_beam_search"),
@@ -389,6 +487,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, body
         ({"chat_template_kwargs": {"thoughts": True}}, "the chat template of tokenizer"),
         ({"continue_final_message": True}, "continue_final_message: the last message must be the assistant's"),
         ({"logprobs": True, "top_logprobs": 2}, "only the written token's is known"),
+        ({"tandem": {"conversation": "conv-0"}}, "tandem.conversation: 'conv-0' is not known; a server remembers"),
     ],
 )
 def test_chats_that_cannot_be_are_refused(client: TestClient, body: dict[str, Any], reason: str) -> None:
@@ -410,6 +509,7 @@ def test_other_models_hosts_and_routes(client: TestClient) -> None:
     assert ask(client, model="pair")["model"] == "pair"
     assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
     assert client.post("/v1/responses", json={}).json()["error"]["message"].startswith("/v1/responses: a tandem server")
+    assert client.post("/tokenize", json={"prompt": "a"}, headers={"host": "evil.example"}).status_code == 400
     [card] = client.get("/v1/models").json()["data"]
     assert card["id"] == "pair"
     assert client.get("/health").status_code == 200
@@ -436,13 +536,7 @@ class Slow:
     """An engine whose steps wait until they may go on."""
 
     def __init__(self, own: TorchEngine) -> None:
-        self.own, self.vocabulary, self.context, self.has_junior, self.apart = (
-            own,
-            own.vocabulary,
-            own.context,
-            1,
-            False,
-        )
+        self.own, self.check, self.vocabulary, self.context = own, own.check, own.vocabulary, own.context
         self.joined: list[int] = []
         self.aborted: set[int] = set()
         self.begun, self.steps = threading.Event(), threading.Semaphore(0)
@@ -587,17 +681,27 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    import tandemrl.cli.serve as served
-
     calls: list[str] = []
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: (installed or None) if name == "vllm" else found(name, *rest)
     )
-    monkeypatch.setattr(served, "_serve_by_vllm", lambda *arguments: calls.append("vllm"))
-    monkeypatch.setattr(served, "_serve_by_engine", lambda engine, *arguments: calls.append(engine))
+    monkeypatch.setattr(engine_server, "serve", lambda config, **keywords: calls.append(config.rollout.engine))
     assert CliRunner().invoke(command, BOTH).exit_code == 0
     assert calls == ["vllm" if installed else "torch"]
+
+
+def test_options_of_vllm_are_keys_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(engine_server, "serve", lambda config, **keywords: calls.append((config.rollout, keywords)))
+    keys = ["rollout.vllm.kv_cache_gb=2", "model.device=cuda"]
+    options = ["--mode", "draft", "--junior-dtype", "bfloat16", "--junior-device", "cuda:1", "--context", "64"]
+    result = CliRunner().invoke(command, [*BOTH, "--engine", "vllm", *options, "--", *keys])
+    assert result.exit_code == 0, result.output
+    [(rollout, keywords)] = calls
+    v = rollout.vllm
+    assert (v.mode, rollout.draft_tokens, v.junior_dtype, v.junior_device) == ("draft", "auto", "bfloat16", "cuda:1")
+    assert (v.kv_cache_gb, keywords["context"]) == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -606,7 +710,7 @@ def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyP
         (["--mode", "draft"], "--mode requires --engine vllm"),
         (["--junior-quantization", "fp8"], "--junior-quantization requires --engine vllm"),
         (["--draft-tokens", "none"], "'none' is neither auto nor a positive number"),
-        (["--", "--max-model-len", "4"], "'--max-model-len': --engine torch takes keys of model and rollout"),
+        (["--", "--max-model-len", "4"], "'--max-model-len': expected keys of model and rollout"),
         (["--", "rollout.nothing=1"], "rollout.nothing"),
         (["--strategy", "words"], "'words' is none of word"),
     ],
@@ -615,6 +719,50 @@ def test_options_that_are_none_are_refused(options: list[str], message: str) -> 
     result = CliRunner().invoke(command, [*BOTH, "--engine", "torch", *options])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mode", "eager"], "rollout.vllm.mode"),
+        (["--mode", "lockstep", "--draft-tokens", "4"], "the vllm engine drafts with rollout.vllm.mode=draft or auto"),
+        (["--strategy", "before_word"], "which this engine cannot do in a server; serve with --engine torch"),
+        (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_before_it_starts(
+    options: list[str], message: str, words: Any, tmp_path: Path
+) -> None:
+    for name in ("senior", "junior"):
+        words.save_pretrained(tmp_path / name)
+    both = ["--senior", str(tmp_path / "senior"), "--junior", str(tmp_path / "junior")]
+    result = CliRunner().invoke(command, ["serve", "--engine", "vllm", *both, *options])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen", "parser"),
+    [
+        ("{{ tools | length }}", None, "hermes"),
+        ("{{ messages }} {{ stools }}", None, None),
+        ("{{ tools | length }}", "mistral", "mistral"),
+        ("{{ tools }} {{- '\"parameters\": ' }}", None, "llama3_json"),
+        ("{{ tools }} {{ '\"parameters\": ' }}<tool_call>", None, "hermes"),
+    ],
+)
+def test_tool_calls_are_read_where_a_template_knows_tools(template: str, chosen: str | None, parser: Any) -> None:
+    assert engine_server.tool_call_parser_of(chosen, template) == parser
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port} of 127.0.0.1 is in use; choose another one with --port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    with pytest.raises(EngineError, match=r"--host 192\.0\.2\.1 --port"):  # an address of documentation, nobody's
+        check_port("192.0.2.1", port)
 
 
 def test_without_a_web_server_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

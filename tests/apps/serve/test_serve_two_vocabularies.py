@@ -18,8 +18,9 @@ from fake_judge import FakeJudge, Reply
 from helpers import tokenizer
 from tandemrl.apps.serve import engine_server
 from tandemrl.apps.serve.asked import OtherReader, Reader
+from tandemrl.apps.serve.requests import parse
 from tandemrl.apps.serve.texts import Speaker, TextStream
-from tandemrl.config import Config, ConfigError, load
+from tandemrl.config import Config, ConfigError, SelectionConfig, load
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors, replay_turns
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -240,10 +241,11 @@ def test_a_text_that_was_given_up_says_so(stream: bool) -> None:
     from tandemrl.apps.serve.asked import Asked, TextStyle
 
     one = Completion(0, np.array([5, 6]), np.array([1, 0]), np.zeros(2), "untranslatable")
-    speaker, asked = Speaker(tokenizer(), "hermes"), Asked(True, (), TextStyle(), stream)
+    speaker, asked = Speaker(tokenizer(), "hermes"), Asked(True, parse({}, SelectionConfig()), (), TextStyle(), stream)
     told = TextStream(tokenizer(), asked.style)
     told.add([5, 6], [0.0, 0.0])
-    choice = speaker.last(asked, told, one) if stream else speaker.choice(asked, 0, one, ())
+    choice = speaker.choice(asked, 0, one)
+    choice = speaker.last(asked, told, choice, eos=False) if stream else choice
     assert (choice["finish_reason"], choice["stop_reason"]) == ("error", "untranslatable")
 
 
@@ -299,13 +301,14 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     known.chat_template = calls + "{{ messages[0]['content'] }}!"
     other.chat_template = calls + "a{{ messages[0]['content'] }}"
     body = {"messages": [{"role": "user", "content": "ab"}], "tools": TOOLS, "n": 1, "seed": 1}
-    body |= {"max_tokens": 4, "vllm_xargs": {"tandem_strategy": "w"}}
+    body |= {"max_tokens": 4}
+    strategy = before_text_word(0.5, text_tables(known))
 
     def read(takes_tools: bool) -> Request:
         reader = Reader(
             known, 64, defaults={}, template_arguments={}, calls=True, junior=OtherReader(other, 64, takes_tools)
         )
-        return reader.read(body, lambda name: before_text_word(0.5, text_tables(known)), chat=True).requests[0]
+        return reader.read(body, parse(body, SelectionConfig()), strategy, chat=True).requests[0]
 
     told = read(True)
     assert (known.decode(told.prompt), other.decode(told.junior_prompt)) == ("lookab!", "lookaab")
@@ -318,4 +321,4 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     assert short[1:3] == (3, True)
     reader = Reader(known, 64, defaults={}, template_arguments={}, calls=True, junior=short)
     with pytest.raises(ValueError, match="tokens of the junior's leave no room in its context of 3; shorten it"):
-        reader.read(body, lambda name: before_text_word(0.5, text_tables(known)), chat=True)
+        reader.read(body, parse(body, SelectionConfig()), strategy, chat=True)

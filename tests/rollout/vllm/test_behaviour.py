@@ -44,7 +44,7 @@ from helpers import VOCABULARY, prompts, requests, text, tokenizer
 from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.selection import alternating, bernoulli, chunk, solo
-from tandemrl.selection.draws import mix64, request_key
+from tandemrl.selection.draws import request_key
 
 pytestmark = VLLM
 
@@ -221,22 +221,6 @@ def test_blocks_of_a_step_that_failed_are_not_taken_for_filled(engines):
     with pytest.raises(EngineError, match=r"Strategy\.writers"):
         engine.generate(with_strategy(batch, solo("junior")._replace(writers="senior")))
     assert greedy_gaps(models(PAIR), batch, engine.generate(batch)).max() < 1e-4
-
-
-def test_a_seeded_prompt_may_come_in_chunks(engines):
-    """A server's requests have seeds, and vLLM cannot rewind the generators that it makes of them on a CPU."""
-    from vllm import SamplingParams
-
-    engine, strategy = engines("Llama junior", max_batched_tokens=64, max_rows=48), alternating()
-    prompt, key = prompts(1, seed=26, lengths=(300,))[0], mix64(5)
-    engine.backend.call("tandem_register", {"default": strategy})
-    seeded = SamplingParams(max_tokens=8, seed=5, ignore_eos=True, detokenize=False)
-    engine.backend.llm.add_request("seeded", {"prompt_token_ids": list(prompt)}, seeded)
-    outputs: list[Any] = []
-    while engine.backend.llm.has_unfinished_requests():
-        outputs = engine.backend.llm.step() or outputs
-    wanted = engine.generate([Request(tuple(prompt), (key,), Sampling(max_tokens=8, ignore_eos=True), strategy)])
-    assert list(outputs[-1].outputs[0].token_ids) == wanted[0][0].tokens.tolist()
 
 
 def test_models_with_different_vocabularies_are_refused(engines, tmp_path):

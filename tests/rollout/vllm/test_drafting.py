@@ -22,7 +22,6 @@ from pairs import (
     models,
     reference,
     start_engine,
-    strategies,
     tokens,
     with_strategy,
 )
@@ -164,31 +163,6 @@ def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
         assert_sound(second, written)
         assert logprob_errors(models("Llama junior"), second, written).max() < 1e-4
     assert scheduled.cached_tokens - before > 1000
-
-
-def test_requests_that_change_logits_otherwise_are_not_drafted(engine):
-    """What a server's clients may ask for: those rows go the lazy way, beside others that are drafted."""
-    from vllm import SamplingParams
-
-    from tandemrl.rollout.vllm.versions import misdone
-
-    engine.backend.call("tandem_register", {"default": strategies()["bernoulli 0.5"]})
-    allowed = dict(allowed_token_ids=[5, 9])
-    biased: list[dict[str, Any]] = [{}, dict(logit_bias={9: 5.0}), dict(min_tokens=10), allowed]
-    if any(misdone(SamplingParams(**allowed)).values()):
-        biased[3] = dict(logit_bias={5: 100.0, 9: 100.0})
-    written = {}
-    for mode in ("lazy", "draft"):
-        engine.set_mode(mode)
-        for i, extra in enumerate(biased * 2):
-            params = SamplingParams(max_tokens=20, seed=i, logprobs=2 * (i > 3), detokenize=False, **extra)
-            engine.backend.llm.add_request(str(i), {"prompt_token_ids": [5, 6, 7 + i]}, params)
-        done: dict[str, Any] = {}
-        while engine.backend.llm.has_unfinished_requests():
-            done |= {o.request_id: o.outputs[0] for o in engine.backend.llm.step() if o.finished}
-        written[mode] = [(done[str(i)].token_ids, [sorted(place) for place in done[str(i)].logprobs]) for i in range(8)]
-    assert written["draft"] == written["lazy"]
-    assert set(written["draft"][3][0]) <= {5, 9}
 
 
 def test_what_cannot_draft_says_so(engines):

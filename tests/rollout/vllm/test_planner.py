@@ -356,16 +356,15 @@ def test_a_turn_that_lacks_a_logprob_is_refused() -> None:
 
 
 def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
-    """Rows that cannot be drafted do not count; what the senior writes alone is wrong more often than what both do; a
-    new call knows nothing."""
+    """What the senior writes alone is wrong more often than what both do; a new call knows nothing."""
     pair = Pair(Size(12, 57_000_000, 15_000), Size(4, 5_000_000, 2_000), VLLM_CPU)
     planner = Planner(budget=4096, block_size=BLOCK, num_blocks=4096, mode="auto", drafts=Drafts(None, pair))
-    ids = [f"r{i}" for i in range(6)]
-    kinds = [bernoulli(0.5), bernoulli(0.5), bernoulli(0.5), solo("senior"), solo("junior"), bernoulli(0.5)]
-    planner.admit([Admission(id, 10 + i, i, kinds[i], drafts=i < 5) for i, id in enumerate(ids)])
-    planner.schedule(ids, [0] * 6, [10 + i for i in range(6)], [list(range(8 * i, 8 * i + 8)) for i in range(6)])
-    assert planner.state.reads[JUNIOR].tolist()[:6] == planner.state.known[JUNIOR].tolist()[:6]
-    planner.postprocess(np.full(6, 5))
+    ids = [f"r{i}" for i in range(5)]
+    kinds = [bernoulli(0.5), bernoulli(0.5), bernoulli(0.5), solo("senior"), solo("junior")]
+    planner.admit([Admission(id, 10 + i, i, kinds[i]) for i, id in enumerate(ids)])
+    planner.schedule(ids, [0] * 5, [10 + i for i in range(5)], [list(range(8 * i, 8 * i + 8)) for i in range(5)])
+    assert planner.state.reads[JUNIOR].tolist()[:5] == planner.state.known[JUNIOR].tolist()[:5]
+    planner.postprocess(np.full(5, 5))
     chosen = planner.choose(ids)
     assert chosen.load.rows == 5
     assert chosen.load.context == 13

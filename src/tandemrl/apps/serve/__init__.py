@@ -1,8 +1,7 @@
-"""``tandemrl serve``: OpenAI-compatible servers whose responses name the author of each token.
+"""``tandemrl serve``: an OpenAI-compatible server whose responses name the author of each token, over any engine with
+open calls.
 
-``authorship`` is the middleware around a server: ``requests`` (who writes), ``conversations`` (chats from request to
-request), ``registry`` (strategies by name), ``responses`` (the authors). Behind it stands vLLM's own server
-(``vllm_server`` with ``vllm_guard``), or ``engine_server``: the application ``engine_app`` over any engine, which
-writes in an ``engine_thread``; ``asked`` reads requests, ``texts`` makes the answers. ``address`` and ``tool_calls``
-are of both.
+``engine_server`` starts the application ``engine_app``. ``requests`` reads who writes, ``asked`` the rest of a request;
+an ``engine_thread`` writes; ``texts`` and ``responses`` make the answers. ``conversations`` go on from request to
+request. ``address`` is where the server listens.
 """

@@ -4,13 +4,25 @@ import errno
 import socket
 import threading
 import time
+from collections.abc import Collection
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 
+from tandemrl.apps.asgi import LOOPBACK
 from tandemrl.rollout.engine import EngineError
 
 API_KEY = "VLLM_API_KEY"
 """The environment variable of the key that clients have to send."""
+
+
+def hosts_of(host: str, allowed: Collection[str]) -> Collection[str]:
+    """The names under which a server is asked: this machine's, that which it listens at, and those that it was given.
+
+    Args:
+        host: the name or address that it listens at.
+        allowed: further names.
+    """
+    return {*LOOPBACK, socket.gethostname(), socket.getfqdn(), host, *allowed}
 
 
 def check_port(host: str, port: int) -> None:

@@ -1,25 +1,24 @@
-"""OpenAI's requests, as ``authorship`` prepares them, read for an engine: prompts as token ids, sampling, strategy.
+"""OpenAI's requests, read for an engine: prompts as token ids, sampling, strategy.
 
 What would change a response and cannot be done is refused. The names and meanings of the fields are vLLM's.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tandemrl.apps.serve.conversations import Refused
+from tandemrl.apps.serve.requests import ParsedRequest
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.data.messages import Message, sound, text_of
-from tandemrl.data.rows import any_control, chat_tokens
+from tandemrl.data.rows import chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.rollout.endpoint_partner import body_of
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.envs.tools import Schema
-from tandemrl.rollout.vllm.rows import history_of
 from tandemrl.selection import Strategy
-from tandemrl.selection.draws import mix64
 
 MAX_SAMPLES = 1024
 """How many completions of a prompt one request may ask for, and how many prompts it may have."""
@@ -30,7 +29,7 @@ _READ = {
     *("model", "prompt", "messages", "n", "seed", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "response_format"),
     *("tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "logprobs"),
-    *("top_logprobs", "add_special_tokens", "return_token_ids", "vllm_xargs", "kv_transfer_params"),
+    *("top_logprobs", "add_special_tokens", "return_token_ids", "tandem"),
     *("structured_outputs", "include_reasoning", *SAMPLED, *_PENALTIES),
 }
 _WITHOUT_EFFECT = {
@@ -66,6 +65,7 @@ class Asked:
     """A request: one ``Request`` per prompt, with a key for each sample."""
 
     chat: bool
+    parsed: ParsedRequest
     requests: tuple[Request, ...]
     style: TextStyle
     stream: bool = False
@@ -74,6 +74,8 @@ class Asked:
     logprobs: bool = False
     tools: Mapping[str, Schema] | None = None
     """The schemas of the tools by name, if the text may hold calls of them."""
+    raw: bool = False
+    """Whether the response has token ids and no text."""
 
 
 class Reader:
@@ -101,35 +103,43 @@ class Reader:
         self.tokenizer, self.context, self.calls, self.junior = tokenizer, context, calls, junior
         self.defaults, self.template_arguments = defaults, template_arguments
 
-    def read(self, body: Mapping[str, Any], strategy_of: Callable[[str], Strategy], *, chat: bool) -> Asked:
-        """Read the prepared body of a request.
+    def read(
+        self,
+        body: Mapping[str, Any],
+        parsed: ParsedRequest,
+        strategy: Strategy,
+        *,
+        chat: bool,
+        ids: Sequence[int] | None = None,
+    ) -> Asked:
+        """Read the body of a request.
 
         Args:
-            strategy_of: the strategy of a name.
+            parsed: who writes.
+            strategy: that of its selection.
             chat: whether it is a chat, or a plain completion.
+            ids: the prompt of a chat that goes on, instead of its messages.
 
         Raises:
             Refused, DataError, ConfigError, EngineError: a field cannot be done, or is no value of its kind; names it.
         """
         for name, value in body.items():
             if name not in _READ | _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
-                raise Refused(f"{name}: not possible with this engine; leave it out")
-        extra = body.get("vllm_xargs") or {}
-        if not isinstance(extra, dict) or set(extra) - {"tandem_strategy", "tandem_history", "tandem_turns"}:
-            raise Refused("vllm_xargs: this engine takes none; leave it out")
+                raise Refused(f"{name}: not possible with this server; leave it out")
         tools = self._tools(body) if chat else {}
-        ids = [self.chat_ids(body, body["tools"] if tools else ())] if chat else self.prompts(body)
-        samples = int(body["n"])
-        if max(samples, len(ids)) > MAX_SAMPLES:
+        if ids is not None:
+            prompts = [[*ids]]
+        else:
+            prompts = [self.chat_ids(body, body["tools"] if tools else ())] if chat else self.prompts(body)
+        if max(parsed.samples, len(prompts)) > MAX_SAMPLES:
             raise Refused(f"n, prompt: at most {MAX_SAMPLES} are possible in a request")
-        sampling = self._sampling(body, max(map(len, ids)), chat=chat)
-        strategy = strategy_of(extra["tandem_strategy"])
-        by_junior: Sequence[Sequence[int]] = [()] * len(ids)
+        sampling = self._sampling(body, max(map(len, prompts)), chat=chat)
+        by_junior: Sequence[Sequence[int]] = [()] * len(prompts)
         if strategy.removed is not None:
             by_junior = self._read_by_junior(body, body["tools"] if tools else (), chat=chat)
             if self.junior is not None and self.junior.endpoint is not None:
                 body_of(sampling, self.junior.endpoint.leave_out)  # refuses what cannot be asked of it
-        keys = tuple(mix64(int(body["seed"]) + i) for i in range(samples))
+        keys = tuple(map(parsed.key, range(parsed.samples)))
         style = TextStyle(
             sampling.stop,
             sampling.stop_token_ids,
@@ -139,9 +149,10 @@ class Reader:
         stream = _flag(body, "stream", False)
         return Asked(
             chat,
+            parsed,
             tuple(
-                Request(tuple(each), keys, sampling, strategy, history=history_of(extra), junior_prompt=tuple(read))
-                for each, read in zip(ids, by_junior, strict=True)
+                Request(tuple(each), keys, sampling, strategy, history=parsed.history, junior_prompt=tuple(read))
+                for each, read in zip(prompts, by_junior, strict=True)
             ),
             style,
             stream,
@@ -150,34 +161,32 @@ class Reader:
             tools or None,
         )
 
-    def chat_ids(self, body: Mapping[str, Any], tools: Any = (), *, to_answer: bool = True) -> list[int]:
-        """The token ids of a chat, or those that a conversation gives instead of messages."""
-        given = body.get("kv_transfer_params")
-        if given is not None:
-            return [*given["prompt_token_ids"]]
-        arguments = {**self.template_arguments, **_mapping(body, "chat_template_kwargs")}
-        if body.get("chat_template") is not None:
-            raise Refused("chat_template: not possible with this engine; leave it out")
-        return self._rendered(self.tokenizer, body, arguments, tools, to_answer=to_answer)
-
-    def guarded_ids(self, body: Mapping[str, Any]) -> list[int] | None:
-        """The ids of a chat for a server that renders chats itself. None: it can do it, without control tokens from
-        contents, and without closing a begun answer.
+    def of_tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A request for vLLM's ``/inference/v1/generate`` as one for a completion. Its sampling is as it says: it knows
+        no defaults of the model, and ends where the context does.
 
         Raises:
-            Refused: something of the chat would not reach the prompt.
+            Refused: it is none.
         """
-        said, tools = messages_of(body.get("messages")), body.get("tools") or []
-        special = any_control(self.tokenizer, said, tools)
-        if body.get("chat_template") is not None and not special:
-            return None
-        to_answer = body.get("add_generation_prompt") is not False
-        try:
-            ids = self.chat_ids(body, tools, to_answer=to_answer)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        begun = said[-1]["role"] == "assistant" and (to_answer or body.get("continue_final_message"))
-        return ids if special or (begun and body.get("continue_final_message") is not False) else None
+        ids, sampling = body.get("token_ids"), _mapping(body, "sampling_params")
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+            raise Refused("token_ids: expected a list of token ids")
+        if body.get("stream"):
+            raise Refused("stream: not possible here; leave it out")
+        if sampling.get("logprobs") not in (None, 0, 1):
+            raise Refused("sampling_params.logprobs: only the written token's is known; ask for 1")
+        plain = dict.fromkeys(SAMPLED, 1.0) | {"top_k": 0, "min_p": 0.0, "max_tokens": self.context - len(ids)}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        given |= {} if sampling.get("logprobs") is None else {"logprobs": 0}
+        rest = {name: value for name, value in body.items() if name not in ("token_ids", "sampling_params")}
+        return {**rest, **plain, **given, "prompt": ids}
+
+    def chat_ids(self, body: Mapping[str, Any], tools: Any = (), *, to_answer: bool = True) -> list[int]:
+        """The token ids of a chat."""
+        arguments = {**self.template_arguments, **_mapping(body, "chat_template_kwargs")}
+        if body.get("chat_template") is not None:
+            raise Refused("chat_template: not possible with this server; leave it out")
+        return self._rendered(self.tokenizer, body, arguments, tools, to_answer=to_answer)
 
     def _rendered(
         self, tokenizer: Any, body: Mapping[str, Any], arguments: Any, tools: Any, *, to_answer: bool = True

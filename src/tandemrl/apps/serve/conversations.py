@@ -7,10 +7,8 @@ followed by those of the further messages, so what was written is never rendered
 messages, the server renders them after a dummy turn, and what precedes the end of that turn is cut off.
 """
 
-import asyncio
-import json
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 from tandemrl.config import SelectionConfig
 
 Message = Mapping[str, Any]
-Render = Callable[[list[Message], bool], Awaitable[list[int]]]
+Render = Callable[[list[Message], bool], list[int]]
 """A function that renders messages with the chat template to token ids. The bool says whether the prompt of a turn
 of the assistant follows them."""
 
@@ -138,7 +136,7 @@ class Conversations:
             del self._known[id]
 
 
-async def prompt_of(
+def prompt_of(
     conversation: Conversation, further: Sequence[Message], render: Render, ends: Collection[int]
 ) -> list[int]:
     """The token ids of a conversation's next prompt: those it has, followed by those of further messages.
@@ -150,7 +148,7 @@ async def prompt_of(
         ends: the EOS ids, with one of which the chat template must end a turn.
 
     Raises:
-        Refused: the chat template does not end each turn with one EOS token, or the server cannot render the messages.
+        Refused: the chat template does not end each turn with one EOS token.
     """
     opening: Message = {"role": "user", "content": "."}
     turn: dict[str, Any] = {"role": WRITER, "content": "."}
@@ -158,80 +156,14 @@ async def prompt_of(
         turn["tool_calls"] = [
             {**call, "type": "function", "function": {**call["function"], "arguments": "{}"}} for call in calls
         ]
-    count = [sum(token in ends for token in await render(messages, False)) for messages in ([opening], [opening, turn])]
-    whole = await render([opening, turn, *further], True)
+    count = [sum(token in ends for token in render(messages, False)) for messages in ([opening], [opening, turn])]
+    whole = render([opening, turn, *further], True)
     places = [i for i, token in enumerate(whole) if token in ends]
     if count[1] != count[0] + 1 or len(places) < count[1]:
         raise Refused(
             "tandem.conversation: the chat template does not end each turn with one EOS token, so what follows a turn "
-            "cannot be told from it; use another model or --chat-template"
+            "cannot be told from it; use another model"
         )
     end = places[count[1] - 1]
     written = conversation.tokens.tolist()
     return written + whole[end + (written[-1] == whole[end]) :]
-
-
-class StreamedTurn:
-    """A turn of a conversation, put together from the chunks of a streamed response as a client does it."""
-
-    def __init__(self) -> None:
-        self.prompt: list[int] = []
-        self.tokens: list[int] = []
-        self.ended = False
-        self._content = ""
-        self._calls: dict[int, dict[str, Any]] = {}
-
-    def add(self, chunk: Mapping[str, Any]) -> None:
-        """Add a chunk of the response."""
-        self.prompt = chunk.get("prompt_token_ids") or self.prompt
-        for choice in chunk.get("choices") or ():
-            self.tokens += choice.get("token_ids") or ()
-            self.ended |= choice.get("finish_reason") is not None
-            delta = choice.get("delta") or {}
-            self._content += delta.get("content") or ""
-            for part in delta.get("tool_calls") or ():
-                call = self._calls.setdefault(part["index"], {"id": None, "function": {"name": "", "arguments": ""}})
-                call["id"] = part.get("id") or call["id"]
-                for name, piece in (part.get("function") or {}).items():
-                    call["function"][name] += piece or ""
-
-    @property
-    def message(self) -> Message:
-        """The message of the turn, as the client knows it."""
-        calls = [{"type": "function", **call} for _, call in sorted(self._calls.items())]
-        return {"role": WRITER, "content": self._content, "tool_calls": calls}
-
-
-async def post(
-    app: Callable[..., Awaitable[None]], scope: Mapping[str, Any], path: str, body: Mapping[str, Any]
-) -> tuple[int, Any]:
-    """Call another route of the application with the headers of a client's request.
-
-    Args:
-        app: the ASGI application.
-        scope: the ASGI scope of the client's request, as the application got it.
-        path: the path of the other route.
-        body: the JSON body of the call.
-
-    Returns:
-        The HTTP status and the decoded JSON answer.
-    """
-    content = json.dumps(body).encode()
-    status, answer, read = 0, b"", False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal read
-        if read:  # a server listens for a client that leaves; this one does not
-            await asyncio.Event().wait()
-        read = True
-        return {"type": "http.request", "body": content, "more_body": False}
-
-    async def send(message: Mapping[str, Any]) -> None:
-        nonlocal status, answer
-        status = message.get("status", status)
-        answer += message.get("body", b"")
-
-    headers = [*(h for h in scope["headers"] if h[0] != b"content-length"), (b"content-length", b"%d" % len(content))]
-    whole = scope.get("root_path", "") + path
-    await app({**scope, "path": whole, "raw_path": whole.encode(), "headers": headers}, receive, send)
-    return status, json.loads(answer)

@@ -1,15 +1,14 @@
-"""The OpenAI-compatible application over any engine of the library: its routes, inside of ``Authorship``.
-
-Bodies and errors are those of vLLM's server. The rest of the API that vLLM has is not there.
-"""
+"""The OpenAI-compatible application over any engine with open calls. Bodies and errors are those of vLLM's server."""
 
 import asyncio
 import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 
@@ -20,16 +19,24 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tandemrl.apps.asgi import Message, Receive, Send
+from tandemrl.apps.asgi import Message, Receive, Send, limited, refused_host
 from tandemrl.apps.serve.asked import Asked, Reader
-from tandemrl.apps.serve.authorship import CHAT, COMPLETIONS, Authorship, Backend, error_body
+from tandemrl.apps.serve.conversations import NEW, Conversations, Refused, prompt_of
 from tandemrl.apps.serve.engine_thread import EngineThread, Job
-from tandemrl.apps.serve.registry import DEFAULT_NAME, Strategies
-from tandemrl.apps.serve.responses import VERSION, dumps
+from tandemrl.apps.serve.requests import conversation_of, parse
+from tandemrl.apps.serve.responses import VERSION, Authors, dumps, summary
 from tandemrl.apps.serve.texts import Speaker, TextStream
 from tandemrl.config import SelectionConfig
 from tandemrl.rollout.engine import Completion, EngineError
 from tandemrl.selection import Strategy
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+MAX_BODY = 1 << 24
+"""The length in bytes of the longest request: a million tokens, and more."""
+MAX_SELECTIONS = 32
+"""How many selections a server remembers the strategies of, with their token tables."""
+_RENDERED = ("tools", "chat_template", "chat_template_kwargs")
+"""The fields of a request that determine how its messages are rendered."""
 
 
 def application(
@@ -55,62 +62,68 @@ def application(
         hosts: the names under which the server is asked.
         api_key: the key that clients have to send; None: none.
     """
-    named: dict[str, Strategy] = {}
-
-    async def register(strategies: dict[str, Strategy]) -> None:
-        named.update(strategies)
-        for name in named.keys() - strategies.keys():
-            del named[name]
-
-    backend = Backend(Strategies(selection, strategy_of, register), ends, hosts)
-    named[DEFAULT_NAME] = backend.strategies[selection]
-    routes = _Routes(thread, reader, speaker, model, named.__getitem__, ends)
+    routes = _Routes(thread, reader, speaker, model, lru_cache(MAX_SELECTIONS)(strategy_of), selection, ends)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(thread.close)
 
-    middleware = [Middleware(Authorship, backend_of=lambda state: backend)]
     return Starlette(
         routes=[
             Route(COMPLETIONS, routes.completions, methods=["POST"]),
             Route(CHAT, routes.chat, methods=["POST"]),
+            Route(GENERATE, routes.generate, methods=["POST"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/health", routes.health),
             Route("/version", routes.version),
         ],
-        middleware=middleware if api_key is None else [*middleware, Middleware(_Key, key=api_key)],
+        middleware=[Middleware(_Gate, hosts=hosts, key=api_key)],
         exception_handlers={HTTPException: _http_error, EngineError: _engine_error},
         lifespan=lifespan,
     )
 
 
+def error_body(message: str, status: int = 400, *, kind: str = "Bad Request", param: str | None = None) -> Any:
+    """The body of an error, as OpenAI's and vLLM's servers write it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    kind = HTTPStatus(error.status_code).phrase
-    return JSONResponse(error_body(error.detail, error.status_code, kind=kind), error.status_code)
+    kind, said = HTTPStatus(error.status_code).phrase, error.detail
+    if error.status_code == 404:
+        said = f"{request.url.path}: a tandem server answers {COMPLETIONS}, {CHAT} and {GENERATE} only"
+    return JSONResponse(error_body(said, error.status_code, kind=kind), error.status_code)
 
 
 async def _engine_error(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error_body(str(error), 500, kind="Internal Server Error"), 500)
 
 
-class _Key:
-    """The middleware that asks for a key where models are asked."""
+class _Gate:
+    """The middleware that refuses other hosts, bodies of more than ``MAX_BODY`` bytes, and, where models are asked,
+    requests without the key."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], key: str) -> None:
-        self.app, self._wanted = app, f"Bearer {key}".encode()
+    def __init__(self, app: Callable[..., Awaitable[None]], hosts: Collection[str], key: str | None) -> None:
+        self.app, self._hosts = app, hosts
+        self._wanted = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
-            sent = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(sent, self._wanted):
-                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        sent = dict(scope["headers"]).get(b"authorization", b"")
+        locked = self._wanted is not None and scope["path"].startswith(("/v1", "/inference"))
+        if (host := refused_host(scope, self._hosts)) is not None:
+            reason = f"Host {host!r} is not answered; name it at the start of the server: --allowed-host NAME"
+            await JSONResponse(error_body(reason), 400)(scope, receive, send)
+        elif locked and not hmac.compare_digest(sent, self._wanted or b""):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        else:
+            await self.app(scope, limited(receive, scope["headers"], MAX_BODY, HTTPException), send)
 
 
 class _Routes:
@@ -122,12 +135,13 @@ class _Routes:
         reader: Reader,
         speaker: Speaker,
         model: str,
-        strategy_of: Callable[[str], Strategy],
+        strategy_of: Callable[[SelectionConfig], Strategy],
+        selection: SelectionConfig,
         ends: frozenset[int],
     ) -> None:
         self._thread, self._reader, self._speaker = thread, reader, speaker
-        self._model, self._strategy_of, self._ends = model, strategy_of, ends
-        self._began = int(time.time())
+        self._model, self._strategy_of, self._selection, self._ends = model, strategy_of, selection, ends
+        self._conversations, self._began = Conversations(), int(time.time())
 
     async def health(self, request: HttpRequest) -> Response:
         return Response()
@@ -159,100 +173,196 @@ class _Routes:
         return JSONResponse({"prompt": self._reader.tokenizer.decode(ids)})
 
     async def completions(self, request: HttpRequest) -> Response:
-        return await self._write(request, chat=False)
+        return await self._write(request, await _object(request), chat=False)
 
     async def chat(self, request: HttpRequest) -> Response:
-        return await self._write(request, chat=True)
+        return await self._write(request, await _object(request), chat=True)
 
-    async def _write(self, request: HttpRequest, *, chat: bool) -> Response:
+    async def generate(self, request: HttpRequest) -> Response:
         body = await _object(request)
+        with _refusals():
+            body = self._reader.of_tokens(body)
+        return await self._write(request, body, chat=False, raw=True)
+
+    async def _write(self, request: HttpRequest, body: Mapping[str, Any], *, chat: bool, raw: bool = False) -> Response:
         if body.get("model") not in (None, self._model):
             message = f"The model `{body['model']}` does not exist. This server has `{self._model}`."
             return JSONResponse(error_body(message, 404, kind="NotFoundError", param="model"), 404)
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        put, jobs = _from_any_thread(events), list[Job]()
+        with _refusals():
+            asked = replace(self._read(body, chat=chat), raw=raw)
+        exchange, streams = _Exchange(self._thread, self._speaker, self._ends, asked, self._model), False
         try:
             with _refusals():
-                asked = self._reader.read(body, self._strategy_of, chat=chat)
-                for i, each in enumerate(asked.requests):
-                    before = i * len(each.keys)
-                    jobs.append(self._thread.submit(each, _told(put, before) if asked.stream else None))
-        except HTTPException:
-            self._thread.cancel(jobs)
-            raise
-        prefix = "chatcmpl" if chat else "cmpl"
-        kind = ("chat.completion" if chat else "text_completion") + (".chunk" if chat and asked.stream else "")
-        about = {"id": f"{prefix}-{secrets.token_hex(16)}", "object": kind, "created": int(time.time())}
-        about["model"] = self._model
-        if asked.stream:
-            for job in jobs:
-                job.done.add_done_callback(lambda done: put(None))
-            return StreamingResponse(self._chunks(asked, jobs, events, about), media_type="text/event-stream")
-        gone = asyncio.create_task(_left(request))
-        written = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
-        first: list[asyncio.Future[Any]] = [gone, written]
-        try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if not written.done():
-                return JSONResponse(None)
-            return JSONResponse(await asyncio.to_thread(self._whole, asked, written.result(), about))
+                exchange.submit()
+            if asked.stream:
+                streams = True
+                return _Stream(self._chunks(exchange, body), partial(self._close, exchange))
+            gone = asyncio.create_task(_left(request))
+            written = asyncio.gather(*(asyncio.wrap_future(job.done) for job in exchange.jobs))
+            try:
+                first: list[asyncio.Future[Any]] = [gone, written]
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if not written.done():
+                    return JSONResponse(None)
+                whole = await asyncio.to_thread(exchange.whole, written.result())
+                self._go_on(exchange, body)
+                return JSONResponse(whole)
+            finally:
+                gone.cancel()
         finally:
-            gone.cancel()
-            self._thread.cancel(jobs)
+            if not streams:
+                self._close(exchange)
 
-    def _whole(self, asked: Asked, groups: list[list[Completion]], about: Mapping[str, Any]) -> dict[str, Any]:
-        pairs = [(request, one) for request, group in zip(asked.requests, groups, strict=True) for one in group]
-        choices = [
-            self._speaker.choice(asked, index, one, request.prompt) for index, (request, one) in enumerate(pairs)
-        ]
-        prompt = {"prompt_token_ids": [*asked.requests[0].prompt]} if asked.chat else {}
-        return {**about, "choices": choices, "usage": _usage(asked, [one for _, one in pairs])} | prompt
-
-    async def _chunks(
-        self, asked: Asked, jobs: list[Job], events: asyncio.Queue[Any], about: Mapping[str, Any]
-    ) -> AsyncIterator[bytes]:
-        """The server-sent events of a stream. ``events`` brings tokens, and None for each job that has ended."""
-        samples = len(asked.requests[0].keys)
-        streams = [TextStream(self._speaker.tokenizer, asked.style, self._ends) for _ in range(samples * len(jobs))]
-        told = [[*asked.requests[index // samples].prompt] for index in range(len(streams))]
-
-        def chunk(index: int, said: Mapping[str, Any]) -> bytes:
-            choice = {"index": index, **said}
-            if asked.chat or not told[index]:
-                return _event({**about, "choices": [choice]})
-            prompt, told[index] = told[index], []
-            return _event({**about, "choices": [choice | {"prompt_token_ids": prompt}]})
-
+    async def _chunks(self, exchange: "_Exchange", body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         try:
-            if asked.chat:
-                for index in range(len(streams)):
-                    said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                    yield _event({**about, "choices": [{"index": index, **said}], "prompt_token_ids": told[0]})
-            open_jobs = len(jobs)
-            while open_jobs:
-                event = await events.get()
-                if event is None:
-                    open_jobs -= 1
-                    continue
-                index, tokens, logprobs = event
-                yield chunk(index, self._speaker.piece(asked, streams[index], tokens, logprobs))
-            completions = [one for job in jobs for one in job.done.result()]
-            for index, (stream, one) in enumerate(zip(streams, completions, strict=True)):
-                yield chunk(index, self._speaker.last(asked, stream, one))
-            if asked.usage:
-                yield _event({**about, "choices": [], "usage": _usage(asked, completions)})
+            async for chunk in exchange.chunks():
+                yield chunk
+            self._go_on(exchange, body)
         except EngineError as error:
             yield _event(error_body(str(error), 500, kind="Internal Server Error"))
         finally:
-            self._thread.cancel(jobs)
+            self._close(exchange)
         yield b"data: [DONE]\n\n"
+
+    def _close(self, exchange: "_Exchange") -> None:
+        """Hear that a request has ended, in whatever way."""
+        self._thread.cancel(exchange.jobs)
+        if not exchange.closed and (conversation := exchange.asked.parsed.conversation) is not None:
+            self._conversations.give_back(conversation)
+        exchange.closed = True
+
+    def _go_on(self, exchange: "_Exchange", body: Mapping[str, Any]) -> None:
+        """Add the turn to the conversation, if there is one and the turn is not empty."""
+        conversation, [request, *_] = exchange.asked.parsed.conversation, exchange.asked.requests
+        if conversation is not None and (turn := exchange.choices[0]["token_ids"]):
+            after = conversation.after([*body["messages"], exchange.choices[0]["message"]], request.prompt, turn)
+            exchange.asked = replace(exchange.asked, parsed=exchange.asked.parsed._replace(conversation=after))
+
+    def _read(self, body: Mapping[str, Any], *, chat: bool) -> Asked:
+        """Read a request. The conversation that it continues is taken from then on."""
+        id = conversation_of(body)
+        if id is not None and not chat:
+            raise Refused(f"tandem.conversation: only {CHAT} has messages to go on from")
+        known, ids = None if id in (None, NEW) else self._conversations.take(str(id)), None
+        try:
+            parsed = parse(body, self._selection, known)
+            if known is not None:
+                ids = prompt_of(known, known.further(body), partial(self._rendered, body), self._ends)
+            try:
+                strategy = self._strategy_of(parsed.selection)
+            except ValueError as error:
+                raise Refused(f"tandem: {error}") from None
+            return self._reader.read(body, parsed, strategy, chat=chat, ids=ids)
+        except BaseException:
+            if known is not None:
+                self._conversations.give_back(known)
+            raise
+
+    def _rendered(self, body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], to_answer: bool) -> list[int]:
+        """The ids of messages that are rendered as those of a request."""
+        said = {name: body[name] for name in _RENDERED if name in body} | {"messages": messages}
+        return self._reader.chat_ids(said, body.get("tools") or [], to_answer=to_answer)
+
+
+class _Stream(StreamingResponse):
+    """A stream of events, and what is to be done at its end, in whatever way it comes."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(chunks, media_type="text/event-stream")
+        self._close = close
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, thread: EngineThread, speaker: Speaker, ends: frozenset[int], asked: Asked, model: str) -> None:
+        self._thread, self._speaker, self._ends, self.asked = thread, speaker, ends, asked
+        self.jobs, self.closed = list[Job](), False
+        self.choices: list[dict[str, Any]] = []
+        """Those of the response, as soon as all is written."""
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        prefix = "chatcmpl" if asked.chat else "cmpl"
+        kind = ("chat.completion" if asked.chat else "text_completion") + (".chunk" * (asked.chat and asked.stream))
+        self._about = {"id": f"{prefix}-{secrets.token_hex(16)}", "object": kind, "created": int(time.time())}
+        self._about["model"] = model
+        if asked.raw:
+            self._about = {"request_id": secrets.token_hex(16)}
+
+    def submit(self) -> None:
+        """Begin to write."""
+        put = _from_any_thread(self._events)
+        for i, each in enumerate(self.asked.requests):
+            told = _told(put, i * len(each.keys)) if self.asked.stream else None
+            self.jobs.append(self._thread.submit(each, told))
+        for job in self.jobs if self.asked.stream else ():
+            job.done.add_done_callback(lambda done: put(None))
+
+    def whole(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        """The whole response."""
+        asked, completions = self.asked, [one for group in groups for one in group]
+        self._choose(completions)
+        shown = asked.parsed.show_prompt
+        prompt = {"prompt_token_ids": [*asked.requests[0].prompt]} if asked.chat and shown else {}
+        tandem = summary(asked.parsed, completions)
+        return {**self._about, "choices": self.choices, "usage": _usage(asked, completions), "tandem": tandem} | prompt
+
+    def _choose(self, completions: Sequence[Completion]) -> None:
+        requests = [request for request in self.asked.requests for _ in request.keys]
+        for index, (request, one) in enumerate(zip(requests, completions, strict=True)):
+            choice = self._speaker.choice(self.asked, index, one) | {"authorship": one.author.tolist()}
+            if self.asked.parsed.show_prompt and not self.asked.chat:
+                choice["prompt_token_ids"] = [*request.prompt]
+            self.choices.append(choice)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The server-sent events of a stream.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        asked, parsed = self.asked, self.asked.parsed
+        requests = [request for request in asked.requests for _ in request.keys]
+        streams = [TextStream(self._speaker.tokenizer, asked.style, self._ends) for _ in requests]
+        authors = [Authors(each.strategy, parsed.key(i), parsed.history) for i, each in enumerate(requests)]
+        prompts = [{"prompt_token_ids": [*each.prompt]} if parsed.show_prompt else {} for each in requests]
+
+        def chunk(index: int, said: Mapping[str, Any], **more: Any) -> bytes:
+            choice = {"index": index, **said, "authorship": authors[index].of(said.get("token_ids", ()))}
+            if not asked.chat:  # with the first chunk of a choice
+                choice, prompts[index] = choice | prompts[index], {}
+            return _event({**self._about, "choices": [choice]} | more)
+
+        for index in range(len(streams)) if asked.chat else ():
+            said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            yield chunk(index, said, **prompts[index])
+        open_jobs = len(self.jobs)
+        while open_jobs:
+            if (event := await self._events.get()) is None:
+                open_jobs -= 1
+                continue
+            index, tokens, logprobs = event
+            yield chunk(index, self._speaker.piece(asked, streams[index], tokens, logprobs))
+        completions = [one for job in self.jobs for one in job.done.result()]
+        self._choose(completions)
+        tandem = summary(parsed, completions)
+        for index, (stream, choice) in enumerate(zip(streams, self.choices, strict=True)):
+            eos = completions[index].stop_reason == "eos"
+            yield chunk(index, self._speaker.last(asked, stream, choice, eos=eos), tandem=tandem)
+        if asked.usage:
+            yield _event({**self._about, "choices": [], "usage": _usage(asked, completions)})
 
 
 def _event(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
-def _usage(asked: Asked, completions: list[Completion]) -> dict[str, int]:
+def _usage(asked: Asked, completions: Sequence[Completion]) -> dict[str, int]:
     read = sum(len(request.prompt) for request in asked.requests)
     written = sum(len(one.tokens) for one in completions)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

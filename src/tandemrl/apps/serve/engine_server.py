@@ -1,6 +1,7 @@
 """Starts the OpenAI-compatible server over an engine of the library, after checking its options."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,13 +11,11 @@ from typing import Any
 import uvicorn
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from tandemrl.apps.serve.address import API_KEY, announce, check_port
+from tandemrl.apps.serve.address import API_KEY, announce, check_port, hosts_of
 from tandemrl.apps.serve.asked import SAMPLED, OtherReader, Reader
-from tandemrl.apps.serve.authorship import hosts_of
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.texts import Speaker
-from tandemrl.apps.serve.tool_calls import tool_call_parser_of
 from tandemrl.config import Config, ConfigError, SelectionConfig
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import JuniorEndpointConfig
@@ -28,9 +27,9 @@ from tandemrl.models.loading import (
     load_tokenizer,
     resolve_device,
 )
-from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.envs.parsing import CallFormat
 from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
+from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy
 
@@ -47,6 +46,7 @@ def serve(
     api_key: str | None = None,
     tool_call_parser: str | None = None,
     template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+    context: int | None = None,
     junior_dtype: str | None = None,
     junior_device: str | None = None,
 ) -> None:
@@ -61,26 +61,28 @@ def serve(
         tool_call_parser: one of ``PARSERS``. None means the one of the chat template.
         template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
             not send others as ``chat_template_kwargs``.
+        context: how many tokens prompt and response may have together. None means as many as the models allow.
         junior_dtype: the junior's dtype. None means the senior's.
         junior_device: the junior's device. None means the senior's.
 
     Raises:
-        ConfigError: the chat template does not read one of the template arguments, nobody knows the parser, or the
-            config does not suit models of two vocabularies.
+        ConfigError: the chat template does not read one of the template arguments, nobody knows the parser, the config
+            does not suit models of two vocabularies, or a value of the selection is out of range.
         EngineError: the port is in use, or the engine does not start.
         ModelError: a model cannot be loaded.
-        ValueError: a value of the selection is out of range.
     """
     model, junior = config.model, config.model.junior or config.model.senior
     tokenizer = load_tokenizer(model.senior)
     endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
     other = junior_tokenizer_of(model.senior, junior, endpoint=endpoint is not None)
     variables = template_variables(tokenizer, template_arguments)
-    chosen = tool_call_parser_of(tool_call_parser, template_of(tokenizer), ())
+    chosen = tool_call_parser_of(tool_call_parser, template_of(tokenizer))
     if chosen not in (None, *PARSERS):
         raise ConfigError(f"--tool-call-parser: {chosen!r} is none of {', '.join(PARSERS)}")
-    # What is out of range, or does not suit two vocabularies, is refused before models are loaded.
-    _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
+    try:  # before models are loaded
+        _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     check_port(host, port)
     device = str(resolve_device(model.device))
     load = partial(load_model, dtype=model.dtype, device=device)
@@ -90,18 +92,20 @@ def serve(
         ModelSource(junior, lambda: partner(junior), None, None, other, endpoint),
     )
     ends = ends_of(*sources, tokenizer)
-    engine = make_engine(config.rollout, *sources, tokenizer, dtype=model.dtype, device=device, ends=ends)
+    made = dict[str, Any](dtype=model.dtype, device=device, longest=context, ends=ends)
+    engine = make_engine(config.rollout, *sources, tokenizer, **made)
 
     def strategy_of(selection: SelectionConfig) -> Strategy:
         return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
 
-    assert isinstance(engine, BatchEngine)  # of the torch engine
+    if not isinstance(engine, CallEngine):
+        raise ConfigError(f"rollout.engine={config.rollout.engine}: it has no open calls; serve with torch or vllm")
     key = api_key or os.environ.get(API_KEY)
     app = application(
         EngineThread(engine),
         Reader(
             tokenizer,
-            engine.context,
+            min(engine.context, context or engine.context),
             defaults=sampling_defaults(model.senior),
             template_arguments=variables,
             calls=chosen is not None,
@@ -124,6 +128,16 @@ def serve(
     engine.close()
 
 
+def tool_call_parser_of(chosen: str | None, chat_template: str) -> str | None:
+    """The parser of tool calls that fits a chat template; None if it knows no tools and nobody ``chosen`` one.
+
+    It is ``hermes``, or ``llama3_json`` if the template writes bare calls with parameters, as Llama's.
+    """
+    knows_tools = re.search(r"\btools\b", chat_template) is not None
+    bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
+    return chosen or (("llama3_json" if bare else "hermes") if knows_tools else None)
+
+
 def _strategy(
     config: Config, selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, apart: bool
 ) -> Strategy:
@@ -135,6 +149,11 @@ def _strategy(
     Raises:
         ConfigError: it does not suit two vocabularies, or cannot be made. ValueError: a value is out of range.
     """
+    if config.rollout.kind.spans and selection.kind.drops:
+        raise ValueError(
+            f"selection.strategy={selection.strategy} may drop what an author proposes, which this engine cannot do in "
+            "a server; serve with --engine torch, or use word"
+        )
     if apart:
         check(replace(config, selection=selection), Facts(apart=True, asked=True))
     return schedule_of(selection, tokenizer, vocabulary, by_text=apart).strategy(1)
@@ -150,7 +169,7 @@ def other_reader(tokenizer: PreTrainedTokenizerBase, path: str, endpoint: Junior
     context = int(tokenizer.model_max_length)  # what an endpoint can read, the engine asks it
     if endpoint is None:
         context = context_of(AutoConfig.from_pretrained(path, trust_remote_code=False))
-    takes_tools = tool_call_parser_of(None, template_of(tokenizer, [{}]), ()) is not None
+    takes_tools = tool_call_parser_of(None, template_of(tokenizer, [{}])) is not None
     return OtherReader(tokenizer, context, takes_tools, endpoint)
 
 

@@ -1,4 +1,4 @@
-"""What a request asks for: who writes, from which seed, how often. The rest of it is the server's behind us to read.
+"""What a request asks for: who writes, from which seed, how often. `asked` reads the rest of it.
 
 A request may have a field ``"tandem": {...}``. It holds ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of
 ``strategy``, ``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first``, which then replace the server's values.
@@ -23,7 +23,7 @@ SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles on
 
 
 class ParsedRequest(NamedTuple):
-    """The part of a request that its response depends on.
+    """Who writes what a request asks for.
 
     selection: who writes. seed: the seed of its first sample. samples: how many completions each prompt gets (``n``).
     show_prompt: whether the client wants the prompt's token ids.
@@ -46,19 +46,13 @@ class ParsedRequest(NamedTuple):
         return mix64(self.seed + index % self.samples)
 
 
-def prepare(
-    body: Mapping[str, Any], default: SelectionConfig, known: Conversation | None = None
-) -> tuple[dict[str, Any], ParsedRequest]:
-    """Check a request and prepare it for vLLM.
+def parse(body: Mapping[str, Any], default: SelectionConfig, known: Conversation | None = None) -> ParsedRequest:
+    """Read who writes, and refuse what no tandem server can do.
 
     Args:
         body: the JSON body of the request.
         default: the server's selection.
         known: the conversation that the request continues.
-
-    Returns:
-        The body for vLLM, which has a seed and asks for token ids, and the part of the request that its response
-        depends on.
 
     Raises:
         Refused: a field is not possible in tandem decoding. The message names it and what it should be.
@@ -78,10 +72,6 @@ def prepare(
         (
             field("tool_choice") in (None, "none", "auto"),
             "tool_choice: only none and auto; a forced call needs a grammar, and these are not applied",
-        ),
-        (
-            not any(name.startswith("tandem") for name in _object(field("vllm_xargs"))),
-            "vllm_xargs: names that start with tandem are the server's; send `tandem` instead",
         ),
     ]
     for ok, reason in rules:
@@ -110,9 +100,7 @@ def prepare(
         for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
             if field(name) not in (None, usual):
                 raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
-    parsed = ParsedRequest(selection, seed, samples, bool(field("return_token_ids")), conversation)
-    rest = {name: value for name, value in body.items() if name != "tandem"}
-    return rest | {"seed": seed, "n": samples, "return_token_ids": True}, parsed
+    return ParsedRequest(selection, seed, samples, bool(field("return_token_ids")), conversation)
 
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -170,7 +158,7 @@ def conversation_of(body: Mapping[str, Any]) -> str | None:
 def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int) -> Any:
     """A whole number of a request, or ``default`` if it has none.
 
-    vLLM also reads "3" and true as numbers. These are refused, since the authors depend on the exact number.
+    "3" and true are refused, since the authors depend on the exact number.
 
     Args:
         body: the JSON body of the request.
@@ -191,7 +179,7 @@ def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """``value`` if it is a JSON object, else an empty one. vLLM itself refuses other values."""
+    """``value`` if it is a JSON object, else an empty one. `asked` refuses other values."""
     return value if isinstance(value, dict) else {}
 
 

@@ -98,20 +98,22 @@ class Speaker:
     def _pieces(self) -> dict[int, bytes]:
         return token_bytes(self.tokenizer)
 
-    def choice(self, asked: Asked, index: int, completion: Completion, prompt: Sequence[int]) -> dict[str, Any]:
+    def choice(self, asked: Asked, index: int, completion: Completion) -> dict[str, Any]:
         """A choice of a whole response."""
         tokens = completion.tokens.tolist()
         text, stop = text_of(self.tokenizer, tokens, asked.style, eos=completion.stop_reason == "eos")
         logprobs = completion.behaviour_logprobs.tolist() if asked.logprobs else None
         choice: dict[str, Any] = {
             "index": index,
-            "logprobs": self.logprobs(tokens, logprobs, chat=asked.chat),
+            "logprobs": _of_ids(tokens, logprobs) if asked.raw else self.logprobs(tokens, logprobs, chat=asked.chat),
             "finish_reason": _REASONS[completion.stop_reason],
             "stop_reason": _stop_reason(completion, stop),
             "token_ids": tokens,
         }
+        if asked.raw:
+            return choice
         if not asked.chat:
-            return choice | {"text": text, "prompt_token_ids": [*prompt]}
+            return choice | {"text": text}
         content, calls = self.parsed(asked, text)
         if calls:
             choice["finish_reason"] = "tool_calls"
@@ -172,17 +174,22 @@ class Speaker:
             said = {"delta": {"content": text} if text and asked.tools is None else {}}
         return {**said, "logprobs": shown, "finish_reason": None, "token_ids": [*tokens]}
 
-    def last(self, asked: Asked, stream: TextStream, completion: Completion) -> dict[str, Any]:
-        """What the chunk says that ends a choice."""
-        eos = completion.stop_reason == "eos"
-        text, stop = stream.rest(eos=eos)
-        reason, said = _REASONS[completion.stop_reason], dict[str, Any](text=text)
+    def last(self, asked: Asked, stream: TextStream, choice: Mapping[str, Any], *, eos: bool) -> dict[str, Any]:
+        """What the chunk says that ends a ``choice``. ``eos``: whether an author ended it."""
+        text, _ = stream.rest(eos=eos)
+        said = dict[str, Any](text=text)
         if asked.chat:
-            whole, _ = text_of(self.tokenizer, stream.tokens, asked.style, eos=eos)
-            content, calls = (text, []) if asked.tools is None else self.parsed(asked, whole)
+            content = text if asked.tools is None else choice["message"]["content"]
             said = {"delta": {"content": content} if content else {}}
-            if calls:
+            if calls := choice["message"].get("tool_calls"):
                 said["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-                reason = "tool_calls"
-        stop = _stop_reason(completion, stop)
-        return {**said, "logprobs": None, "finish_reason": reason, "stop_reason": stop, "token_ids": []}
+        ended = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+        return {**said, "logprobs": None, **ended, "token_ids": []}
+
+
+def _of_ids(tokens: Sequence[int], values: Sequence[float] | None) -> Any:
+    """OpenAI's field ``logprobs`` where tokens are named by their ids; None if ``values`` is."""
+    if values is None:
+        return None
+    named = [(f"token_id:{token}", value) for token, value in zip(tokens, values, strict=True)]
+    return {"content": [{"token": name, "logprob": value, "bytes": None, "top_logprobs": []} for name, value in named]}

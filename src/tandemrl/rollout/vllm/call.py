@@ -15,7 +15,7 @@ from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
 from tandemrl.rollout.open_call import CallEngine, OpenCall
 from tandemrl.rollout.vllm.backend import Backend
-from tandemrl.rollout.vllm.rows import VllmRow, authors_of, history_arguments
+from tandemrl.rollout.vllm.rows import VllmRow, authors_of
 from tandemrl.selection import Strategy
 
 _SHARED = (
@@ -118,7 +118,8 @@ class VllmCall(OpenCall[VllmRow]):
         arguments: dict[str, Any] = {"tandem_key": row.key, "tandem_strategy": row.strategy}
         if self._turns:
             arguments["tandem_row"] = row.id
-        arguments |= history_arguments(row.history)
+        if history := row.history:
+            arguments["tandem_history"] = history
         room = row.own_left if turn is None else min(row.own_left, turn)
         return sampling_params(where, s, self._eos, room, arguments, stop=s.stop)
 

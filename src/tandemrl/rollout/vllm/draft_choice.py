@@ -84,7 +84,7 @@ class DraftChooser:
             return Chosen(Choice(), Load(0), Passes())
         drafted, accepted, junior, senior = self._seen.tolist()
         passes = Passes(drafted=drafted, accepted=accepted)
-        slots = slots[state.drafts[slots] & state.known[JUNIOR, slots]]
+        slots = slots[state.known[JUNIOR, slots]]
         load = Load(len(slots))
         if len(slots):
             share = (senior + AUTHOR_PRIOR) / (junior + senior + 2 * AUTHOR_PRIOR)

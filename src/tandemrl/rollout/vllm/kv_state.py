@@ -56,7 +56,6 @@ class KVState:
         """By author: whether it may write in the request."""
         self.reads = np.zeros(two, bool)
         """By author: whether it computes the prompt, to write or to draft."""
-        self.drafts = np.zeros(one, bool)
         """Whether the tokens of the request may be drafted."""
         self._by_slot = list(vars(self))
         self.blocks: list[list[int]] = [[] for _ in range(capacity)]

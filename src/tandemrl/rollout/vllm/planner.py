@@ -35,7 +35,7 @@ class Admission(NamedTuple):
 
     prompt_length: how many tokens its prompt has. key: its request key. history: the own tokens of each earlier turn,
     all of which the prompt contains. row: a number that all turns of a completion share; None means that no turn
-    follows this one. stops: token ids that end the request. drafts: whether its tokens may be drafted.
+    follows this one. stops: token ids that end the request.
     """
 
     id: str
@@ -45,7 +45,6 @@ class Admission(NamedTuple):
     history: Sequence[Sequence[int]] = ()
     row: int | None = None
     stops: Collection[int] = ()
-    drafts: bool = True
 
 
 @dataclass(slots=True)
@@ -174,9 +173,8 @@ class Planner:
         state.before[at] = before
         state.stream[at] = stream(keys, SAMPLING).numpy()
         state.writers[:, at] = state.reads[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
-        state.drafts[at] = [a.drafts for a in admissions]
         if self.chooser.reads_alone(self.mode, len(self.slots), float(state.length[at].mean())):
-            state.reads[JUNIOR, at] |= state.drafts[at]
+            state.reads[JUNIOR, at] = True
         self.stops.update((slot, a.stops) for a, slot in zip(admissions, slots, strict=True))
         state.reset(at)
         self.check_writers(at, state.author[at], [a.id for a in admissions])
@@ -254,7 +252,7 @@ class Planner:
         if self.mode != "lockstep":
             other = 1 - state.author[slots]
             run[other[decoding], decoding.nonzero()[0]] = False
-        drafted = decoding & state.drafts[slots] & state.known[JUNIOR, slots] & (room and self.mode in DRAFTING)
+        drafted = decoding & state.known[JUNIOR, slots] & (room and self.mode in DRAFTING)
         self.drafting = drafted.nonzero()[0]
         run[:, self.drafting] = False
         for who in (JUNIOR, SENIOR):

@@ -1,7 +1,5 @@
 """What the planner and the stock model runners are told of requests, and what of them is refused."""
 
-import copy
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +8,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.planner import Admission
-from tandemrl.rollout.vllm.rows import history_of
-from tandemrl.rollout.vllm.sampler import can_draft
-from tandemrl.rollout.vllm.versions import misdone
 from tandemrl.selection import Strategy
-from tandemrl.selection.draws import mix64
 
 
 def refuse_unsupported(scheduled: SchedulerOutput) -> None:
@@ -32,57 +26,27 @@ def admission(new: NewRequestData, strategies: Mapping[str, Strategy], *, has_ju
     """What the planner has to know of a new request.
 
     Args:
-        new: the request.
+        new: the request, as ``call.sampling_params`` makes them.
         strategies: the strategies that requests can name.
         has_junior: whether the engine has a junior.
 
     Raises:
-        EngineError: the request asks for something that tandem decoding does not support.
+        EngineError: nobody knows its strategy, or it needs a junior.
     """
     sampling = new.sampling_params
-    problems = {
-        "pooling": sampling is None,
-        "prompt embeddings": new.prompt_embeds is not None or new.prompt_token_ids is None,
-        "multi-modal inputs": bool(new.mm_features),
-        "LoRA": new.lora_request is not None,
-        "prompt_logprobs": sampling is not None and sampling.prompt_logprobs is not None,
-        "structured outputs": sampling is not None and sampling.structured_outputs is not None,
-        **({} if sampling is None else misdone(sampling)),
-    }
-    for name, present in problems.items():
-        if present:
-            raise EngineError(f"request {new.req_id}: {name} is not supported in tandem decoding")
-    assert sampling is not None
-    assert new.prompt_token_ids is not None
-    extra = sampling.extra_args or {}
-    key = extra.get("tandem_key")
-    if key is None:
-        if sampling.seed is None:
-            raise EngineError(f"request {new.req_id}: no extra_args['tandem_key'] and no seed to derive it from")
-        key = mix64(sampling.seed)
-    name = str(extra.get("tandem_strategy", "default"))
+    extra = None if sampling is None else sampling.extra_args
+    if sampling is None or extra is None or new.prompt_token_ids is None:
+        raise EngineError(f"request {new.req_id}: it is not of a tandem engine's call")
+    name = str(extra["tandem_strategy"])
     if name not in strategies:
         known = ", ".join(sorted(strategies)) or "none"
         raise EngineError(f"request {new.req_id}: strategy {name!r} is not registered; registered: {known}")
     strategy = strategies[name]
     if not has_junior and strategy.writers != "senior":
         raise EngineError(f"request {new.req_id}: its strategy needs a junior and the engine has none")
-    row, history = extra.get("tandem_row"), history_of(extra)
-    stops = frozenset(sampling.stop_token_ids or ())
-    length, drafts = len(new.prompt_token_ids), can_draft(sampling)
-    return Admission(new.req_id, length, int(key), strategy, history, row, stops, drafts)
-
-
-def unseeded(new: NewRequestData) -> NewRequestData:
-    """A request without its seed, so that the runner makes no random generator for it.
-
-    ``_Draw`` needs none, and vLLM fails to rewind a generator on the CPU after a chunk of a prompt.
-    """
-    if new.sampling_params is None or new.sampling_params.seed is None:
-        return new
-    params = copy.copy(new.sampling_params)
-    params.seed = None
-    return dataclasses.replace(new, sampling_params=params)
+    history, stops = extra.get("tandem_history", ()), frozenset(sampling.stop_token_ids or ())
+    length, key = len(new.prompt_token_ids), int(extra["tandem_key"])
+    return Admission(new.req_id, length, key, strategy, history, extra.get("tandem_row"), stops)
 
 
 def set_outputs(runner: Any, id: str, before: int, tokens: Sequence[int]) -> None:

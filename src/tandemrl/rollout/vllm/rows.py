@@ -1,9 +1,7 @@
 """Completions while vLLM is writing them, turn by turn. This module does not import vllm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -103,16 +101,3 @@ def authors_of(rows: Sequence[VllmRow]) -> list[np.ndarray]:
             before = sum(map(len, row.request.history))
             authors[row.number] = author[before : before + row.own]
     return [authors[row.number] for row in rows]
-
-
-def history_arguments(history: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-    """The own tokens of each earlier turn as ``SamplingParams.extra_args``. Over HTTP these hold flat lists only."""
-    if not history:
-        return {}
-    return {"tandem_history": [token for turn in history for token in turn], "tandem_turns": [*map(len, history)]}
-
-
-def history_of(extra: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The own tokens of each earlier turn, from extra arguments that ``history_arguments`` made."""
-    tokens = iter(extra.get("tandem_history", ()))
-    return tuple(tuple(islice(tokens, length)) for length in extra.get("tandem_turns", ()))

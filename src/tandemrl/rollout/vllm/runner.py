@@ -32,7 +32,7 @@ from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
 from tandemrl.rollout.vllm.outputs import Written, sampled
 from tandemrl.rollout.vllm.planner import ForwardPass, Planner
-from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_unsupported, set_outputs, unseeded
+from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_unsupported, set_outputs
 from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.spans import Spans
@@ -234,7 +234,7 @@ class TandemModelRunner:
             cached.resumed_req_ids,
             room=any(ahead),
         )
-        data = {n.req_id: unseeded(n) for n in new}
+        data = {n.req_id: n for n in new}
         for who in self.runners:
             launched = self._launched[who] = []
             for forward in passes[who]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
@@ -85,16 +84,3 @@ class TandemSampler(Sampler):
         index = token_ids[:, None]
         # The drawn token alone: no top-k, and no rank, which stock vLLM compiles a kernel for.
         return LogprobsTensors(index.to(torch.int32), logprobs.gather(-1, index), torch.zeros_like(token_ids))
-
-
-def can_draft(params: SamplingParams) -> bool:
-    """Whether ``verifying`` can apply everything that these sampling parameters do to logits."""
-    return not (
-        params.logit_bias
-        or params.min_tokens
-        or params.bad_words
-        or params.allowed_token_ids
-        or params.logprob_token_ids
-        or params.repetition_detection
-        or params.thinking_token_budget is not None
-    )

@@ -1,9 +1,8 @@
 """The settings of tandem decoding in vLLM: the options of the workers, what is refused, and the junior's config."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
@@ -31,8 +30,6 @@ class TandemOptions:
     adapters: AdapterPlan | None = None
     """If given, the senior is these adapters on the junior's weights. They start as zero, and ``tandem_load`` takes
     only them."""
-    selection: Mapping[str, Any] | None = None
-    """The strategy of requests that name none, with the fields of ``selection.*`` in a config."""
     record: bool = False
     """Whether to record the authors of every request, for ``tandem_record``."""
 

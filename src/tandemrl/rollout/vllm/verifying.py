@@ -96,7 +96,7 @@ def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, 
         temperature=taken(metadata.temperature),
         top_p=taken(metadata.top_p),
         top_k=taken(metadata.top_k),
-        logitsprocs=LogitsProcessors(),  # min_p alone, which is ours here; see `can_draft`
+        logitsprocs=LogitsProcessors(),  # min_p alone, which is ours here
         **penalties,
     )
 

@@ -1,13 +1,8 @@
 """Handles the differences between vLLM 0.32 and 0.27 that need more than a line where they matter."""
 
-import importlib
-from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import vllm
-from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -48,44 +43,6 @@ def keep_running(client: Any) -> None:
     """Let an engine in this process outlive its ``client`` when that is garbage-collected, as in vLLM 0.27."""
     if hasattr(client, "_finalizer"):
         client._finalizer.detach()
-
-
-def misdone(params: SamplingParams) -> dict[str, bool]:
-    """What this version of vLLM does wrong, by name, each with whether ``params`` ask for it.
-
-    Before vLLM 0.31, the mask of ``allowed_token_ids`` stays where it is when rows of the batch move, so that it
-    applies to other requests.
-    """
-    name = f"allowed_token_ids (vLLM {vllm.__version__} confines other requests by them, too; 0.31 does not)"
-    return {name: bool(params.allowed_token_ids) and vllm.__version_tuple__ < (0, 31)}
-
-
-def make_arg_parser() -> Callable[[Any], Any]:
-    """The function that adds the options of ``vllm serve`` to a parser."""
-    try:
-        module = importlib.import_module("vllm.entrypoints.launchers.cli_args")
-    except ModuleNotFoundError:  # vLLM 0.27
-        module = importlib.import_module("vllm.entrypoints.openai.cli_args")
-    function: Callable[[Any], Any] = module.make_arg_parser
-    return function
-
-
-def load_chat_template(given: Any) -> str | None:
-    """The chat template of ``--chat-template``, which may be a file, or None."""
-    try:
-        module = importlib.import_module("vllm.renderers.chat_utils")
-    except ModuleNotFoundError:  # vLLM 0.27
-        module = importlib.import_module("vllm.entrypoints.chat_utils")
-    loaded: str | None = module.load_chat_template(given)
-    return loaded
-
-
-def configure_logging(args: Namespace) -> None:
-    """Configure logging by the options of ``vllm serve``. vLLM 0.27 has environment variables instead."""
-    import vllm.logger
-
-    if hasattr(vllm.logger, "configure_logging_from_args"):
-        vllm.logger.configure_logging_from_args(args)
 
 
 def padding_mask(runner: Any, tokens: int, padded: int) -> Any:

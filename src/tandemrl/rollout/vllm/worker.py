@@ -21,10 +21,7 @@ if current_platform.is_cpu():  # its import replaces torch.cuda's streams and ev
     from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from tandemrl.config import SelectionConfig
-from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm.draft_choice import Chosen
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.modes import SchedulingMode
@@ -61,19 +58,15 @@ class _TandemWorker:
             with set_current_vllm_config(config):
                 junior = type(senior)(config, device)
         self.model_runner = TandemModelRunner(senior, junior, options)
-        if options.selection is not None:
-            tokenizer = load_tokenizer(self.vllm_config.model_config.tokenizer)
-            schedule = schedule_of(SelectionConfig(**options.selection), tokenizer, self.model_runner.vocabulary)
-            self.model_runner.strategies["default"] = schedule.strategy(1)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
-        """Replace the strategies that requests can name. The server's default strategy and that of spans stay.
+        """Replace the strategies that requests can name. That of spans stays.
 
         Args:
             strategies: the strategies by name, pickled if they come from another process.
         """
         named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
-        kept = {name: s for name, s in self.model_runner.strategies.items() if name in ("default", SPAN)}
+        kept = {name: s for name, s in self.model_runner.strategies.items() if name == SPAN}
         self.model_runner.strategies = {**kept, **named}
 
     def tandem_begin(self) -> None:

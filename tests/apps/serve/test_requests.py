@@ -1,0 +1,242 @@
+"""What a request says of who writes, and the conversations that it may continue."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from clients import DEFAULT, authors, strategy_of, written
+from starlette.exceptions import HTTPException
+
+from helpers import EOS as EOS_SURFACE
+from helpers import IDS, tokenizer
+from tandemrl.apps.asgi import is_ours, limited
+from tandemrl.apps.serve import conversations
+from tandemrl.apps.serve.address import hosts_of
+from tandemrl.apps.serve.conversations import Conversation, Conversations, Refused, prompt_of
+from tandemrl.apps.serve.requests import parse
+from tandemrl.apps.serve.responses import Authors
+from tandemrl.selection.draws import mix64
+
+EOS = IDS[EOS_SURFACE]
+OPENING: list[Any] = [{"role": "system", "content": "abc"}, {"role": "user", "content": "de f"}]
+CALL = {"id": "call-1", "type": "function", "function": {"name": "ab", "arguments": '{"c": 1}'}}
+
+
+def rendered(messages: Sequence[Any], to_write: bool = True) -> list[int]:
+    """A template that shows names of tools that are called, ends a turn with EOS and a newline, and hides the first of
+    several turns: a prompt that is rendered anew is another one."""
+    hidden = [i for i, message in enumerate(messages) if message["role"] == "assistant"][:-1]
+    ids: list[int] = []
+    for i, message in enumerate(messages):
+        calls = "".join(call["function"]["name"] for call in message.get("tool_calls") or ())
+        text = message["role"][0] + ("" if i in hidden else (message["content"] or "") + calls)
+        ids += [*tokenizer().encode(text), EOS, IDS["Ċ"]]
+    return [*ids, IDS["!"]] if to_write else ids
+
+
+def test_a_request_without_a_seed_gets_one() -> None:
+    one, two = (parse({"prompt": "a"}, DEFAULT).seed for _ in range(2))
+    assert 0 <= one != two < 2**53
+    assert parse({"prompt": "a", "seed": -1}, DEFAULT).seed >= 0  # none, as in vLLM
+    for seed in (0, 3, 2**63 - 2):
+        parsed = parse({"prompt": "a", "seed": seed, "n": 2}, DEFAULT)
+        assert (parsed.seed, parsed.samples) == (seed, 2)
+        assert [parsed.key(i) for i in range(4)] == [mix64(seed), mix64(seed + 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"seed": "3"}, "seed: expected a whole number from 0 to"),
+        ({"seed": -2}, "seed"),
+        ({"seed": 2**63 - 1, "n": 2}, "seed"),
+        ({"n": True}, "n: expected a whole number from 1 to"),
+        ({"prompt": ["a", "b"]}, "send `seed`"),
+        ({"prompt": [[1, 2], [3]]}, "send `seed`"),
+        ({"tandem": []}, "tandem: expected an object"),
+        ({"tandem": {"p": 1}}, "tandem: unknown field 'p'; known: strategy, prob_senior"),
+        ({"tandem": {"prob_senior": "1"}}, "tandem.prob_senior: expected float"),
+        ({"tandem": {"max_gap_tokens": True}}, "tandem.max_gap_tokens: expected int"),
+        ({"tandem": {"strategy": "words"}}, "tandem.strategy: 'words' is none of word, word_aligned"),
+        ({"tandem": {"solo": "both"}}, "tandem.solo: 'both' is none of senior, junior"),
+        ({"tandem": {"first": 1}}, "tandem.first: expected str"),
+        ({"tandem": {"first": "me"}}, "tandem.first: 'me' is none of senior, junior"),
+        ({"tandem": {"solo": "senior", "prob_senior": 0.5}}, "tandem.solo"),
+        ({"tandem": {"max_gap_tokens": 2**70}}, "tandem.max_gap_tokens: expected at most 2147483648"),
+        ({"tandem": {"chunk_size": 2**63}}, "tandem.chunk_size: expected at most 2147483648"),
+    ],
+)
+def test_what_no_tandem_server_can_do_is_refused(body: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Refused) as refused:
+        parse({"prompt": "a"} | body, DEFAULT)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1, 2, 3]},
+        {"prompt": ["a"]},
+        {"prompt": ["a", "b"], "seed": 1},
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "prompt_logprobs": None, "echo": False, "n": None, "seed": None, "tandem": None},
+        {"tools": [], "tool_choice": "auto"},
+    ],
+)
+def test_what_can_be_done_passes(body: dict[str, Any]) -> None:
+    assert parse(body, DEFAULT).selection == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost:8000", True),
+        ("LOCALHOST.", True),
+        ("[::1]:8000", True),
+        ("192.0.2.7:8000", True),
+        ("gpu-7.example:8000", True),
+        ("pair", True),
+        (f"{socket.gethostname()}:8000", True),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("[evil.example]:8000", False),
+        ("", False),
+    ],
+)
+def test_a_page_whose_name_was_bound_to_this_machine_is_not_answered(host: str, ours: bool) -> None:
+    """DNS rebinding: the Host is the name of the page."""
+    assert is_ours(host, hosts_of("gpu-7.example", ["pair"])) == ours
+
+
+def test_a_body_is_read_until_it_is_too_long_and_not_at_all_if_it_says_so() -> None:
+    async def sent(headers: list[tuple[bytes, bytes]], pieces: int) -> tuple[Any, int]:
+        left = iter(range(pieces))
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"12345", "more_body": next(left) < pieces - 1}
+
+        try:
+            got: Any = (await limited(receive, headers, 20, HTTPException)())["body"]
+        except HTTPException as error:
+            got = error.status_code
+        return got, len(list(left))
+
+    assert asyncio.run(sent([], 4)) == (b"12345" * 4, 0)
+    assert asyncio.run(sent([], 100)) == (413, 95)
+    assert asyncio.run(sent([(b"content-length", b"21")], 5)) == (413, 5)
+
+
+@pytest.mark.parametrize("history", [(), ((5, 6, 7), (8,))])
+@pytest.mark.parametrize("size", [1, 3])
+def test_authors_come_piece_by_piece(history: Any, size: int) -> None:
+    text, before = written(30), sum(map(len, history))
+    told = Authors(strategy_of(DEFAULT), mix64(7), history)
+    found = [author for i in range(0, 30, size) for author in told.of(text[i : i + size])]
+    assert len(found) == 30
+    if not before:
+        assert found == authors(7, text)
+    again = Authors(strategy_of(DEFAULT), mix64(7), history)
+    assert again.of(text) == found
+
+
+# -------------------------------------------------------------------------------------------------------- conversations
+
+
+def talk(selection: Any = DEFAULT, **message: Any) -> tuple[Conversation, list[Any]]:
+    """A conversation of one turn, and the messages that go on with it."""
+    said = {"role": "assistant", "content": "ab"} | message
+    begun = Conversation.begin(3, selection, {})
+    one = begun.after([*OPENING, said], rendered(OPENING), [*written(5), EOS])
+    return one, [*OPENING, said, {"role": "user", "content": "c"}]
+
+
+def edited(messages: Sequence[Any], at: int, **changes: Any) -> list[Any]:
+    return [message | changes if i == at else message for i, message in enumerate(messages)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "body", "reason"),
+    [
+        (lambda m: edited(m, 0, content="abd"), {}, "messages[0]: not what it was in conversation conv-"),
+        (lambda m: edited(m, 2, content="abc"), {}, "messages[2]: not what it was"),
+        (lambda m: edited(m, 2, tool_calls=[CALL]), {}, "messages[2]: not what it was"),
+        (lambda m: m[1:], {}, "messages[0]: not what it was"),
+        (lambda m: m[:2], {}, "messages[2]: not what it was"),
+        (lambda m: m[:3], {}, "messages: after the 3 messages of conversation conv-"),
+        (lambda m: [*m, {"role": "assistant", "content": "d"}], {}, "only this server writes those"),
+        (lambda m: "ab", {}, "messages: expected a list"),
+        (lambda m: m, {"tools": [{"type": "function"}]}, "tools: they cannot change"),
+        (lambda m: m, {"seed": 4}, "a conversation keeps those of its first request"),
+        (lambda m: m, {"tandem": {"prob_senior": 0.25}}, "a conversation keeps those of its first request"),
+        (lambda m: m, {"n": 2}, "n: only 1 is possible in a conversation"),
+        (lambda m: m, {"continue_final_message": True}, "continue_final_message: only false"),
+    ],
+)
+def test_a_history_that_was_not_is_refused(edit: Any, body: dict[str, Any], reason: str) -> None:
+    known, messages = talk()
+    asked = {"messages": edit(messages)} | body
+
+    def read() -> None:
+        parse(asked, DEFAULT, known)
+        known.further(asked)
+
+    with pytest.raises(Refused) as refused:
+        read()
+    assert reason in str(refused.value)
+    assert known.further({"messages": messages}) == messages[-1:]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_conversation_goes_on_token_by_token(ended: bool) -> None:
+    """What was written stays as it is, whatever a template would make of it."""
+    known, _ = talk(tool_calls=[CALL], content=None)
+    if not ended:  # by a limit: the end that the author did not write
+        known = replace(known, tokens=known.tokens[:-1])
+    result = {"role": "tool", "tool_call_id": "call-1", "content": "x y"}
+    ids = prompt_of(known, [result], rendered, frozenset({EOS}))
+    assert ids == [*known.tokens.tolist(), *([] if ended else [EOS]), IDS["Ċ"], *rendered([result])]
+
+
+def test_a_template_without_ends_of_turns_is_refused() -> None:
+    with pytest.raises(Refused, match="does not end each turn with one EOS token"):
+        prompt_of(talk()[0], OPENING[-1:], rendered, frozenset({IDS["z"]}))
+
+
+def test_the_conversations_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
+    table, talks = Conversations(), [talk()[0] for _ in range(3)]
+    for each in talks[:2]:
+        table.give_back(each)
+    table.give_back(table.take(talks[0].id))
+    table.give_back(talks[2])
+    assert table.take(talks[0].id) is talks[0]
+    with pytest.raises(Refused, match="is not known; a server remembers"):
+        table.take(talks[1].id)
+    table.give_back(Conversation.begin(1, DEFAULT, {}))  # without a turn
+    assert table.take(talks[2].id) is talks[2]
+
+
+def test_a_conversation_is_written_by_one_request_at_a_time() -> None:
+    table = Conversations()
+    more = [{**message, "more": "x"} for message in OPENING]  # nobody needs it again
+    talk = Conversation.begin(1, DEFAULT, {}).after(more, [2], [3])
+    assert [*talk.messages] == OPENING
+    table.give_back(talk)
+    table.take(talk.id)
+    with pytest.raises(Refused, match="another request goes on with conv-"):
+        table.take(talk.id)
+    table.give_back(talk)
+    assert table.take(talk.id) is talk
