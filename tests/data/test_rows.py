@@ -1,8 +1,5 @@
 import json
-import logging
 import os
-import sys
-import types
 from pathlib import Path
 
 import pyarrow
@@ -62,11 +59,6 @@ def test_raw_gsm8k_row(tmp_path):
 def test_ground_truth_becomes_a_string(tmp_path, value, text):
     (row,) = load_rows([jsonl(tmp_path / "a.jsonl", verl(reward_model={"ground_truth": value}))])
     assert row.ground_truth == text
-
-
-def test_prompt_may_be_a_plain_string(tmp_path):
-    (row,) = load_rows([jsonl(tmp_path / "a.jsonl", verl(prompt="2+2?"))])
-    assert row.messages == ({"role": "user", "content": "2+2?"},)
 
 
 @pytest.mark.parametrize(
@@ -215,28 +207,6 @@ def test_synthetic_source():
     assert all(row.data_source == "synthetic/plain" for row in rows)
 
 
-def test_hub_source_uses_datasets(monkeypatch):
-    calls = []
-
-    def load_dataset(repo, config, *, split):
-        calls.append((repo, config, split))
-        if repo == "openai/gsm8k":
-            return [{"question": "q", "answer": "#### 3"}]
-        return [{"problem": "1/2?", "answer": r"\frac12"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    rows = load_rows(["hf:openai/gsm8k:main:test", "hf:HuggingFaceH4/MATH-500:default:test"])
-    assert calls == [("openai/gsm8k", "main", "test"), ("HuggingFaceH4/MATH-500", "default", "test")]
-    assert [row.ground_truth for row in rows] == ["3", r"\frac12"]
-    assert [row.example_id for row in rows] == ["openai/gsm8k/test/0", "HuggingFaceH4/MATH-500/test/0"]
-
-
-def test_hub_without_datasets_gives_the_install_hint(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install -e '\.\[hub\]'"):
-        load_rows(["hf:openai/gsm8k:main:test"])
-
-
 @real_gsm8k
 def test_real_gsm8k_loads_whole():
     rows = load_rows([str(DATA / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")])
@@ -308,13 +278,6 @@ def test_rendered_prompts_that_cannot_be_used_are_named():
         encode_prompts([rendered("<|im_start|>user one")], tokenizer(), max_prompt_tokens=9)
 
 
-def test_a_suffix_that_is_there_is_not_appended_again():
-    with_it, without = row(("user", "one box it")), row(("user", "one"))
-    for suffix in ("box it", " box it", "\nbox it"):
-        (first, second), _ = encode_prompts([with_it, without], tokenizer(), max_prompt_tokens=99, suffix=suffix)
-        assert first.tokens == second.tokens == (1, 4, 5, 7, 8, 2)
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -332,21 +295,6 @@ def test_a_chat_template_that_fails_is_named_with_the_row(template, reason):
     broken.chat_template, broken.name_or_path = template, "models/own"
     with pytest.raises(DataError, match=rf"row .*: the chat template of tokenizer 'models/own' failed: {reason}"):
         encode_prompts([row(("user", "one"))], broken, max_prompt_tokens=9)
-
-
-@pytest.mark.parametrize("is_rendered", [True, False])
-def test_too_long_a_prompt_is_counted_here_and_no_warning_of_transformers(is_rendered, caplog):
-    short = tokenizer()
-    short.model_max_length = 2
-    words = " ".join(["one"] * 40)
-    rows = [rendered(words), rendered("one")] if is_rendered else [row(("user", words)), row(("user", "one"))]
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        assert encode_prompts(rows, short, max_prompt_tokens=20)[1] == 1
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert caplog.text == ""
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

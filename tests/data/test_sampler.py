@@ -30,18 +30,6 @@ def test_resuming_is_as_if_never_stopped(count, requests, later):
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-def test_how_requests_are_cut_does_not_matter():
-    one, many = Sampler(7, seed=1), Sampler(7, seed=1)
-    assert one.next(30) == [i for _ in range(15) for i in many.next(2)]
-
-
-def test_seeds_and_epochs_differ():
-    first, second = Sampler(50, seed=0), Sampler(50, seed=1)
-    epoch = first.next(50)
-    assert epoch != second.next(50)
-    assert epoch != first.next(50)
-
-
 def test_foreign_state_and_empty_data_are_refused():
     with pytest.raises(DataError, match="no rows"):
         Sampler(0, seed=0)

@@ -44,11 +44,6 @@ def test_the_template_gets_the_arguments_of_the_config(override: str, begun: lis
     assert tokens == [IDS[each] for each in ["a", "!", *begun]]
 
 
-def test_arguments_may_be_of_any_kind() -> None:
-    chat = words("{{ messages[0].content }}{% for x in shown %}{{ x }}{% endfor %}{{ n + 1 }}")
-    assert prompt(chat, "data.template_arguments={shown: [b, c], n: 2}") == [IDS[each] for each in "abc3"]
-
-
 @pytest.mark.parametrize(
     ("template", "override", "reason"),
     [
@@ -66,15 +61,6 @@ def test_an_argument_that_changes_nothing_is_refused_by_name(template: Any, over
     tools = [{"type": "function", "function": {"name": "f"}}] if isinstance(template, dict) else []
     with pytest.raises(ConfigError, match=f"data.template_arguments{reason}"):
         prompt(words(template), f"data.template_arguments={override}", tools=tools)
-
-
-def test_a_template_that_cannot_think_needs_no_default_changed() -> None:
-    assert prompt(words("{{ messages[0].content }}")) == [IDS["a"]]
-
-
-def test_templates_with_the_statements_of_transformers_are_read() -> None:
-    marked = words("{%- for m in messages %}{% generation %}{{ m.content }}{%- endgeneration %}{% endfor %}" + BEGUN)
-    assert prompt(marked, "data.template_arguments={enable_thinking: true}") == [IDS["a"]]
 
 
 def test_a_malformed_template_is_named_when_it_is_applied() -> None:

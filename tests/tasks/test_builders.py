@@ -1,7 +1,6 @@
 import hashlib
 import json
 import os
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -18,8 +17,6 @@ from tandemrl.tasks.countdown.rows import (
 )
 from tandemrl.tasks.generated.rows import build_synthetic
 from tandemrl.tasks.gsm8k.rows import build_gsm8k
-
-DATA = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 @pytest.fixture
@@ -130,16 +127,6 @@ def test_a_field_that_only_later_rows_have_is_kept(tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
-def test_large_splits_are_written_in_chunks_without_a_loss(tmp_path):
-    rows = [{"target": 10 + i % 90, "nums": [i, 1, 2]} for i in range(2500)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    build_countdown(tmp_path / "rows.json", tmp_path, template="base", counts={"train": 2050, "test": 450})
-    built = [row for split in ("train", "test") for row in load_rows([str(tmp_path / f"{split}.parquet")])]
-    assert [json.loads(row.ground_truth) for row in built] == [
-        {"target": row["target"], "numbers": row["nums"]} for row in rows
-    ]
-
-
 def test_synthetic_is_reproducible_and_loads_back(tmp_path):
     counts = {"train": 6, "heldout": 4}
     first = build_synthetic(tmp_path / "a", counts=counts, seed=5)
@@ -150,11 +137,6 @@ def test_synthetic_is_reproducible_and_loads_back(tmp_path):
     assert {row.data_source for row in rows} == {"synthetic/plain"}
 
 
-def test_synthetic_refuses_an_unknown_split(tmp_path):
-    with pytest.raises(DataError, match="'test'"):
-        build_synthetic(tmp_path, counts={"test": 3})
-
-
 # ---- Countdown and calculations ------------------------------------------------------------------------------------
 
 
@@ -163,7 +145,7 @@ def published(path, *rows):
     return path
 
 
-def test_countdown_takes_the_first_rows_for_training_and_the_next_for_testing(tmp_path):
+def test_countdown_takes_the_first_rows_for_training(tmp_path):
     rows = [{"target": 20 + i, "nums": [10, 5 + i, 5]} for i in range(6)]
     source = published(tmp_path / "train.jsonl", *rows)
     manifest = build_countdown(source, tmp_path / "out", template="instruct", counts={"train": 3, "test": 2})
@@ -187,12 +169,6 @@ def test_countdown_takes_the_first_rows_for_training_and_the_next_for_testing(tm
     with Scorer(RewardConfig()) as scorer:
         scores = scorer.score([(train[0], "<answer> 10 + 5 + 5 </answer>"), (train[0], "<answer> 10 + 5 </answer>")])
     assert [score.value for score in scores] == [1.0, 0.1]
-
-
-def test_countdown_says_when_problems_are_in_both_splits(tmp_path):
-    source = published(tmp_path / "a.jsonl", *[{"target": 9, "nums": [4, 5, 9]}] * 3)
-    manifest = build_countdown(source, tmp_path / "out", template="chat", counts={"train": 2, "test": 1})
-    assert manifest["shared_prompts"] == {"train/test": 1}
 
 
 def test_countdown_with_messages_of_its_own(tmp_path):
@@ -221,16 +197,7 @@ def test_a_bad_countdown_row_is_named(tmp_path, row, message):
         build_countdown(source, tmp_path / "out", template="base", counts={"train": 1, "test": 1})
 
 
-def test_countdown_asserts_that_there_are_enough_rows(tmp_path):
-    source = published(tmp_path / "a.jsonl", *[{"target": 9, "nums": [4, 5]}] * 3)
-    with pytest.raises(DataError, match=r"a\.jsonl, split test: 1 rows are left, expected 2; .*--train and --test"):
-        build_countdown(source, tmp_path / "out", template="base", counts={"train": 2, "test": 2})
-    with pytest.raises(DataError, match="split train: 3 rows are left, expected 327680"):
-        build_countdown(source, tmp_path / "out", template="base")
-    assert not (tmp_path / "out").exists()
-
-
-def test_generated_countdown_is_reproducible_disjoint_and_solved_by_its_solution(tmp_path):
+def test_generated_countdown_is_solved_by_its_solution(tmp_path):
     counts = {"train": 60, "test": 20}
     first = generate_countdown(tmp_path / "a", template="base", counts=counts, seed=1)
     assert generate_countdown(tmp_path / "b", template="base", counts=counts, seed=1) == first
@@ -255,17 +222,3 @@ def test_generated_calculations_are_scored_by_their_answer(name, tmp_path):
     with Scorer(RewardConfig()) as scorer:
         scores = scorer.score([(row, f"<answer> {row.ground_truth} </answer>") for row in rows])
     assert {score.value for score in scores} == {1.0}
-
-
-def test_an_empty_split_is_refused(tmp_path):
-    with pytest.raises(DataError, match="test with no rows"):
-        generate_countdown(tmp_path, template="base", counts={"train": 1, "test": 0})
-
-
-@pytest.mark.skipif(
-    not (DATA / "gsm8k" / "train.jsonl").is_file(),
-    reason="no GSM8K files; set TANDEMRL_DATA to the folder above gsm8k/",
-)
-def test_real_gsm8k_has_the_published_counts(tmp_path):
-    splits = build_gsm8k(DATA / "gsm8k", tmp_path)["splits"]
-    assert {name: split["rows"] for name, split in splits.items()} == {"train": 6973, "heldout": 500, "test": 1319}

@@ -4,7 +4,6 @@ import ast
 import gzip
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ import pytest
 
 from tandemrl.config import SandboxConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.tasks.code import grader as code
 from tandemrl.tasks.code import sandbox
 from tandemrl.tasks.code.grader import extract_program, same_text, same_value, score_code
 from tandemrl.tasks.code.tests import Call, Check, Stdin, parse_tests
@@ -92,7 +90,7 @@ NESTED = "if x:\n    y\n\nz\n"
     ],
 )
 @pytest.mark.parametrize("fence", ["```", "~~~", "````"])
-def test_a_block_in_a_list_or_a_quotation_loses_what_its_fence_has_before_it(place, inside, fence):
+def test_a_block_in_a_list_loses_what_its_fence_has_before_it(place, inside, fence):
     body = "".join(f"{inside}{line}".rstrip() + "\n" for line in NESTED.splitlines())
     for end in (f"{inside}{fence}\nDone.", f"{inside}{fence}", ""):
         program = extract_program(f"1. The program:\n{place}{fence}python\n{body}{end}")
@@ -262,12 +260,6 @@ def test_every_test_counts():
     assert score(sums(3), "print(0)").value == 0.0
 
 
-def test_all_or_nothing():
-    assert score(sums(3), ADD, credit="all").value == 1.0
-    partial = score(sums(3, wrong={2}), ADD, credit="all")
-    assert (partial.value, partial.parts["acc"]) == (0.0, 0.0)
-
-
 def test_a_response_without_a_program():
     assert score_code(sums(2), " \n", sandbox=LIMITS) == (
         0.0,
@@ -317,15 +309,6 @@ def test_a_program_has_a_limit_for_all_its_tests():
     assert (endless.value, endless.parts["tests_timed_out"]) == (0.0, 1.0)
 
 
-def test_what_is_no_python_is_tried_once(monkeypatch):
-    runs = []
-    real = code.Sandbox.run
-    monkeypatch.setattr(code.Sandbox, "run", lambda *a, **k: (runs.append(1), real(*a, **k))[1])
-    for text in ("The answer is 42.", fenced("def f(:"), fenced("x\0"), fenced("(" * 10_000)):
-        assert score_code(sums(50), text, sandbox=LIMITS).value == 0.0
-    assert len(runs) == 4
-
-
 @pytest.mark.parametrize(
     "program",
     [
@@ -354,18 +337,6 @@ def test_a_program_that_kills_its_sandbox_has_failed_that_test(monkeypatch):
     monkeypatch.setattr(sandbox._Process, "ask", ask)
     found = score(sums(2), ADD)
     assert (found.value, "failure" in found.parts) == (0.5, False)
-
-
-def test_many_threads():
-    rows = [sums(3, wrong={n % 4}) for n in range(24)]
-    with ThreadPoolExecutor(4) as threads:
-        values = list(threads.map(lambda r: score(r, ADD).value, rows))
-    assert values == [1.0 if n % 4 == 3 else 2 / 3 for n in range(24)]
-
-
-def test_no_torch():
-    program = "import sys, tandemrl.tasks.code.grader; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 PROMPT = 'from typing import List\n\ndef double(x: List[int]) -> List[int]:\n    """Twice each."""\n'
@@ -422,13 +393,6 @@ def test_the_canonical_solutions_pass(problems):
 def test_a_body_alone_completes_the_prompt(problems):
     bodies = scores_of(problems[:20], [p["canonical_solution"].rstrip() for p in problems[:20]])
     assert [s.value for s in bodies] == [1.0] * 20
-
-
-def test_helpers_of_the_prompt_need_not_be_repeated(problems):
-    decode = next(p for p in problems if p["task_id"] == "HumanEval/38")
-    assert "encode_cyclic" in decode["prompt"]
-    alone = "def decode_cyclic(s):" + f"\n{decode['canonical_solution']}"
-    assert [s.value for s in scores_of([decode], [alone])] == [1.0]
 
 
 class Mutation(ast.NodeTransformer):

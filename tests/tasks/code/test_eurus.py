@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
-from tandemrl.tasks.code.rows import EURUS_ROWS, build_eurus
+from tandemrl.tasks.code.rows import build_eurus
 
 TESTS = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
 
@@ -98,25 +98,11 @@ def test_the_length_is_that_of_the_python_text_of_the_messages(source, tokenizer
     assert not (tmp_path / "b").exists()
 
 
-def test_the_system_prompt_stays_if_asked(source, tmp_path):
-    build_eurus(source, tmp_path / "out", max_tokens=0, system_prompt=True, expect_rows=0)
-    rows = load_rows([str(tmp_path / "out" / "train.parquet")])
-    assert len(rows) == 3  # no limit: the long one too, and no tokenizer was read
-    assert [message["role"] for message in rows[0].messages] == ["system", "user"]
-
-
 @pytest.mark.parametrize("key", COUNTS)
 def test_another_number_of_rows_of_one_ability_is_refused(source, tmp_path, key):
     with pytest.raises(DataError, match=f"{key}: {COUNTS[key]} rows, expected {COUNTS[key] + 1}"):
         build_eurus(source, tmp_path / "out", max_tokens=0, expect_rows=COUNTS | {key: COUNTS[key] + 1})
     assert not (tmp_path / "out").exists()
-
-
-def test_the_published_counts_are_the_default(source, tmp_path):
-    assert EURUS_ROWS["train/math"] + EURUS_ROWS["train/code"] == 482_019
-    assert EURUS_ROWS["test/math"] + EURUS_ROWS["test/code"] == 2048
-    with pytest.raises(DataError, match="expected 455261"):
-        build_eurus(source, tmp_path / "out", max_tokens=0)
 
 
 def test_what_is_missing_or_malformed_is_named(source, tokenizer, tmp_path):

@@ -5,8 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from tandemrl.data.rows import DataError
-from tandemrl.tasks.countdown.puzzles import calculation, calculations, countdown, countdowns, distinct, prompt, record
+from tandemrl.tasks.countdown.puzzles import calculation, countdown, countdowns, distinct, prompt, record
 
 # Word for word what RL-GRPO shows.
 INSTRUCT = (
@@ -44,13 +43,6 @@ def test_the_rendered_prompts_are_the_published_ones():
     puzzle = countdown([1, 4, 42, 19], 64)
     assert prompt(puzzle, "instruct") == [{"role": "user", "content": INSTRUCT}]
     assert prompt(puzzle, "base") == [{"role": "user", "content": BASE}]
-
-
-def test_chat_is_the_instruct_prompt_without_its_markup():
-    system, user = prompt(countdown([1, 4, 42, 19], 64), "chat")
-    rendered = f"<|im_start|>system\n{system['content']}<|im_end|>\n<|im_start|>user\n {user['content']}<|im_end|>\n"
-    assert INSTRUCT.startswith(rendered)
-    assert (system["role"], user["role"]) == ("system", "user")
 
 
 @pytest.mark.parametrize("template", ["base", "instruct", "chat"])
@@ -94,15 +86,6 @@ def test_no_countdown_comes_twice_in_any_order_of_its_numbers():
     assert len(set(contents)) == len(contents) == 2500
 
 
-def test_the_seed_decides_and_the_first_split_depends_on_nothing_else():
-    def draw(seed, **counts):
-        return distinct(countdowns(seed), counts)
-
-    assert draw(0, test=20, train=30) == draw(0, test=20, train=30)
-    assert draw(0, test=20, train=30)["test"] == draw(0, test=20, train=99)["test"]
-    assert draw(0, test=20)["test"] != draw(1, test=20)["test"]
-
-
 def test_the_generator_is_stable():
     """A change of these is a change of every data set that was ever generated."""
     puzzles = distinct(countdowns(0), {"test": 3})["test"]
@@ -126,19 +109,3 @@ def test_calculations(puzzle, answer):
     (message,) = prompt(puzzle, "base")
     assert puzzle.question in message["content"]
     assert message["content"].endswith("Assistant: Let me solve this step by step.\n<think>")
-
-
-def test_calculations_are_distinct_also_turned_round_and_have_the_digits_asked_for():
-    splits = distinct(calculations("arithmetic", "+-*", 2, 0), {"test": 400, "train": 4000})
-    seen = set()
-    for puzzle in itertools.chain(*splits.values()):
-        a, operation, b = puzzle.question.removeprefix("What is ").removesuffix("?").split()
-        assert (len(a), len(b)) == (2, 2)
-        assert int(puzzle.ground_truth) == value(ast.parse(f"{a} {operation} {b}", mode="eval").body)
-        seen.add((operation, *sorted((a, b))))
-    assert len(seen) == 4400
-
-
-def test_more_than_there_is_is_an_error():
-    with pytest.raises(DataError, match=r"train: 45 of 46 rows"):
-        distinct(calculations("multiply", "*", 1, 0), {"train": 46})

@@ -1,6 +1,4 @@
-import itertools
 import json
-import random
 import re
 
 import pytest
@@ -9,8 +7,7 @@ from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.math.answers import targets
-from tandemrl.tasks.generated import hops
-from tandemrl.tasks.generated.hops import ALIASES, JARGON, NAMES, RELATIONS, search, split_of, uses_jargon, world
+from tandemrl.tasks.generated.hops import ALIASES, JARGON, NAMES, RELATIONS, search, split_of, uses_jargon
 
 
 def solve(question: str, texts: list[str]) -> tuple[str, list[str]]:
@@ -52,13 +49,6 @@ def test_questions_come_in_both_forms_with_two_or_three_hops(rows):
     assert 0.24 < sum(three) / len(three) < 0.36  # 0.3, within four standard errors or so
 
 
-def test_a_world_can_have_four_hops():
-    told = world("heldout", random.Random(0), hops=4)
-    answer, used = solve(told.question, [fact.text for fact in told.facts])
-    assert len(used) == 4
-    assert answer == told.chain[-1].object
-
-
 def test_splits_share_no_question_whatever_its_form(rows):
     """Not even one asked in the other form, or with other documents."""
 
@@ -79,19 +69,6 @@ def test_splits_share_no_question_whatever_its_form(rows):
     assert {split_of(*question) for question in train} == {"train"}
 
 
-def test_an_eighth_of_all_questions_is_held_out():
-    questions = itertools.product(NAMES, itertools.permutations(RELATIONS, 2))
-    held = [split_of(*question) == "heldout" for question in questions]
-    assert len(held) == 12672
-    assert 0.115 < sum(held) / len(held) < 0.135
-
-
-def test_rows_are_reproducible_and_prefixes_of_each_other(rows):
-    assert load_rows(["synthetic:hops:train:20"]) == rows[:20]
-    assert len(load_rows(["synthetic:hops:heldout"])) == 1024
-    assert hops.generate("hops", "train", 5, seed=1) != hops.generate("hops", "train", 5, seed=0)
-
-
 def test_the_jargon_pair_has_the_same_worlds_and_accepts_either_name(rows):
     for plain, jargon in zip(rows, load_rows(["synthetic:hops_jargon:train:300"]), strict=False):
         assert jargon.messages == plain.messages
@@ -109,7 +86,7 @@ def test_every_word_has_an_alias_of_its_own():
     assert [*ALIASES] == [*NAMES, *RELATIONS]
 
 
-def test_the_query_for_a_hop_finds_its_document_first_in_the_language_of_the_query(rows):
+def test_the_query_for_a_hop_finds_its_document_first(rows):
     for row in rows[:200]:
         documents = documents_of(row)
         by_id = {document.id: document for document in documents}
@@ -154,14 +131,3 @@ def test_a_search_refuses_documents_of_other_worlds():
     for text in ("Paris is in France.", "Paul's boss is Bela."):
         with pytest.raises(DataError, match="not a fact of a generated world"):
             search([Document("0", "", text)], "Bela's boss", 2)
-
-
-def test_jargon_is_found_in_words_only():
-    assert uses_jargon("[3] Zogg's blorp is Xyth.")
-    assert not uses_jargon("Bado's boss is Bela; Zoggs are none.")
-
-
-@pytest.mark.parametrize("source", ["synthetic:hops:test", "synthetic:hops:train:0", "synthetic:hopps:train"])
-def test_unknown_sources_are_refused(source):
-    with pytest.raises(DataError, match="hop"):
-        load_rows([source])

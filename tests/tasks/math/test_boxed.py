@@ -1,11 +1,9 @@
 import hashlib
 import json
-import sys
-import types
 
 import pytest
 
-from tandemrl.config import RewardConfig, load
+from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.scoring import Scorer
@@ -93,11 +91,6 @@ def test_deepscaler_refuses_another_revision(tmp_path):
         build_deepscaler(source, tmp_path / "other", expect_rows=0)
 
 
-@pytest.mark.parametrize("name", ["deepscaler_tandem", "deepscaler_grpo"])
-def test_the_configs_ask_with_the_same_words_and_not_twice(name):
-    assert load(name).data.prompt_suffix == BOXED_SUFFIX  # encode_prompts leaves a prompt that ends with it alone
-
-
 # ---- evaluation sets -----------------------------------------------------------------------------------------------
 
 
@@ -148,18 +141,6 @@ def test_amc_of_2024_may_lack_the_exam(copies, tmp_path):
     assert [row.extra_info["subset"] for row in rows].count("amc24") == 45
 
 
-def test_amc_without_the_answers_to_leave_out_is_another_revision(copies, tmp_path):
-    jsonl(copies / "amc12-2025-non-figure.jsonl", [*questions(36), *AMC25_UNGRADED[:1]])
-    with pytest.raises(DataError, match="no row has the answer 'k', which is to be left out"):
-        build_benchmark("amc23_25", copies, tmp_path / "out")
-    assert build_benchmark("amc23_25", copies, tmp_path / "out", expect_rows=0)["splits"]["test"]["rows"] == 121
-
-
-def test_the_answer_k_is_left_out_of_2025_only(copies, tmp_path):
-    jsonl(copies / "amc23.jsonl", [*questions(39), {"question": "?", "answer": "k"}])
-    assert build_benchmark("amc23_25", copies, tmp_path)["dropped"]["k"] == 1
-
-
 @pytest.mark.parametrize("name", BENCHMARK_ROWS)
 def test_one_row_less_is_refused(name, copies, tmp_path):
     last = {"aime26": "aime_2026", "amc23_25": "amc23", "math500": "MATH-500", "minerva": "minervamath"}.get(name, name)
@@ -169,7 +150,7 @@ def test_one_row_less_is_refused(name, copies, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_olympiad_from_the_published_file_gets_the_instruction_of_the_others(tmp_path):
+def test_olympiad_gets_the_instruction_of_the_others(tmp_path):
     theirs = " Solve the following math problem step by step. Put it in a box."
     record = {
         "data_source": "olympiad",
@@ -184,34 +165,3 @@ def test_olympiad_from_the_published_file_gets_the_instruction_of_the_others(tmp
     record["prompt"][0]["content"] = "How many?"
     with pytest.raises(DataError, match=r"test\.jsonl, line 1: expected a field 'problem', or a prompt that goes on"):
         build_benchmark("olympiad", jsonl(file, [record]), tmp_path, expect_rows=0)
-
-
-def test_olympiad_is_not_on_the_hub(tmp_path):
-    with pytest.raises(DataError, match="no public data set has its 581 problems"):
-        build_benchmark("olympiad", None, tmp_path)
-    with pytest.raises(DataError, match="unknown evaluation set 'aime23'; known: aime24, "):
-        build_benchmark("aime23", None, tmp_path)
-
-
-def test_the_hub_is_asked_for_the_published_repositories(monkeypatch, tmp_path):
-    asked = []
-
-    def load_dataset(repo, config, *, split):
-        asked.append((repo, split))
-        records = COPIES[repo.rpartition("/")[2]]
-        return {"train": records} if split is None else records
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    for name in BENCHMARK_ROWS:
-        if name != "olympiad":
-            assert build_benchmark(name, None, tmp_path)["splits"]["test"]["rows"] == BENCHMARK_ROWS[name]
-    assert asked == [
-        ("math-ai/aime24", "test"),
-        ("math-ai/aime25", "test"),
-        ("MathArena/aime_2026", None),
-        ("math-ai/amc23", "test"),
-        ("rawsh/2024_AMC12", None),
-        ("sonthenguyen/amc12-2025-non-figure", None),
-        ("HuggingFaceH4/MATH-500", "test"),
-        ("math-ai/minervamath", "test"),
-    ]

@@ -12,7 +12,7 @@ from tandemrl.data.documents import documents_of, hops, supporting_ids
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.math.answers import targets
-from tandemrl.tasks.qa.rows import MUSIQUE_ROWS, build_musique, plain_quotes
+from tandemrl.tasks.qa.rows import MUSIQUE_ROWS, build_musique
 
 
 def question(number: int, supports: int = 2, **changes: Any) -> dict[str, Any]:
@@ -107,8 +107,3 @@ def test_what_is_no_question_is_refused(tmp_path: Path, changes: dict[str, Any],
     source = write(tmp_path / "raw", {"train.jsonl": [question(0, **changes)], "validation.jsonl": [question(0)]})
     with pytest.raises(DataError, match=message):
         build_musique(source, tmp_path / "out", expect_rows=0)
-
-
-def test_quotation_marks() -> None:
-    assert plain_quotes("``a'' and ``b\nc'', it's") == '"a" and "b\nc", it\'s'
-    assert plain_quotes("rock ''n'' roll ``x") == "rock n roll x"

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from tandemrl.tasks.qa.answers import Judged, exact_match, f1, official_scores, set_f1, with_figures
+from tandemrl.tasks.qa.answers import Judged, exact_match, f1, official_scores, with_figures
 
 WORDS = [
     "the",
@@ -165,9 +165,3 @@ def test_a_pair_that_is_none_is_refused() -> None:
         official_scores([question, question._replace(answerable=False), question._replace(id="r")])
     with pytest.raises(ValueError, match="at least one answerable"):
         official_scores([question._replace(answerable=False)])
-
-
-def test_sets() -> None:
-    assert set_f1(["1", "1", "2"], ["2", "3"]) == 0.5
-    assert set_f1([], []) == 1
-    assert set_f1([], ["1"]) == 0

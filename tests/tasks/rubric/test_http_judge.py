@@ -43,7 +43,7 @@ def failing(times: int, problem: Reply) -> Callable[[str, int], str | Reply]:
     return answer
 
 
-def test_replies_come_in_the_order_of_the_prompts_and_no_more_at_once_than_allowed() -> None:
+def test_replies_come_in_order_and_no_more_at_once_than_allowed() -> None:
     def slowest_first(prompt: str, _: int) -> str:
         time.sleep(0.2 / (1 + int(prompt)))
         return f"re: {prompt}"
@@ -65,12 +65,6 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"model": "first", "messages": messages, "max_completion_tokens": 7, "top_p": 1.0}
     assert judge.bodies == [common | {"temperature": 0.0}, common | {"temperature": 0.3, "seed": 2}]
     assert judge.authorizations == ["Bearer s3cret"] * 2
-
-
-def test_no_prompts_no_requests() -> None:
-    with FakeJudge(lambda prompt, _: "ok") as judge:
-        assert ask(judge, []) == []
-        assert judge.bodies == []
 
 
 @pytest.mark.parametrize(
@@ -124,12 +118,6 @@ def test_no_reply_takes_more_memory_than_the_limit() -> None:
     assert peak < 4 * MAX_REPLY_BYTES
 
 
-def test_a_packed_reply_is_read() -> None:
-    text = "fine " * 100_000
-    with FakeJudge(lambda prompt, _: Reply(200, packed(completion(text)), GZIP)) as judge:
-        assert ask(judge, ["a"]) == [text]
-
-
 @pytest.mark.parametrize(
     "body", [b"[" * 200_000, b'{"data": [{"id": NaN}]}', b'{"data": [{"id": 7}]}', b'{"data": "ab"}']
 )
@@ -141,17 +129,6 @@ def test_a_list_of_models_that_is_none_is_an_error(body: bytes) -> None:
         ),
     ):
         ask(judge, ["a"])
-
-
-def test_waits_double_and_retry_after_is_obeyed() -> None:
-    with FakeJudge(failing(3, Reply(503))) as judge:
-        ask(judge, ["a"], retries=3, backoff_s=0.2)
-    waits = [later - sooner for sooner, later in zip(judge.at, judge.at[1:], strict=False)]
-    for wait, full in zip(waits, (0.2, 0.4, 0.8), strict=True):
-        assert wait >= full / 2  # jitter takes up to half
-    with FakeJudge(failing(1, Reply(429, headers=(("retry-after", "1"),)))) as judge:
-        ask(judge, ["a"])
-    assert judge.at[1] - judge.at[0] >= 1.0
 
 
 @pytest.mark.parametrize(
@@ -190,14 +167,6 @@ def test_one_prompt_without_a_reply_fails_the_batch_and_stops_the_rest() -> None
     with FakeJudge(answer) as judge, pytest.raises(JudgeError, match="HTTP 400: too long"):
         ask(judge, [str(i) for i in range(400)])
     assert len(judge.bodies) < 100
-
-
-def test_the_error_is_the_first_real_one_however_the_requests_end() -> None:
-    with FakeJudge(lambda prompt, _: Reply(400, b"too long")) as judge:
-        engine = HttpJudge(replace(QUICK, url=judge.url, concurrency=8))
-        for _ in range(20):
-            with pytest.raises(JudgeError, match="too long"):
-                engine.ask([[{"role": "user", "content": "a"}]] * 16)
 
 
 def test_a_judge_that_dies_between_two_batches_is_an_error_not_a_zero() -> None:
@@ -262,19 +231,7 @@ def test_the_model_is_the_one_that_is_served() -> None:
         model((), None)
 
 
-def test_a_reply_without_text_is_empty() -> None:
-    with FakeJudge(lambda prompt, _: Reply(body=completion(None))) as judge:
-        assert ask(judge, ["a"]) == [""]
-
-
 def test_half_of_a_character_in_a_reply_is_replaced() -> None:
     """A server that counts in UTF-16 may end a reply inside an emoji; no file could hold it."""
     with FakeJudge(lambda prompt, _: Reply(body=completion("7 \ud83d"))) as judge:
         assert ask(judge, ["a"]) == ["7 ?"]
-
-
-def test_a_proxy_of_the_environment_is_not_used_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with FakeJudge(lambda prompt, _: "fine") as judge:
-        assert ask(judge, ["a"]) == ["fine"]

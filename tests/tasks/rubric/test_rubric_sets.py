@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from tandemrl.cli.main import app
 from tandemrl.config import JudgeConfig, load
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import DataError, Row
+from tandemrl.data.rows import Row
 from tandemrl.rewards.protocol import Score
 from tandemrl.tasks.rubric.judge import JudgePool, grade_score, other_words, template_of
-from tandemrl.tasks.rubric.rows import build_polaris, fill
+from tandemrl.tasks.rubric.rows import fill
 
 SYSTEM = {
     "role": "system",
@@ -121,13 +121,6 @@ def test_other_words_than_those_a_judge_was_trained_on_are_noticed(tmp_path: Pat
     assert warned(replace(polaris, data_source="mine_tinyv"), url=url) == ""
 
 
-def test_published_rubric_rows_keep_their_prompt(tmp_path: Path) -> None:
-    prompt = [{"role": "user", "content": "Mark this."}]
-    record = {"data_source": "grade", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": 0.7}}
-    [row] = built(tmp_path, "rrm", record, options=("--full-marks", "10"))
-    assert (row.messages, row.ground_truth) == (tuple(prompt), "0.7")
-
-
 @pytest.mark.parametrize(
     ("command", "record", "message"),
     [
@@ -151,10 +144,3 @@ def test_bad_rows_are_named(command: str, record: dict[str, Any], message: str, 
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()
-
-
-def test_where_the_published_files_are(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"train_polaris\.parquet and test_polaris\.parquet \(Youliang/rrm on the hub\)"
-    ):
-        build_polaris(tmp_path / "nowhere", tmp_path / "out")
