@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from clients import DEFAULT, authors, events, strategy_of
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -31,7 +30,6 @@ from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.requests import parse
 from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
 from tandemrl.cli.main import app as command
-from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
@@ -218,15 +216,6 @@ def test_a_body_that_is_too_long_is_refused(
     response = client.post(path, content=pieces, headers={"content-type": "application/json"})
     assert response.status_code == 413
     assert response.json()["error"]["message"] == "the body of a request may have at most 1000 bytes"
-
-
-def test_any_number_of_selections_may_come_one_after_the_other(client: TestClient) -> None:
-    for i in range(engine_app.MAX_SELECTIONS + 3):
-        tandem = {"strategy": "chunk", "chunk_size": 1 + i}
-        response = ask(client, seed=5, tandem=tandem, max_tokens=4)
-        [choice] = response["choices"]
-        assert choice["authorship"] == authors(5, choice["token_ids"], replace(DEFAULT, **tandem))
-        assert response["tandem"]["strategy"] == "chunk"
 
 
 def test_a_conversation_that_was_refused_or_broke_off_still_goes_on(client: TestClient) -> None:
@@ -655,30 +644,6 @@ def test_an_engine_that_breaks_is_an_error_of_the_server(words: Any, engine: Tor
 BOTH = ["serve", "--senior", "S", "--junior", "J"]
 
 
-def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(engine_server, "serve", lambda config, **keywords: calls.append((config, keywords)))
-    options = [
-        "--strategy",
-        "chunk",
-        "--chunk-size",
-        "3",
-        "--port",
-        "1",
-        "--draft-tokens",
-        "4",
-        "--allowed-host",
-        "pair",
-    ]
-    result = CliRunner().invoke(command, [*BOTH, "--engine", "torch", *options, "--", "model.dtype=bfloat16"])
-    assert result.exit_code == 0, result.output
-    [(config, keywords)] = calls
-    assert (config.model.senior, config.model.junior, config.model.dtype) == ("S", "J", "bfloat16")
-    assert (config.rollout.engine, config.rollout.draft_tokens) == ("torch", 4)
-    assert (config.selection.strategy, config.selection.chunk_size) == ("chunk", 3)
-    assert (keywords["port"], keywords["allowed_hosts"], keywords["api_key"]) == (1, ["pair"], None)
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     calls: list[str] = []
@@ -689,19 +654,6 @@ def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_server, "serve", lambda config, **keywords: calls.append(config.rollout.engine))
     assert CliRunner().invoke(command, BOTH).exit_code == 0
     assert calls == ["vllm" if installed else "torch"]
-
-
-def test_options_of_vllm_are_keys_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(engine_server, "serve", lambda config, **keywords: calls.append((config.rollout, keywords)))
-    keys = ["rollout.vllm.kv_cache_gb=2", "model.device=cuda"]
-    options = ["--mode", "draft", "--junior-dtype", "bfloat16", "--junior-device", "cuda:1", "--context", "64"]
-    result = CliRunner().invoke(command, [*BOTH, "--engine", "vllm", *options, "--", *keys])
-    assert result.exit_code == 0, result.output
-    [(rollout, keywords)] = calls
-    v = rollout.vllm
-    assert (v.mode, rollout.draft_tokens, v.junior_dtype, v.junior_device) == ("draft", "auto", "bfloat16", "cuda:1")
-    assert (v.kv_cache_gb, keywords["context"]) == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -787,12 +739,6 @@ def test_log_probs_name_the_bytes_of_parts_of_characters(words: Any, chat: bool)
     stream = TextStream(words, TextStyle())
     pieces = [speaker.logprobs([token], [0.0], chat=False, stream=stream)["text_offset"] for token in written]
     assert [*chain(*pieces)] == whole["text_offset"]
-
-
-def test_half_a_character_is_no_stop_string(words: Any) -> None:
-    row = Row(Request([0], (1,), Sampling(stop=("\ufffd",)), solo("senior")), 1, 0)
-    written = torch.tensor([IDS[each] for each in ("a", "Ã", "©", "b")])
-    assert not any(row.hits_stop_string(written[:count], words.decode) for count in range(1, 5))
 
 
 def test_where_it_serves_is_said_once_it_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, tokenizer
 from tandemrl.apps.asgi import is_ours, limited
-from tandemrl.apps.serve import conversations
 from tandemrl.apps.serve.address import hosts_of
 from tandemrl.apps.serve.conversations import Conversation, Conversations, Refused, prompt_of
 from tandemrl.apps.serve.requests import parse
@@ -213,20 +212,6 @@ def test_a_conversation_goes_on_token_by_token(ended: bool) -> None:
 def test_a_template_without_ends_of_turns_is_refused() -> None:
     with pytest.raises(Refused, match="does not end each turn with one EOS token"):
         prompt_of(talk()[0], OPENING[-1:], rendered, frozenset({IDS["z"]}))
-
-
-def test_the_conversations_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
-    table, talks = Conversations(), [talk()[0] for _ in range(3)]
-    for each in talks[:2]:
-        table.give_back(each)
-    table.give_back(table.take(talks[0].id))
-    table.give_back(talks[2])
-    assert table.take(talks[0].id) is talks[0]
-    with pytest.raises(Refused, match="is not known; a server remembers"):
-        table.take(talks[1].id)
-    table.give_back(Conversation.begin(1, DEFAULT, {}))  # without a turn
-    assert table.take(talks[2].id) is talks[2]
 
 
 def test_a_conversation_is_written_by_one_request_at_a_time() -> None:

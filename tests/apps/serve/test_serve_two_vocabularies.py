@@ -118,9 +118,7 @@ def test_a_stream_tells_what_the_whole_response_tells(client: TestClient) -> Non
     assert len([part for part in parts if part.get("token_ids")]) > 2  # as it is written
 
 
-def test_a_chat_of_several_turns_is_a_prompt_and_a_conversation_goes_on_with_its_draws(
-    client: TestClient, engine: TorchEngine, pair: Any
-) -> None:
+def test_a_chat_of_several_turns_goes_on_with_its_draws(client: TestClient, engine: TorchEngine, pair: Any) -> None:
     opening = ask(client, seed=2, tandem={"conversation": "new"}, return_token_ids=True)
     [first] = opening["choices"]
     said = first["message"]["content"]
