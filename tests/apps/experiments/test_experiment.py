@@ -77,7 +77,7 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> None:
     _, out, results, said = finished
     assert len(said) == 2 * (1 + 3) + 1
-    assert re.search(r"^  tandem GRPO +\d\.\d+ \[", said[-1], re.MULTILINE)
+    assert re.search(r"^  tandem +\d\.\d+ \[", said[-1], re.MULTILINE)
     assert [(row["pair"], row["arm"], row["seed"]) for row in results["rows"]] == [
         ("plain", arm, seed) for arm in (BASE, "grpo", "tandem", "junior") for seed in (0, 1)
     ]

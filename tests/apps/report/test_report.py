@@ -19,8 +19,8 @@ from tandemrl.apps.report import (
     headlines,
     write_report,
 )
-from tandemrl.apps.report.page import to_html
-from tandemrl.apps.report.provenance import caveats, commands
+from tandemrl.apps.report.page import styles, to_html
+from tandemrl.apps.report.provenance import caveats
 from tandemrl.apps.report.records import discover
 from tandemrl.apps.report.tables import (
     SOLO,
@@ -119,8 +119,9 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tokenizer: tuple[Any, P
     contrast = {"pair": "jargon", "A": "tandem", "B": "grpo", "a": 0.7, "b": 0.5, "verdict": "A > B", "problems": 8}
     contrasts = [
         contrast | {"phase": "handoff", "metric": "senior_first/pass@1", "difference": difference},
-        contrast | {"phase": "pass-at-k", "metric": "pass@1", "difference": [0.04, -0.01, 0.09]},
-        contrast | {"phase": "pass-at-k", "metric": "maj@4", "difference": [-0.04, -0.06, -0.02]},
+        contrast | {"phase": "pass-at-k", "metric": "pass@1", "difference": {"mean": 0.04, "low": -0.01, "high": 0.09}},
+        contrast
+        | {"phase": "pass-at-k", "metric": "maj@4", "difference": {"mean": -0.04, "low": -0.06, "high": -0.02}},
     ]
     solo = (0.93, 0.95, 0.97)
     rows = [
@@ -289,7 +290,7 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     report = build_report(tmp_path)
     assert len(report.records.settings[0].arms[0].runs[0].steps) == 4
     assert any("metrics.jsonl: the last line is incomplete" in caveat for caveat in report.caveats)
-    assert any(caveat == "run stands at step 4 of 9." for caveat in report.caveats)
+    assert any(caveat == "run is at step 4 of 9." for caveat in report.caveats)
 
 
 def test_a_run_that_failed_says_at_which_step_and_why(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_a_run_that_failed_says_at_which_step_and_why(tmp_path: Path) -> None:
     (tmp_path / "run" / "stopped.json").write_text('{"step": 4, "reason": "GraderError: step 5, score: no judge"}')
     said = caveats(discover(tmp_path))
     assert "run stopped at step 4 of 9: GraderError: step 5, score: no judge" in said
-    assert any(each.startswith("run was trained (as far as step 4 of 9) with a Python function") for each in said)
+    assert any(each.startswith("run was trained with a Python function as strategy: mine.relay.") for each in said)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert "run stopped at step 0 of 9: GraderError: step 5, score: no judge" in caveats(discover(tmp_path))
 
@@ -318,6 +319,30 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> Non
     assert len(page) < 500_000
 
 
+def test_the_page_begins_with_a_sentence_three_columns_and_a_figure_and_the_rest_is_folded(page: str) -> None:
+    before = page.partition("<details>")[0]
+    [lead] = re.findall(r'<p class="lead">(.*?)</p>', before)
+    assert lead == (
+        "tandem &lt;GRPO&gt; against GRPO: better in handoff, senior first (+0.020); "
+        "no difference shown in solo pass@1 (+0.040)."
+    )
+    heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)", before.partition("<thead>")[2].partition("</thead>")[0])
+    assert heads == ["", "solo pass@1 ↑", "handoff, senior first ↑", "junior CE ↓"]
+    assert before.count("<article>") == 3  # a sample per arm
+    assert before.count("<figcaption>") == 1
+    assert page.partition("<details>")[2].count("<article>") > 3
+    assert page.index("Differences between arms") < page.index("Curves") < page.index("What this does not show")
+
+
+def test_arrows_go_from_the_model_before_training_to_each_arm(experiment: Path, page: str) -> None:
+    svg = page[page.index("<svg") : page.index("</svg>")]
+    arms = {"before training", "GRPO", "tandem &lt;GRPO&gt;"}
+    assert arms <= set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+    looks = styles(discover(experiment))
+    assert all(looks[name].colour in svg for name in ("base", "grpo", "tandem"))
+    assert "arrows: training" in page
+
+
 def test_text_from_files_is_escaped(page: str, experiment: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "tandem &lt;GRPO&gt;" in page
@@ -330,7 +355,7 @@ def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> 
     tokens = found.encode(TEXT, add_special_tokens=False)
     runs = [("senior", 0, 7), ("junior", 7, 11), ("senior", 11, len(tokens))]
     wanted = [(who, found.decode(tokens[a:b])) for who, a, b in runs]
-    body = page[page.index("Handoff, senior first</summary>") :]
+    body = page[page.index("<h3>Handoff, senior first: the first problem</h3>") :]
     text = re.search(r'<div class="text"[^>]*>(.*?)</div>', body, flags=re.DOTALL)
     assert text is not None
     plain = text[1].replace('<span class="step">¶</span>', "¶")
@@ -391,7 +416,7 @@ def test_evaluated_arms_that_no_experiment_compared_are_compared(tmp_path: Path)
     (contrast,) = [each for each in setting.contrasts if each.metric == "pass@1"]
     assert (contrast.a, contrast.b, contrast.difference.mean) == ("mine", "base", 0.75)
     page = to_html(build_report(tmp_path))
-    assert "<b>mine against base</b><span><em>better:</em> solo pass@1 (+0.750)" in page
+    assert '<p class="lead">mine against base: better in solo pass@1 (+0.750).</p>' in page
 
     write_phase(tmp_path / "other", "pass-at-k", {"pass@1": 1.0}, [sample([1], "S1", "x", problem=9)], eval=once)
     caveats = build_report(tmp_path).caveats
@@ -424,12 +449,8 @@ def test_runs_without_an_evaluation_are_compared_by_their_last_one(tmp_path: Pat
     differences = {(each.metric, each.a, each.b): each.difference.mean for each in built.records.settings[0].contrasts}
     assert differences["pass@1", "tandem", "grpo"] == pytest.approx(2 / 3)
     page = to_html(built)
-    assert re.search(r"tandem against grpo</b><span><em>[a-z ]+:</em> held-out pass@1 \(\+0\.667", page)
+    assert re.search(r"tandem against grpo: [a-z ]+ in held-out: pass@1 \(\+0\.667", page)
     assert '<th scope="row">held-out: pass@1</th><td>+0.667</td><td>[' in page
-    (tmp_path / "tandem" / "eval_texts" / "step_4.jsonl").rename(tmp_path / "tandem" / "eval_texts" / "step_2.jsonl")
-    built = build_report(tmp_path)
-    assert built.records.settings[0].contrasts  # as `tandemrl compare` does
-    assert "tandem and grpo: their last evaluations, which are compared, are of different steps." in built.caveats
 
 
 def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
@@ -544,31 +565,26 @@ def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> No
     text = to_html(report)
     assert text.count('<span class="none">–</span>') == 2
     assert ">junior CE" in text
-    assert "<figcaption>" not in text  # of one arm
+    assert "<figcaption>" not in text  # no arm has both solo and handoff
     assert "Training reward" not in text
     assert any("pass-at-k.samples.jsonl is missing" in caveat for caveat in report.caveats)
 
 
 def test_differences_say_only_what_their_intervals_exclude(page: str) -> None:
-    assert (
-        "<b>tandem &lt;GRPO&gt; against GRPO</b><span><em>better:</em> handoff, senior first (+0.020)</span>"
-        "<span><em>no difference shown:</em> solo pass@1 (+0.040)</span>" in page
-    )
     rows = {
         cells[0]: cells[1:]
-        for row in re.findall(r"<tr>(.*?)</tr>", page.partition("<h3>Differences</h3>")[2].partition("<h3>")[0])
+        for row in re.findall(r"<tr>(.*?)</tr>", page.partition("Differences between arms</summary>")[2], re.DOTALL)
         if len(cells := re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row)) == 4 and cells[1].startswith(("+", "−"))
     }
     assert rows == {
-        "handoff, senior first": ["+0.020", "[+0.010, +0.030]", "tandem &lt;GRPO&gt; &gt; GRPO"],
+        "handoff, senior first": ["+0.020", "[+0.010, +0.030]", "better"],
         "solo pass@1": ["+0.040", "[−0.010, +0.090]", "no difference shown"],
-        "pass-at-k: maj@4": ["−0.040", "[−0.060, −0.020]", "tandem &lt;GRPO&gt; &lt; GRPO"],
+        "pass-at-k: maj@4": ["−0.040", "[−0.060, −0.020]", "worse"],
     }
-    assert "1 difference of other metrics" in page
 
 
 def test_a_cross_is_for_a_claim_that_fails(page: str, experiment: Path) -> None:
-    shown = re.findall(r'<td class="text (\w+)">(.) ([\w ]+)</td>', page.partition("<h3>Claims</h3>")[2])
+    shown = re.findall(r'<td class="text (\w+)">(.) ([\w ]+)</td>', page.partition("Claims: 1 of 4 hold</summary>")[2])
     assert shown == [
         ("wrong", "✗", "fails"),
         ("right", "✓", "holds"),
@@ -590,37 +606,19 @@ def test_caveats_point_out_few_seeds_and_unequal_configurations(tmp_path: Path) 
     caveats = build_report(tmp_path).caveats
     assert any("2 seeds (p/a, p/b)" in caveat for caveat in caveats)
     assert "The seeds of p/a differ in train: train.lr (0.0001 / 0.0003)." in caveats
-    assert any(c.startswith("The arms in p were not evaluated alike: they differ in pass-at-k: data") for c in caveats)
+    assert any(each.startswith("b and a cannot be compared: ") for each in caveats)
     assert "p/a: tandem has 1 of 2 seeds." in caveats
     assert "p/a, seed 0, tandem: 2 answers could not be scored in time and count as wrong." in caveats
 
 
-def test_a_run_with_functions_has_no_command(tmp_path: Path) -> None:
+def test_a_run_with_functions_cannot_be_repeated_from_its_config(tmp_path: Path) -> None:
     mine = {"name": "my_script.relay (my_script.py:7)", "signature": "relay:0123456789abcdef"}
     write_run(tmp_path / "mine", functions={"strategy": mine, "recipe": None})
     write_run(tmp_path / "plain", functions={"strategy": None, "recipe": None})
-    records = discover(tmp_path)
-    lines = commands(records)
-    function = "my_script.relay (my_script.py:7) [relay:0123456789abcdef]"
-    assert [line for line in lines if "train" in line] == [
-        f"# in Python: train(load('{tmp_path}/mine/config.yaml'), strategy=FUNCTION), with strategy: {function}",
-        f"tandemrl train --config {tmp_path}/plain/config.yaml",
+    assert [line for line in caveats(discover(tmp_path)) if "Python function" in line] == [
+        "mine was trained with a Python function as strategy: my_script.relay (my_script.py:7). "
+        "Its config.yaml alone cannot repeat it."
     ]
-    assert [line for line in caveats(records) if "Python function" in line] == [
-        f"mine was trained with a Python function as strategy: {function}. Its config.yaml alone cannot repeat it."
-    ]
-
-
-def test_components_of_the_users_own_are_named(tmp_path: Path) -> None:
-    write_run(
-        tmp_path / "mine",
-        selection={"strategy": "my_strategy:relay", "parameters": {"opening": 12}},
-        rollout={"engine": "torch", "environment_parameters": {"at": "x:y"}},
-        reward={"scorers": {"mine/*": "boxed + my_reward:concise"}},
-    )
-    [said] = [line for line in caveats(discover(tmp_path)) if "was trained with" in line]
-    own = "selection.strategy=my_strategy:relay, reward.scorers.mine/*=boxed + my_reward:concise"
-    assert said == f"mine was trained with {own}, in modules that its folder lacks."
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

@@ -40,7 +40,8 @@ from tandemrl.apps.experiments.families import PAIRS, Recipe
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.tiny import DEFAULT_SIZE, SIZES, lr_scale
 from tandemrl.apps.experiments.warm_start import Pace, Progress, progress_line
-from tandemrl.apps.report.records import JUNIOR, MEASURES
+from tandemrl.apps.report.records import JUNIOR
+from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
@@ -122,15 +123,15 @@ class Experiment:
 
 
 GRPO = Arm("grpo", "GRPO", ("selection.strategy=solo", "model.junior=null"))
-KL = Arm("kl", "KL-regularised GRPO", (*GRPO.overrides, "loss.kl_coef=0.05"))
-TANDEM = Arm("tandem", "tandem GRPO")
+KL = Arm("kl", "GRPO, KL", (*GRPO.overrides, "loss.kl_coef=0.05"))
+TANDEM = Arm("tandem", "tandem")
 
 
 def _arm(name: str, *overrides: str) -> Arm:
     return Arm(name, name.replace("_", " "), overrides)
 
 
-SENTENCE = _arm("sentence", "selection.strategy=sentence")
+SENTENCE = Arm("sentence", "tandem by steps", ("selection.strategy=sentence",))
 RECIPE = ("train.mini_batch_prompts=8",)
 """Two updates per rollout batch, as in the paper. The quickstart config has 50 steps."""
 LONGER = (*RECIPE, "train.steps=80", "train.eval_every=20")
@@ -164,14 +165,10 @@ SMOLLM2 = Experiment(
     (
         GRPO,
         KL,
-        Arm("tandem_self", "tandem GRPO with the senior before training as junior", ("model.junior=null",)),
+        Arm("tandem_self", "tandem, self-paired", ("model.junior=null",)),
         TANDEM,
-        SENTENCE._replace(title="tandem GRPO by steps of the solution"),
-        Arm(
-            "grpo_8",
-            "GRPO with as many trained tokens as a tandem: half of the prompts",
-            (*GRPO.overrides, "train.prompts_per_step=8"),
-        ),
+        SENTENCE,
+        Arm("grpo_8", "GRPO, half batch", (*GRPO.overrides, "train.prompts_per_step=8")),
     ),
     pairs=("word_problems",),
     contrasts=(
@@ -626,7 +623,10 @@ def _reserve_folder(experiment: Experiment, out: Path) -> str:
         fixed = [key for key in description if key not in ("seeds", "pairs", "arms", "contrasts")]
         changed = [key for key in fixed if stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
-        changed += [f"arm {arm['name']}" for arm in description["arms"] if arms.get(arm["name"], arm) != arm]
+        asked = {arm["name"]: arm for arm in description["arms"]}
+        changed += [
+            f"arm {name}" for name, arm in asked.items() if arms.get(name, arm) | {"title": arm["title"]} != arm
+        ]
         if changed:
             raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
         named = {"seeds": stored["seeds"], "pairs": stored["pairs"], "arms": [*arms]}

@@ -8,8 +8,8 @@ from typing import Any, get_args
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tandemrl.apps.report import provenance
-from tandemrl.apps.report.figures import Style, all_figures, key, style
+from tandemrl.apps.report import provenance, tables
+from tandemrl.apps.report.figures import Style, curves, plane, style
 from tandemrl.apps.report.records import (
     FIRST_ARMS,
     JUNIOR,
@@ -21,18 +21,7 @@ from tandemrl.apps.report.records import (
     with_junior,
 )
 from tandemrl.apps.report.samples import Gallery, galleries
-from tandemrl.apps.report.tables import (
-    MISSING,
-    Column,
-    bounds,
-    claim_cells,
-    columns_of,
-    estimate,
-    headline_table,
-    nats,
-    rate,
-    signed_interval,
-)
+from tandemrl.apps.report.tables import HEADLINE, Column, estimate
 from tandemrl.config import ConfigError
 from tandemrl.evals import PHASES, EvalError
 from tandemrl.evals.compare import CompareError, InTraining, compare, good_end, last_texts
@@ -94,28 +83,27 @@ def to_html(report: Report) -> str:
     settings = report.records.settings
     return environment.get_template("page.html.j2").render(
         title=report.title,
-        lead=_lead(report.records),
         settings=[_setting(i, each, looks, report.galleries[each.name]) for i, each in enumerate(settings)],
         arms=looks,
         caveats=report.caveats,
-        code=provenance.code(report.records),
-        sources=provenance.sources(report.records),
-        commands=provenance.commands(report.records),
-        missing=MISSING,
-        bounds=bounds,
+        made_by=provenance.made_by(report.records),
+        missing=tables.MISSING,
+        bounds=tables.bounds,
+        shown_values=tables.shown_values,
     )
 
 
-def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = headline_table) -> str:
-    """The headline tables alone, in Markdown, each with a line that says what its intervals are.
+def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = tables.headline_table) -> str:
+    """What each setting shows, in a sentence, and its headline table, in Markdown, with what its intervals are.
 
     Args:
         table: ``headline_lines`` for a terminal.
     """
     parts = []
     for setting in report.records.settings:
-        if measured := _measured(setting):
-            parts += [f"{setting.name}:" if setting.name else "", table(measured), _interval_note(measured)]
+        measured = _measured(setting)
+        parts += [f"{setting.name}:" if setting.name else "", _sentence(setting)]
+        parts += [table(measured), _interval_note(measured)] if measured else []
     return "\n\n".join(part.strip() for part in parts if part)
 
 
@@ -133,63 +121,39 @@ def _measured(setting: Setting) -> list[ArmRecord]:
 def _setting(number: int, setting: Setting, looks: Mapping[str, Style], shown: list[Gallery]) -> dict[str, Any]:
     """The variables with which the template shows a setting."""
     measured = _measured(setting)
-    columns = columns_of(measured)
-    contrasts = _contrasts(setting)
-    styled = [(arm, looks[arm.name]) for arm in setting.arms]
+    styled = [(arm, looks[arm.name]) for arm in (measured or setting.arms)]
+    drawn = curves([(arm, looks[arm.name]) for arm in setting.arms], f"s{number}")
+    first = plane(styled, f"s{number}-plane")
+    figures = [*([first] if first is not None else []), *drawn]
+
+    def table(columns: Sequence[Column]) -> dict[str, Any]:
+        rows = [(arm, looks[arm.name].colour, [(estimate(arm, c), c.shown) for c in columns]) for arm in measured]
+        return {"columns": columns, "rows": rows}
+
+    every = tables.columns_of(measured, tables.COLUMNS)
+    headline = [column for column in HEADLINE if column in every] or every
     return {
         "id": f"s{number}",
         "name": setting.name,
-        "columns": columns,
-        "table": [
-            {
-                "arm": arm,
-                "hue": looks[arm.name].hue,
-                "seeds": len({e.seed for e in arm.evaluations}),
-                "cells": [(estimate(arm, column), column.shown) for column in columns],
-            }
-            for arm in measured
-        ],
+        "sentence": _sentence(setting),
+        "headline": table(headline),
+        "others": table([column for column in every if column not in headline]),
+        "seeds": table(every) if any(len(arm.seeds) > 1 for arm in measured) else None,
         "note": _interval_note(measured) if measured else "",
-        "contrasts": contrasts,
-        "verdicts": _verdicts(contrasts),
-        "claims": [claim_cells(claim) for claim in setting.claims],
+        "contrasts": _contrasts(setting),
+        "claims": setting.claims,
         "configs": provenance.differing_keys(setting),
-        "figures": all_figures([(arm, looks[arm.name]) for arm in measured], styled, f"s{number}"),
-        "legend": [(arm, key(look, f"s{number}-key{i}")) for i, (arm, look) in enumerate(styled) if len(styled) > 1],
+        "figures": figures,
         "galleries": shown,
-        "opened": next((i for i, each in enumerate(shown) if _has_correct(each)), 0),
     }
-
-
-def _has_correct(gallery: Gallery) -> bool:
-    return any(sample.correct for problem in gallery.problems for _, sample in problem.shown)
-
-
-def _lead(records: Records) -> str:
-    arms = [arm for setting in records.settings for arm in setting.arms]
-    counts = {
-        "training run": sum(len(arm.runs) for arm in arms),
-        "finished evaluation": sum(len(arm.evaluations) for arm in arms),
-    }
-    parts = [f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items() if count]
-    macros = [e.result["metrics"]["macro"] for arm in arms for e in arm.evaluations]
-    problems = sorted({int(macro["problems"]) for macro in macros if "problems" in macro})
-    spread = " to ".join(dict.fromkeys(map(str, (problems[0], problems[-1])))) if problems else ""
-    return f"{' and '.join(parts)} below {records.folder}." + (f" {spread} problems per evaluation." if spread else "")
 
 
 def _interval_note(arms: Sequence[ArmRecord]) -> str:
-    seeds = [len({e.seed for e in arm.evaluations}) for arm in arms]
-    number = f"{max(seeds)} " if len(set(seeds)) == 1 else ""
-    over_seeds = (
-        f"Mean over {number}seeds with its 95 % interval over seeds (Student's t, cut at the ends of what is possible)."
-    )
-    over_problems = "95 % bootstrap intervals over problems."
-    if min(seeds) > 1:
-        return over_seeds
-    return (
-        over_problems if max(seeds) == 1 else f"Where there are several seeds: {over_seeds} Elsewhere: {over_problems}"
-    )
+    counts = {len({e.seed for e in arm.evaluations}) for arm in arms}
+    number = f"{max(counts)} " if len(counts) == 1 else ""
+    notes = [f"Mean over {number}seeds with its 95 % interval (Student's t)."] if max(counts) > 1 else []
+    notes += ["One seed: 95 % bootstrap intervals over problems."] if min(counts) == 1 else []
+    return " ".join(notes)
 
 
 # --------------------------------------------------------------------------------------------------------- differences
@@ -203,26 +167,24 @@ def _differences(setting: Setting, say: Callable[[str], None]) -> tuple[Contrast
     Args:
         say: called with a sentence if two arms cannot be compared, as with other problems or another number of samples.
     """
-    evaluated = [arm for arm in setting.arms if arm.evaluations] or [arm for arm in setting.arms if _texts(arm)]
-    if setting.contrasts or not evaluated:
+    places = [(arm, place) for arm in setting.arms if (place := _places(arm))]
+    if any(arm.evaluations for arm, _ in places):
+        places = [(arm, place) for arm, place in places if arm.evaluations]
+    if setting.contrasts or not places:
         return setting.contrasts
-    first, *others = evaluated
+    (first, there), *others = places
     found: list[ContrastRecord] = []
-    for arm in others:
-        sides = _places(arm), _places(first)
-        seeds = [seed for seed in sides[0] if seed in sides[1]]
+    for arm, here in others:
+        pair, seeds = f"{arm.title} and {first.title}", [seed for seed in here if seed in there]
         if not seeds:
-            say(f"{arm.title} and {first.title} are not compared: they have no seed in common.")
+            say(f"{pair} are not compared: they have no seed in common.")
             continue
-        if len(seeds) < len(sides[0].keys() | sides[1].keys()):
-            say(f"{arm.title} and {first.title} are compared over the seeds of both only: {', '.join(seeds)}.")
-        steps = [[_texts(each).get(seed) for seed in seeds] for each in (arm, first)]
-        if not arm.evaluations and steps[0] != steps[1]:
-            say(f"{arm.title} and {first.title}: their last evaluations, which are compared, are of different steps.")
+        if len(seeds) < len(here.keys() | there.keys()):
+            say(f"{pair} are compared over the seeds of both only: {', '.join(seeds)}.")
         try:
-            contrasts = compare(*([place for seed in seeds for place in side[seed]] for side in sides))
+            contrasts = compare(*([place for seed in seeds for place in side[seed]] for side in (here, there)))
         except (CompareError, ConfigError, EvalError) as error:
-            say(f"{arm.title} and {first.title} cannot be compared: {error}")
+            say(f"{pair} cannot be compared: {error}")
             continue
         found += [ContrastRecord(each.phase, each.metric, arm.name, first.name, each.difference) for each in contrasts]
     return tuple(found)
@@ -230,68 +192,63 @@ def _differences(setting: Setting, say: Callable[[str], None]) -> tuple[Contrast
 
 def _places(arm: ArmRecord) -> dict[str, list[Path]]:
     """The folders (or, under names of their own, the files) of each seed's evaluations, in the order of the seeds;
-    without any, the folders of the runs."""
+    without any, the folders of the runs that have evaluated during training."""
     found = [(each.seed, each.file.parent if each.file.stem in PHASES else each.file) for each in arm.evaluations]
-    by_seed: dict[str, dict[Path, None]] = {seed: {} for seed in arm.seeds}
-    for seed, place in found or [(run.seed, run.folder) for run in arm.runs]:
-        by_seed[seed][place] = None
-    return {seed: [*places] for seed, places in by_seed.items() if places}
+    found = found or [(run.seed, run.folder) for run in arm.runs if last_texts(run.folder) is not None]
+    by_seed = {seed: [*dict.fromkeys(place for each, place in found if each == seed)] for seed in arm.seeds}
+    return {seed: places for seed, places in by_seed.items() if places}
 
 
-def _texts(arm: ArmRecord) -> dict[str, str]:
-    """The names of the texts of the last evaluation during each run of an arm, by seed; {} unless all have some."""
-    found = {run.seed: file.name for run in arm.runs if (file := last_texts(run.folder)) is not None}
-    return found if len(found) == len(arm.runs) else {}
-
-
-def _contrasts(setting: Setting) -> list[dict[str, Any]]:
-    """The differences of a setting as text. ``headline``: of the headline table, or of training."""
-    titles = {arm.name: arm.title for arm in setting.arms}
-    columns = {(column.phase, column.metric): column for column in columns_of(setting.arms)}
-    rows = []
-    for each in setting.contrasts:
-        known = columns.get((each.phase, each.metric))
-        shown = rate if max(map(abs, each.difference)) < 1 else nats
-        column = known or Column(f"{each.phase} {each.metric}", each.phase, each.metric, shown=shown)
-        a, b = titles.get(each.a, each.a), titles.get(each.b, each.b)
-        mean, interval = signed_interval(each.difference, column.shown)
-        above = each.difference.mean > 0
-        rows.append(
-            {
-                "metric": known.heading if known else f"{each.phase}: {each.metric}",
-                "title": column.title,
-                "amount": f"{mean} {column.unit}".rstrip(),
-                "between": (a, b),
-                "mean": mean,
-                "interval": interval,
-                "decided": each.clear,
-                "verdict": f"{a} {'>' if above else '<'} {b}" if each.clear else UNDECIDED,
-                "direction": _direction(each.metric, above) if each.clear else UNDECIDED,
-                "headline": known is not None or each.phase in get_args(InTraining),
-            }
+def _contrasts(setting: Setting) -> list[list[dict[str, Any]]]:
+    """The differences of a setting as text, by the arms that are compared: tandem against GRPO first, and of each two
+    the columns of the table first."""
+    pairs = dict.fromkeys((each.a, each.b) for each in setting.contrasts)
+    return [
+        sorted(
+            (_contrast(each, setting) for each in setting.contrasts if (each.a, each.b) == pair),
+            key=lambda row: not row["column"].phase,
         )
-    return rows
+        for pair in sorted(pairs, key=lambda pair: (pair[0] != "tandem", pair[1] != "grpo"))
+    ]
 
 
-def _direction(metric: str, above: bool) -> str:
-    """What a clear difference is called: better or worse if the metric has a good end, else higher or lower."""
-    good = good_end(metric)
-    if good is None:
-        return "higher" if above else "lower"
-    return "better" if above == (good == "higher") else "worse"
+def _contrast(each: ContrastRecord, setting: Setting) -> dict[str, Any]:
+    titles = {arm.name: arm.title for arm in setting.arms}
+    shown = tables.rate if max(map(abs, each.difference)) < 1 else tables.nats
+    own = Column(f"{each.phase}: {each.metric}", "", each.metric, shown=shown)
+    column = next((c for c in tables.COLUMNS if (c.phase, c.metric) == (each.phase, each.metric)), own)
+    mean, interval = tables.signed_interval(each.difference, column.shown)
+    good, above = good_end(each.metric), each.difference.mean > 0
+    words = ("better", "worse") if good else ("higher", "lower")
+    return {
+        "column": column,
+        "between": (titles.get(each.a, each.a), titles.get(each.b, each.b)),
+        "mean": mean,
+        "interval": interval,
+        "verdict": words[above == (good == "lower")] if each.clear else UNDECIDED,
+        "headline": column in HEADLINE or each.phase in get_args(InTraining),
+    }
 
 
-def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """A sentence per comparison: (what is compared, [("better", metrics with their differences), …])."""
-    sentences = []
-    for between in dict.fromkeys(row["between"] for row in rows):
-        changes: dict[str, list[str]] = {d: [] for d in ("better", "worse", "higher", "lower", UNDECIDED)}
-        for row in rows:
-            if row["between"] == between and row["headline"]:
-                changes[row["direction"]].append(f"{row['title']} ({row['amount']})")
-        said = [(what, ", ".join(listed)) for what, listed in changes.items() if listed]
-        sentences.append((f"{between[0]} against {between[1]}", said))
-    return sentences
+def _sentence(setting: Setting) -> str:
+    """What the setting shows: how its tandem arm (else its first comparison) differs, else the numbers there are."""
+    for rows in _contrasts(setting)[:1]:
+        said: dict[str, list[str]] = {}
+        for row in [row for row in rows if row["headline"]] or rows[:3]:
+            amount = f"{row['mean']} {row['column'].unit}".rstrip()
+            said.setdefault(row["verdict"], []).append(f"{row['column'].title} ({amount})")
+        ordered = sorted(said, key=lambda verdict: verdict == UNDECIDED)
+        told = "; ".join(f"{verdict} in {' and '.join(said[verdict])}" for verdict in ordered)
+        return f"{' against '.join(rows[0]['between'])}: {told}."
+    numbers = list[str]()
+    for arm in _measured(setting):
+        values = [(column, value) for column in HEADLINE if (value := estimate(arm, column)) is not None]
+        numbers += [f"{arm.title}: " + ", ".join(f"{c.title} {c.shown(v.mean)}" for c, v in values)] if values else []
+    for arm in [] if numbers else setting.arms:
+        rewards = [(step["step"], step["reward/mean"]) for step in arm.runs[0].steps if "reward/mean" in step]
+        reached = [f"{value:.3f} at step {step}" for step, value in dict([*rewards[:1], *rewards[-1:]]).items()]
+        numbers += [f"{arm.title}: mean training reward {', '.join(reached)}"] if reached else []
+    return f"{'; '.join(numbers)}." if numbers else "No step and no evaluation is finished."
 
 
 def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from tandemrl.config.written import free, read
-from tandemrl.evals import PHASES, EvalError, Phase, read_result
+from tandemrl.evals import PHASES, EvalError, read_result
 from tandemrl.evals.stats import Interval
 from tandemrl.files import hint
 from tandemrl.training.tracking import STOPPED
@@ -23,27 +23,12 @@ from tandemrl.training.tracking import STOPPED
 SEED = re.compile(r"seed-(\w+)")
 NO_ENTRY = {"hf", "checkpoints", "wandb", "eval_texts"}
 """Folders of weights, back-ends and texts, which hold no results."""
-FIRST_ARMS = ("base", "grpo", "kl", "tandem")
+BASE = "base"
+"""The name of the model before training."""
+FIRST_ARMS = (BASE, "grpo", "kl", "tandem")
 """The order of the arms that every experiment has; others follow by name."""
 JUNIOR = "junior"
 """The name of the junior alone, beside the arms."""
-MEASURES: dict[str, tuple[Phase, str]] = {
-    "solo/pass@1": ("pass-at-k", "pass@1"),
-    "solo/pass@4": ("pass-at-k", "pass@4"),
-    "length": ("pass-at-k", "length"),
-    "tandem/pass@1": ("tandem", "pass@1"),
-    "handoff/pass@1": ("handoff", "pass@1"),
-    "handoff/senior_first": ("handoff", "senior_first/pass@1"),
-    "handoff/junior_first": ("handoff", "junior_first/pass@1"),
-    "handoff/senior_first_turns": ("handoff", "senior_first_turns/pass@1"),
-    "handoff/junior_first_turns": ("handoff", "junior_first_turns/pass@1"),
-    "handoff/senior_then_junior": ("handoff", "senior_then_junior/pass@1"),
-    "junior_ce": ("legibility", "cross_entropy"),
-    "acceptance": ("legibility", "acceptance"),
-    "drift/kl": ("drift", "kl"),
-}
-"""The measures in the rows of ``results.json``, each with its phase and metric. Only episodes have those by turns.
-Cross-entropy and KL are in nats per token."""
 Verdict = Literal["holds", "fails", "undecided", "not asked of one seed"]
 """The verdict on a claim. It is undecided if the interval contains the bar, and not asked if the claim is about several
 seeds and there is only one."""
@@ -154,13 +139,58 @@ def with_junior(arms: Sequence[ArmRecord]) -> list[ArmRecord]:
     return [*arms, *([replace(found[0], title="junior alone")] if len(found) == 1 else found)]
 
 
-class Results(NamedTuple):
-    """What ``results.json`` says of an experiment, by setting, and by setting and arm (``measures``, by seed)."""
+Key = tuple[str, ...]
+"""The path of an arm or a setting: the names of its folders, without seeds."""
 
-    titles: dict[str, str]
-    contrasts: dict[tuple[str, ...], list[ContrastRecord]]
-    claims: dict[tuple[str, ...], list[Claim]]
-    measures: dict[tuple[str, ...], dict[str, dict[str, float]]]
+
+@dataclass(slots=True)
+class Results:
+    """What ``results.json`` says of an experiment: of settings, and (``measures``, by seed) of their arms."""
+
+    titles: dict[str, str] = field(default_factory=dict)
+    contrasts: dict[Key, list[ContrastRecord]] = field(default_factory=dict)
+    claims: dict[Key, list[Claim]] = field(default_factory=dict)
+    measures: dict[Key, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+    def add(self, file: Path, key: Key) -> None:
+        """Add the content of a file. ``key`` is its folder, relative to the report's."""
+        content = _read_json(file)
+        self.titles |= _titles(content.get("experiment") or {})
+        for part in ("rows", "contrasts", "claims"):
+            for number, entry in enumerate(content.get(part, [])):
+                try:
+                    self._add(part, entry, (*key, str(entry["pair"])) if "pair" in entry else key)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ReportError(f"{file}: {part}[{number}] is not readable: {error!r}") from None
+
+    def _add(self, part: str, entry: Mapping[str, Any], setting: Key) -> None:
+        if part == "claims":
+            claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), entry["verdict"])
+            if claim.verdict not in get_args(Verdict):
+                raise ValueError(f"unknown verdict {claim.verdict!r}; known: {', '.join(get_args(Verdict))}")
+            self.claims.setdefault(setting, []).append(claim)
+        elif part == "contrasts":  # an entry of ``compare.to_json``, with the arms' names as A and B
+            difference, a, b = Interval(**entry["difference"]), str(entry["A"]), str(entry["B"])
+            each = ContrastRecord(str(entry["phase"]), str(entry["metric"]), a, b, difference)
+            self.contrasts.setdefault(setting, []).append(each)
+        else:
+            measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
+            self.measures.setdefault((*setting, str(entry["arm"])), {})[str(entry["seed"])] = measures
+
+    def settings(self, arms: Mapping[Key, ArmRecord]) -> tuple[Setting, ...]:
+        """The arms, sorted into their settings."""
+        found: dict[Key, list[ArmRecord]] = {}
+        for key, arm in arms.items():
+            found.setdefault(key[:-1], []).append(arm)
+        return tuple(
+            Setting(
+                name="/".join(key),
+                arms=tuple(sorted(found[key], key=lambda arm: _rank(arm.name))),
+                contrasts=tuple(self.contrasts.get(key, ())),
+                claims=tuple(self.claims.get(key, ())),
+            )
+            for key in sorted(found, key=lambda key: natural("/".join(key)))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,55 +216,37 @@ def discover(folder: str | Path) -> Records:
     root = Path(folder)
     if not root.is_dir():
         raise ReportError(f"{root}: no such folder{hint(root)}")
-    runs: dict[tuple[str, ...], list[RunRecord]] = {}
-    evaluations: dict[tuple[str, ...], list[EvaluationRecord]] = {}
-    results = Results({}, {}, {}, {})
+    runs: dict[Key, list[RunRecord]] = {}
+    evaluations: dict[Key, list[EvaluationRecord]] = {}
+    results = Results()
     for path in _files(root):
         key, seed = _place(path.parent.relative_to(root).parts, root)
         if path.name == "metrics.jsonl":
-            steps, torn = read_steps(path)
-            run = RunRecord(path.parent, seed, steps, read_config(path.parent), torn, read_reason(path.parent))
-            runs.setdefault(key, []).append(run)
+            runs.setdefault(key, []).append(_read_run(path, seed))
         elif path.name == "results.json":
-            _add_results(results, path, key=path.parent.relative_to(root).parts)
+            results.add(path, path.parent.relative_to(root).parts)
         else:
-            try:
-                result = read_result(path)
-                evaluation = EvaluationRecord(path, seed, str(result["phase"]), result)
-                _ = result["metrics"]["macro"], result["config"], result["samples"]
-            except EvalError as error:
-                raise ReportError(str(error)) from None
-            except (KeyError, TypeError) as error:
-                raise ReportError(f"{path}: not an evaluation result: {error} is missing") from None
-            named = key if path.stem in PHASES else (*key, path.stem)
-            evaluations.setdefault(named, []).append(evaluation)
+            own = key if path.stem in PHASES else (*key, path.stem)
+            evaluations.setdefault(own, []).append(_read_evaluation(path, seed))
     keys = list(dict.fromkeys([*evaluations, *runs]))
     if not keys:
         raise ReportError(f"{root}: no run (metrics.jsonl) and no evaluation (PHASE.json) below it")
     for key in keys:
         _refuse_doubles([(run.seed, run.folder) for run in runs.get(key, [])])
         _refuse_doubles([(f"{e.phase} of seed {e.seed}", e.file) for e in evaluations.get(key, [])])
-
     experiment = _read_json(root / "experiment.json") if (root / "experiment.json").is_file() else {}
-    titles = results.titles | _titles(experiment)
-    settings: dict[tuple[str, ...], list[ArmRecord]] = {}
-    for key in keys:
-        settings.setdefault(key[:-1], []).append(
-            ArmRecord(
-                name=key[-1],
-                title=titles.get(key[-1], key[-1]),
-                runs=tuple(sorted(runs.get(key, []), key=lambda run: natural(run.seed))),
-                evaluations=tuple(evaluations.get(key, [])),
-                extra=results.measures.get(key, {}),
-            )
+    results.titles |= _titles(experiment)
+    arms = {
+        key: ArmRecord(
+            name=key[-1],
+            title=results.titles.get(key[-1], key[-1]),
+            runs=tuple(sorted(runs.get(key, []), key=lambda run: natural(run.seed))),
+            evaluations=tuple(evaluations.get(key, [])),
+            extra=results.measures.get(key, {}),
         )
-    return Records(
-        folder=root,
-        settings=tuple(
-            _setting(key, settings[key], results) for key in sorted(settings, key=lambda key: natural("/".join(key)))
-        ),
-        experiment=experiment,
-    )
+        for key in keys
+    }
+    return Records(root, results.settings(arms), experiment)
 
 
 def read_results(file: str | Path) -> tuple[Setting, ...]:
@@ -243,22 +255,29 @@ def read_results(file: str | Path) -> tuple[Setting, ...]:
     Raises:
         ReportError: the file cannot be read; the message names the entry.
     """
-    results = Results({}, {}, {}, {})
-    _add_results(results, Path(file), key=())
-    settings: dict[tuple[str, ...], list[ArmRecord]] = {}
-    for key, by_seed in results.measures.items():
-        arm = ArmRecord(key[-1], results.titles.get(key[-1], key[-1]), extra=by_seed)
-        settings.setdefault(key[:-1], []).append(arm)
-    return tuple(_setting(key, arms, results) for key, arms in settings.items())
+    results = Results()
+    results.add(Path(file), ())
+    titles, measures = results.titles, results.measures
+    arms = {key: ArmRecord(key[-1], titles.get(key[-1], key[-1]), extra=measures[key]) for key in measures}
+    return results.settings(arms)
 
 
-def _setting(key: tuple[str, ...], arms: Sequence[ArmRecord], results: Results) -> Setting:
-    return Setting(
-        name="/".join(key),
-        arms=tuple(sorted(arms, key=lambda arm: _rank(arm.name))),
-        contrasts=tuple(results.contrasts.get(key, ())),
-        claims=tuple(results.claims.get(key, ())),
-    )
+def _read_run(file: Path, seed: str) -> RunRecord:
+    steps, torn = read_steps(file)
+    stopped = file.with_name(STOPPED)
+    reason = str(_read_json(stopped).get("reason", "")) if stopped.is_file() else ""
+    return RunRecord(file.parent, seed, steps, read_config(file.parent), torn, reason)
+
+
+def _read_evaluation(file: Path, seed: str) -> EvaluationRecord:
+    try:
+        result = read_result(file)
+        _ = result["metrics"]["macro"], result["config"], result["samples"]
+    except EvalError as error:
+        raise ReportError(str(error)) from None
+    except (KeyError, TypeError) as error:
+        raise ReportError(f"{file}: not an evaluation result: {error} is missing") from None
+    return EvaluationRecord(file, seed, str(result["phase"]), result)
 
 
 def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
@@ -303,16 +322,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
-def read_reason(folder: Path) -> str:
-    """Why a run ended early, from its stopped.json; "" if there is none.
-
-    Raises:
-        ReportError: the file is not readable.
-    """
-    file = folder / STOPPED
-    return str(_read_json(file).get("reason", "")) if file.is_file() else ""
-
-
 def _files(root: Path) -> Iterator[Path]:
     """Yield the records below a folder in a fixed order, without those in hidden folders and among weights."""
     for here, folders, names in os.walk(root):
@@ -351,42 +360,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ReportError(f"{file}: expected a JSON object")
     return content
-
-
-def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
-    """Add the content of a ``results.json``. ``key`` is its folder, relative to the report's."""
-    content = _read_json(file)
-    results.titles.update(_titles(content.get("experiment") or {}))
-    for part in ("rows", "contrasts", "claims"):
-        for number, entry in enumerate(content.get(part, [])):
-            try:
-                pair = (*key, str(entry["pair"])) if "pair" in entry else key
-                if part == "claims":
-                    claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), _verdict(entry))
-                    results.claims.setdefault(pair, []).append(claim)
-                elif part == "contrasts":
-                    results.contrasts.setdefault(pair, []).append(_contrast(entry))
-                else:
-                    measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
-                    results.measures.setdefault((*pair, str(entry["arm"])), {})[str(entry["seed"])] = measures
-            except (KeyError, TypeError, ValueError) as error:
-                raise ReportError(f"{file}: {part}[{number}] is not readable: {error!r}") from None
-
-
-def _verdict(claim: Mapping[str, Any]) -> Verdict:
-    """The verdict of a claim. A claim of schema 1 has ``holds`` instead."""
-    verdict: Verdict = claim["verdict"] if "verdict" in claim else "holds" if claim["holds"] else "fails"
-    if verdict not in get_args(Verdict):
-        raise ValueError(f"unknown verdict {verdict!r}; known: {', '.join(get_args(Verdict))}")
-    return verdict
-
-
-def _contrast(entry: Mapping[str, Any]) -> ContrastRecord:
-    """A contrast from an entry of ``compare.to_json`` with the arms' names as A and B."""
-    difference = entry["difference"]
-    interval = Interval(**difference) if isinstance(difference, Mapping) else Interval(*difference)
-    a, b = (str(entry.get(side.upper(), entry[side])) for side in ("a", "b"))
-    return ContrastRecord(str(entry["phase"]), str(entry["metric"]), a, b, interval)
 
 
 def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, Records, ReportError, RunRecord, Setting, natural
 from tandemrl.data.loading import load_rows
+from tandemrl.data.messages import sound
 from tandemrl.data.rows import DataError
 from tandemrl.evals import authors_of
 from tandemrl.evals.files import digests
@@ -91,41 +93,29 @@ def galleries(
         ReportError: a file of samples is damaged.
     """
     read = _Reader(records.folder, say, tokenizer)
-    by_kind: dict[str, dict[str, list[tuple[ArmRecord, str, Shown]]]] = {}
+    by_kind: dict[str, dict[str, Problem]] = {}
     for arm in setting.arms:
         for kind, example, question, shown in read.arm(arm):
-            by_kind.setdefault(kind, {}).setdefault(example, []).append((arm, question, shown))
-    return [
-        Gallery(
-            kind,
-            [
-                Problem(example, next((q for _, q, _ in entries if q), ""), [(arm, shown) for arm, _, shown in entries])
-                for example, entries in by_kind[kind].items()
-            ],
-        )
-        for kind in [*KINDS.values(), TRAINING]
-        if kind in by_kind
-    ]
+            problem = by_kind.setdefault(kind, {}).setdefault(example, Problem(example, question, []))
+            problem.shown.append((arm, shown))
+    return [Gallery(kind, [*by_kind[kind].values()]) for kind in [*KINDS.values(), TRAINING] if kind in by_kind]
 
 
 class _Reader:
     """Reads samples. It caches tokenizers and questions, and reports each problem once."""
 
     def __init__(self, folder: Path, say: Say, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._folder = folder
-        self._tokenizer = tokenizer
-        self._say = cache(say)
-        self._decoder = cache(self._load_decoder)
-        self._questions = cache(self._load_questions)
+        self._folder, self._tokenizer = folder, tokenizer
+        self._say, self._decoder, self._questions = cache(say), cache(self._load_decoder), cache(self._load_questions)
 
     def arm(self, arm: ArmRecord) -> Iterator[tuple[str, str, str, Shown]]:
         """Yield (kind, example id, question, completion) for an arm's first seed."""
-        seeds = sorted({e.seed for e in arm.evaluations if any(e.phase == p for p, _ in KINDS)}, key=natural)
-        if seeds:
-            for each in arm.evaluations:
-                if each.seed == seeds[0] and any(each.phase == phase for phase, _ in KINDS):
-                    yield from self._evaluation(each)
-        elif arm.runs:
+        shown = [each for each in arm.evaluations if any(each.phase == phase for phase, _ in KINDS)]
+        first = min((each.seed for each in shown), key=natural, default=None)
+        for each in shown:
+            if each.seed == first:
+                yield from self._evaluation(each)
+        if not shown and arm.runs:
             yield from self._run(arm.runs[0])
 
     def _evaluation(self, evaluation: EvaluationRecord) -> Iterator[tuple[str, str, str, Shown]]:
@@ -147,9 +137,7 @@ class _Reader:
                     raise ValueError(f"{len(line['tokens'])} tokens have {len(author)} authors")
                 shown, text = _show(line, author, decode)
                 if author is not None and decode is not None and text != line["text"]:
-                    self._say(
-                        f"The tokenizer of {config['model']} does not give the texts of {file}: authors not shown."
-                    )
+                    self._say(f"The tokenizer of {model} does not give the texts of {file}: authors not shown.")
                     shown, _ = _show(line, author, None)
                 question = self._questions(tuple(config.get("data") or ())).get(line["example_id"], "")
                 yield kind, line["example_id"], question, shown
@@ -163,8 +151,7 @@ class _Reader:
         decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder, "")
         try:
             lines = [line for line in _tail(file) if line["index"] == 0]
-            last = max((line["step"] for line in lines), default=0)
-            for line in [line for line in lines if line["step"] == last][:PROBLEMS]:
+            for line in [line for line in lines if line["step"] == lines[-1]["step"]][:PROBLEMS]:
                 author = np.asarray(line["author"])
                 first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
                 question = decode(line["tokens"][:first]) if decode is not None and first else ""
@@ -175,14 +162,11 @@ class _Reader:
 
     def _load_decoder(self, model: str, home: Path, digest: str) -> Callable[[list[int]], str] | None:
         """The decoding function of the tokenizer that was asked for, or else of the first one in the folder."""
-        places = [] if self._tokenizer is not None else self._places(model, home, digest)
         tokenizer = self._tokenizer
-        for place in places:
-            try:
+        for place in [] if tokenizer is not None else self._places(model, home, digest):
+            with suppress(ModelError):
                 tokenizer = load_tokenizer(place)
                 break
-            except ModelError:
-                continue
         if tokenizer is not None:
             return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
         self._say(
@@ -200,13 +184,10 @@ class _Reader:
         """
         parts, top = Path(model).parts, self._folder.resolve()
         ends = [self._folder.joinpath(*parts[i:]) for i in range(len(parts))]
-        runs = [folder for folder in (home, *home.parents) if folder.resolve().is_relative_to(top)]
-        exports = [export for run in runs for export in (run / "hf" / "best", *sorted((run / "hf").glob("step_*")))]
+        exports = [export for run in (home, *home.parents) for export in sorted((run / "hf").glob("*"))]
         found = [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
-        recorded = Path(model)
-        if not found and digest and recorded.is_dir() and digests([model]).get(str(recorded)) == digest:
-            found = [recorded]
-        return found
+        recorded = digest and Path(model).is_dir() and digests([model]).get(str(Path(model))) == digest
+        return found or ([Path(model)] if recorded else [])
 
     def _load_questions(self, data: Sequence[str]) -> Mapping[str, str]:
         """The last user message of each example, by its id, for the sources that are available."""
@@ -229,11 +210,10 @@ def _show(
         author: the author of each token of ``line["tokens"]``. None if it is unknown.
     """
     transcript = line.get("transcript") or {}
-    messages = transcript.get("messages") or ()
+    written, said = _turns(transcript.get("messages") or ())
     turns: list[list[tuple[Author | None, str]]] = []
-    said = _said(messages)
     if author is None or decode is None:
-        turns = [[(None, text)] for text in _written(messages)] or [[(None, line["text"])]]
+        turns = [[(None, text)] for text in written or [line["text"]]]
     else:
         start = 0
         for own, run in groupby(author >= 0):
@@ -244,22 +224,19 @@ def _show(
             elif len(said) < len(turns):
                 said.append(decode(tokens))
     whole: list[tuple[Author | None, str]] = []
-    for number, turn in enumerate(turns):
-        whole += turn
-        if number < len(said) and said[number]:
-            whole.append((Author.CONTEXT, said[number]))
+    for turn, answer in zip_longest(turns, said[: len(turns)], fillvalue=""):
+        whole += [*turn, *([(Author.CONTEXT, answer)] if answer else [])]
     spans, room = [], CHARACTERS
     for who, part in whole:
-        if part[:room]:
-            spans.append((who, part[:room]))
+        spans += [(who, part[:room])] if part[:room] else []
         room -= len(part[:room])
-    written = None if author is None else author[author >= 0]
+    own_tokens = None if author is None else author[author >= 0]
     shown = Shown(
         spans=spans,
         correct=line.get("correct"),
         reward=line.get("reward"),
-        tokens=line["length"] if written is None else len(written),
-        senior_share=None if written is None else float(written.mean()) if len(written) else 0.0,
+        tokens=line["length"] if own_tokens is None else len(own_tokens),
+        senior_share=None if own_tokens is None else float(own_tokens.mean()) if len(own_tokens) else 0.0,
         stop_reason=line["stop_reason"],
         left_out=sum(len(part) for _, part in whole) - (CHARACTERS - room),
         turns=line.get("turns", 1),
@@ -268,30 +245,18 @@ def _show(
     return shown, "\n".join("".join(text for _, text in turn) for turn in turns)
 
 
-def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the environment said after each turn."""
-    said: list[str] = []
+def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The turns of an episode as text, with their tool calls, and what the environment said after each."""
+    written, said = list[str](), list[str]()
     for message in messages:
+        text = str(sound(message.get("content") or ""))
         if message["role"] == "assistant":
+            calls = [json.dumps(sound(call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
+            written.append("\n".join(filter(None, [text, *calls])))
             said.append("")
         elif said:
-            said[-1] = "\n\n".join(filter(None, (said[-1], _printable(message["content"]))))
-    return said
-
-
-def _written(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The turns as text, with their tool calls."""
-    texts = []
-    for turn in messages:
-        if turn["role"] == "assistant":
-            calls = [json.dumps(call, ensure_ascii=False) for call in turn.get("tool_calls") or ()]
-            texts.append("\n".join(_printable(part) for part in (turn.get("content"), *calls) if part))
-    return texts
-
-
-def _printable(text: Any) -> str:
-    """A value as text whose characters a file can hold."""
-    return str(text or "").encode(errors="replace").decode()
+            said[-1] = "\n\n".join(filter(None, (said[-1], text)))
+    return written, said
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -301,12 +266,10 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ReportError(f"{file}: line {error.line} is not JSON: {error}") from None
 
 
-def _tail(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last complete lines of a file. An incomplete last line is left out."""
+def _tail(file: Path) -> list[dict[str, Any]]:
+    """The last complete lines of a file. An incomplete last line is left out."""
     with open(file, "rb") as content:
         size = content.seek(0, 2)
         content.seek(max(0, size - TAIL))
         lines = content.read().split(b"\n")
-    for line in lines[1 if size > TAIL else 0 : -1]:
-        if line.strip():
-            yield json.loads(line)
+    return [json.loads(line) for line in lines[1 if size > TAIL else 0 : -1] if line.strip()]

@@ -1,11 +1,11 @@
 """Headline numbers and their tables: one estimate for each arm and column, over seeds if there are several."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from tandemrl.apps.report.records import MEASURES, ArmRecord, Claim
+from tandemrl.apps.report.records import ArmRecord, Claim
+from tandemrl.evals import Phase
 from tandemrl.evals.compare import good_end
 from tandemrl.evals.stats import Interval, seed_interval, standard_error
 
@@ -49,28 +49,29 @@ def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
 
 
 class Column(NamedTuple):
-    """A macro metric of a phase, as a column of the headline table.
+    """A macro metric of a phase, as a column of the table.
 
     Its value is ``metrics.macro[metric]`` in the phase's result file (``PHASE.json``), read by ``estimate``. An
     evaluation writes it there: ``evals.protocol.strategies`` names the arms of the phase (``handoff`` has
     ``senior_first`` and ``junior_first``), and ``evals.measures.summarise`` averages each of them into ``ARM/METRIC``.
 
-    If ``phase`` is "", it is a measure of ``results.json`` alone. No value can be below 0 or above ``highest``, so
-    intervals over seeds are cut there. ``meaning`` explains it in a sentence.
+    ``measure`` is its name in the rows of ``results.json``; one without a ``phase`` is there alone. No value can be
+    below 0 or above ``highest``, so intervals over seeds are cut there. ``meaning`` explains it in a sentence.
     """
 
     title: str
-    phase: str
+    phase: Phase | Literal[""]
     metric: str
+    measure: str = ""
+    meaning: str = ""
     unit: str = ""
     shown: Callable[[float], str] = rate
     highest: float = 1.0
-    meaning: str = ""
 
     @property
     def arrow(self) -> str:
-        """↑ if higher values are better, ↓ if lower ones are, else nothing."""
-        return {"higher": "↑", "lower": "↓", None: ""}[good_end(self.metric)]
+        """↑ or ↓, where one direction is better; else nothing."""
+        return {"higher": "↑", "lower": "↓", None: ""}[good_end(self.metric or self.measure)]
 
     @property
     def heading(self) -> str:
@@ -78,76 +79,82 @@ class Column(NamedTuple):
 
 
 SOLO = Column(
-    "solo pass@1", "pass-at-k", "pass@1", meaning="fraction of correct responses when the senior generates alone"
+    *("solo pass@1", "pass-at-k", "pass@1", "solo/pass@1"),
+    meaning="fraction of correct responses when the senior generates alone",
 )
-TANDEM = Column(
-    "tandem pass@1", "tandem", "pass@1", meaning="fraction of correct responses when both generate, as in training"
-)
-HANDOFF = Column("handoff pass@1", "handoff", "pass@1", meaning="the mean over both orders")
-"""For the docs. The headline table has a column for each order instead."""
 SENIOR_FIRST = Column(
-    *("handoff, senior first", "handoff", "senior_first/pass@1"),
+    *("handoff, senior first", "handoff", "senior_first/pass@1", "handoff/senior_first"),
     meaning="fraction of correct responses when they take turns, a step each, and the senior starts",
 )
 JUNIOR_FIRST = Column(
-    "handoff, junior first", "handoff", "junior_first/pass@1", meaning="the same, and the junior starts"
-)
-SENIOR_TURN_FIRST = Column(
-    *("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1"),
-    meaning="fraction of correct responses when they take turns, a turn of the episode each, and the senior starts",
-)
-SENIOR_THEN_JUNIOR = Column(
-    *("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1"),
-    meaning="fraction of correct responses when the junior takes over after the first turn",
+    *("handoff, junior first", "handoff", "junior_first/pass@1", "handoff/junior_first"),
+    meaning="the same, and the junior starts",
 )
 JUNIOR_CE = Column(
-    *("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf),
-    meaning="cross-entropy of the senior's solo responses under the junior: how surprised the junior is",
+    *("junior CE", "legibility", "cross_entropy", "junior_ce"),
+    "cross-entropy of the senior's solo responses under the junior: how surprised the junior is",
+    *("nats/token", nats, inf),
 )
-ACCEPTANCE = Column(
-    *("acceptance", "legibility", "acceptance"),
-    meaning="fraction of the senior's tokens that the junior draws, too, with the same random numbers",
-)
-DRIFT = Column(
-    *("drift KL", "drift", "kl", "nats/token", nats, inf),
-    meaning="KL(senior ‖ junior) of their next-token distributions, on the senior’s solo responses",
-)
-LENGTH = Column("length", "pass-at-k", "length", "tokens", count, inf, "mean length of solo responses")
-JARGON_RATE = Column("jargon rate", "", "jargon_rate", meaning="fraction of solo responses in jargon")
-SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate", meaning="fraction of solo responses in shorthand")
-REPAIRS = Column(
-    *("repairs per handoff text", "", "handoff/repairs", "", nats, inf),
-    meaning="mean number of lines per response that repair a step",
-)
+HEADLINE = (SOLO, SENIOR_FIRST, JUNIOR_CE)
+"""The three columns that a report begins with."""
 COLUMNS = (
     SOLO,
+    *(
+        Column(
+            *(f"solo pass@{k}", "pass-at-k", f"pass@{k}", "solo/pass@4" if k == 4 else ""),
+            meaning=f"probability that at least one of {k} responses is correct",
+        )
+        for k in (2, 4, 8, 16)
+    ),
     Column("solo F1", "pass-at-k", "f1", meaning="overlap of the words of answer and ground truth, from 0 to 1"),
     Column("retrieval recall", "pass-at-k", "recall", meaning="fraction of the supporting documents that were found"),
     Column("citation recall", "pass-at-k", "citation", meaning="fraction of the supporting documents that are cited"),
-    TANDEM,
+    Column(
+        *("tandem pass@1", "tandem", "pass@1", "tandem/pass@1"),
+        meaning="fraction of correct responses when both generate, as in training",
+    ),
     SENIOR_FIRST,
     JUNIOR_FIRST,
-    SENIOR_TURN_FIRST,
     Column(
-        *("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
-        meaning="fraction of correct responses when they take turns, a turn of the episode each, and the junior starts",
+        *("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1", "handoff/senior_first_turns"),
+        meaning="fraction of correct responses when they take turns, a turn of the episode each, and the senior starts",
     ),
-    SENIOR_THEN_JUNIOR,
+    Column(
+        *("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1", "handoff/junior_first_turns"),
+        meaning="the same, and the junior starts",
+    ),
+    Column(
+        *("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1", "handoff/senior_then_junior"),
+        meaning="fraction of correct responses when the junior takes over after the first turn",
+    ),
     JUNIOR_CE,
-    ACCEPTANCE,
-    DRIFT,
+    Column(
+        *("acceptance", "legibility", "acceptance", "acceptance"),
+        meaning="fraction of the senior's tokens that the junior draws, too, with the same random numbers",
+    ),
+    Column(
+        *("drift KL", "drift", "kl", "drift/kl"),
+        "KL(senior ‖ junior) of their next-token distributions, on the senior’s solo responses",
+        *("nats/token", nats, inf),
+    ),
     Column(
         *("verified pass@1", "verified", "verified_pass@1"),
         meaning="fraction of responses that are correct and whose reasoning a judge accepts",
     ),
-    LENGTH,
-    Column("turns", "pass-at-k", "turns", "", count, inf, "mean number of turns of an episode"),
-    Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf, "calls per episode that raised an error"),
-    Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf, "calls per episode that could not be made"),
-    JARGON_RATE,
-    SHORTHAND_RATE,
-    REPAIRS,
+    Column("length", "pass-at-k", "length", "length", "mean length of solo responses", "tokens", count, inf),
+    Column("turns", "pass-at-k", "turns", "", "mean number of turns of an episode", "", count, inf),
+    Column("tool errors", "pass-at-k", "tool_errors", "", "calls per episode that raised an error", "", nats, inf),
+    Column("invalid calls", "pass-at-k", "invalid_calls", "", "calls per episode that were not made", "", nats, inf),
+    Column("jargon rate", "", "", "jargon_rate", "fraction of solo responses in jargon"),
+    Column("shorthand rate", "", "", "shorthand_rate", "fraction of solo responses in shorthand"),
+    Column("repairs", "", "", "handoff/repairs", "lines per handoff response that repair a step", "", nats, inf),
 )
+MEASURES: dict[str, tuple[Phase, str]] = {
+    **{each.measure: (each.phase, each.metric) for each in COLUMNS if each.phase and each.measure},
+    "handoff/pass@1": ("handoff", "pass@1"),
+}
+"""The measures in the rows of ``results.json``, each with its phase and metric. Only episodes have those by turns. The
+handoff without an order is the mean over both."""
 
 
 class Estimate(NamedTuple):
@@ -163,33 +170,22 @@ class Estimate(NamedTuple):
     by_seed: dict[str, "Estimate"]
 
 
-_MEASURE: dict[tuple[str, str], str] = {phase_metric: name for name, phase_metric in MEASURES.items()}
-
-
-def columns_of(arms: Sequence[ArmRecord]) -> list[Column]:
-    """The columns for which some arm has a value. The largest k of pass@k has a column beside pass@1."""
-    results = [result for arm in arms for result in arm.phase("pass-at-k").values()]
-    ks = [int(m.group(1)) for r in results for key in r["metrics"]["macro"] if (m := re.fullmatch(r"pass@(\d+)", key))]
-    k = max(ks, default=1)
-    meaning = f"probability that at least one of {k} responses is correct"
-    largest = [Column(f"solo pass@{k}", "pass-at-k", f"pass@{k}", meaning=meaning)] if k > 1 else []
-    estimates = {c: [e for arm in arms if (e := estimate(arm, c)) is not None] for c in (SOLO, *largest, *COLUMNS[1:])}
-    return [c for c, values in estimates.items() if values and (c.phase or any(value.mean for value in values))]
+def columns_of(arms: Sequence[ArmRecord], columns: Sequence[Column] = COLUMNS) -> list[Column]:
+    """The columns for which some arm has a value; of those that only ``results.json`` has, one that is not 0."""
+    found = {column: [value for arm in arms if (value := estimate(arm, column)) is not None] for column in columns}
+    return [c for c, values in found.items() if values and (c.phase or any(value.mean for value in values))]
 
 
 def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
     """An arm's value in a column, from its evaluations, else from ``results.json``; None if no seed has one."""
     by_seed: dict[str, Estimate] = {}
-    if column.phase:
-        for seed, result in arm.phase(column.phase).items():
-            macro = result["metrics"]["macro"]
-            if column.metric in macro:
-                low, high = (macro.get(f"{column.metric}/{end}") for end in ("low", "high"))
-                by_seed[seed] = Estimate(macro[column.metric], low, high, {})
-    if not by_seed:
-        measure = _MEASURE.get((column.phase, column.metric), "") if column.phase else column.metric
-        measured = {seed: values[measure] for seed, values in arm.extra.items() if measure in values}
-        by_seed = {seed: Estimate(value, None, None, {}) for seed, value in measured.items()}
+    for seed, result in arm.phase(column.phase).items():
+        macro = result["metrics"]["macro"]
+        if column.metric in macro:
+            low, high = (macro.get(f"{column.metric}/{end}") for end in ("low", "high"))
+            by_seed[seed] = Estimate(macro[column.metric], low, high, {})
+    measured = {seed: values[column.measure] for seed, values in arm.extra.items() if column.measure in values}
+    by_seed = by_seed or {seed: Estimate(value, None, None, {}) for seed, value in measured.items()}
     return over_seeds(by_seed, highest=column.highest)
 
 
@@ -227,29 +223,28 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     return "\n".join([line(head), rule, *map(line, rows)]) + "\n"
 
 
-def claim_cells(claim: Claim) -> list[str]:
-    """The cells of a claim: claim, bar, values, verdict."""
-    return [claim.claim, claim.bar, ", ".join(map(nats, claim.values)) or MISSING, claim.verdict]
-
-
 def claims_table(claims: Sequence[Claim]) -> str:
     """A Markdown table: a row per claim."""
-    return markdown_table(["claim", "bar", "values", "verdict"], [claim_cells(claim) for claim in claims])
+    rows = [[each.claim, each.bar, shown_values(each), each.verdict] for each in claims]
+    return markdown_table(["claim", "bar", "values", "verdict"], rows)
 
 
-def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
-    """A Markdown table: a row per arm, each number with its 95 % interval. Columns: all that have values by default."""
-    columns = columns or columns_of(arms)
+def shown_values(claim: Claim) -> str:
+    return ", ".join(map(nats, claim.values)) or MISSING
+
+
+def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = HEADLINE) -> str:
+    """A Markdown table: a row per arm, each number with its 95 % interval."""
+    columns = columns_of(arms, columns)
     rows = [[arm.title, *(cell(estimate(arm, column), column.shown) for column in columns)] for arm in arms]
     return markdown_table(["", *(column.heading for column in columns)], rows)
 
 
-def headline_lines(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
+def headline_lines(arms: Sequence[ArmRecord], columns: Sequence[Column] = HEADLINE) -> str:
     """The numbers of ``headline_table`` for a terminal: a block per column, a line per arm."""
-    columns = columns or columns_of(arms)
     width = max(len(arm.title) for arm in arms)
     blocks = [
         [column.heading, *(f"  {arm.title:<{width}}  {cell(estimate(arm, column), column.shown)}" for arm in arms)]
-        for column in columns
+        for column in columns_of(arms, columns)
     ]
     return "\n".join(line for block in blocks for line in block)
