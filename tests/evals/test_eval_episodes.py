@@ -11,7 +11,7 @@ import torch
 import small_world
 from helpers import agent_tokenizer, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl import evals
-from tandemrl.config import ConfigError, SelectionConfig, load
+from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import Sample, author_runs, authors_of
 from tandemrl.rewards.calls import is_metric
@@ -117,13 +117,6 @@ def test_handoff_by_turns_has_three_more_arms_where_there_are_turns():
         assert replay(arms[arm], keys, tokens, torch.tensor([7]), starts).author[0].tolist() == authors
     junior_begins = replay(first_turn("junior"), keys, tokens, torch.tensor([7]), starts).author[0].tolist()
     assert junior_begins == [0, 0, 1, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("strategy", "arm"), [("turn", "turn"), ("word", "word"), ("sentence", "word")])
-def test_tandem_is_by_turns_where_training_is(strategy, arm):
-    arms = evals.strategies("tandem", tokenizer(), selection=SelectionConfig(strategy=strategy))
-    assert list(arms) == [arm]
-    assert (arms[arm].turn is not None) == (arm == "turn")
 
 
 @pytest.fixture(scope="module")
@@ -313,11 +306,3 @@ def test_what_the_world_says_is_read_as_context_and_does_not_count():
     assert drift.surprisal == pytest.approx(wanted["senior"], abs=1e-5)
     with_world = cross_entropy(junior, whole, range(3, 12))
     assert abs(with_world - wanted["junior"]) > 1e-3  # it would count
-
-
-def test_over_turns_a_junior_that_is_the_senior_draws_what_it_drew(agents, tmp_path):
-    result = episodes(agents, tmp_path, *TOOLS, f"model.junior={agents}/senior", phases=("legibility",))["legibility"]
-    samples = evals.read_samples(tmp_path / result["samples"])
-    assert max(sample.turns for sample in samples) > 1
-    assert result["metrics"]["macro"]["acceptance"] == 1.0
-    assert all(sample.acceptance == 1.0 for sample in samples)

@@ -168,25 +168,3 @@ def test_gae_equals_a_loop_over_each_sequence(seed, lengths, gamma, lam):
     expected = list(itertools.chain(*(REFERENCE["gae"](r, v, m, gamma, lam) for r, v, m in rows)))
     assert torch.allclose(advantages, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10)
     assert torch.equal(returns, advantages + packed[1])
-
-
-def test_gae_credits_a_reward_that_follows_on_an_untrained_token():
-    rewards = torch.tensor([0.0, 0, 0, 1], dtype=torch.float64)
-    trained = torch.tensor([False, True, False, False])
-    advantages, _ = gae(rewards, torch.zeros(4, dtype=torch.float64), trained, torch.zeros(4, dtype=torch.int64))
-    assert advantages.tolist() == [0, 1, 0, 0]
-
-
-def test_gae_ignores_values_of_untrained_tokens():
-    *_, (rewards, values, trained, ids) = _packed(5, [6, 9])
-    other = torch.where(trained, values, torch.inf)
-    expected, _ = gae(rewards, values, trained, ids, gamma=0.9, lam=0.8)
-    assert torch.equal(gae(rewards, other, trained, ids, gamma=0.9, lam=0.8)[0], expected)
-
-
-def test_gae_at_lambda_one_is_return_minus_value():
-    values = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    rewards = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    advantages, returns = gae(rewards, values, torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64))
-    assert torch.allclose(returns, torch.tensor([7.0, 6.0, 4.0], dtype=torch.float64))
-    assert torch.allclose(advantages, returns - values)

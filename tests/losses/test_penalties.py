@@ -2,8 +2,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tandemrl.losses import adapt_kl_coef, gae, kl, kl_penalty, overlong_penalty, token_rewards
 
@@ -12,14 +10,6 @@ KINDS = ["k1", "k2", "k3"]
 
 def double(*values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.floats(-50, 0, width=32), st.floats(-50, 0, width=32))
-def test_k2_and_k3_are_never_negative(logprob, ref):
-    for dtype in (torch.float32, torch.float64):
-        for kind in ("k2", "k3"):
-            assert kl(torch.tensor([logprob], dtype=dtype), torch.tensor([ref], dtype=dtype), kind=kind).item() >= 0
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])

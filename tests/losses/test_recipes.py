@@ -248,19 +248,6 @@ def test_what_the_world_says_changes_nothing(recipe, importance, normalise_by):
 
 
 @every("recipe", "importance", "normalise_by")
-def test_removing_tokens_of_weight_zero_changes_nothing(recipe, importance, normalise_by):
-    """Context, and with normalise_by=weight the junior's tokens too, might as well not be in the batch."""
-    batch = weighted(random_batch(), 0.0)
-    options = {"importance": importance, "normalise_by": normalise_by, "junior_kl_coef": 0.0}
-    loss, gradient, _ = loss_and_gradient(recipe, batch, **options)
-    kept = batch["weights"] > 0 if normalise_by == "weight" else batch["author"] >= 0
-    small = {k: v[kept] if isinstance(v, torch.Tensor) and v.dim() == 1 else v for k, v in batch.items()}
-    loss2, gradient2, _ = loss_and_gradient(recipe, small, **options)
-    assert close(loss, loss2)
-    assert close(gradient[kept], gradient2)
-
-
-@every("recipe", "importance", "normalise_by")
 def test_junior_weight_one_is_plain_training_on_every_response_token(recipe, importance, normalise_by):
     batch = random_batch()
     options = {"importance": importance, "normalise_by": normalise_by, "junior_kl_coef": 0.0}

@@ -10,7 +10,7 @@ from packing import LENGTHS, MODELS, assert_equal_gradients, dense, everything, 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import IDS, PAD, VOCABULARY, llama, prepared, qwen3, reference_distribution
+from helpers import VOCABULARY, llama, prepared, qwen3, reference_distribution
 from tandemrl.models import attention, forward, head
 from tandemrl.models.attention import PackedLayout
 from tandemrl.models.batching import pack, pack_tokens
@@ -42,52 +42,6 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(name, len
         w, u = weights_for(len(wanted)), weights_for(len(wanted)).flip(0)
         theirs = gradients(reference, (w * wanted + u * wanted_entropy).sum())
         assert_equal_gradients(gradients(packed, (w * logprobs + u * entropy).sum()), theirs)
-
-
-@pytest.mark.parametrize("name", ["qwen3 tied", "llama untied"])
-def test_packed_logprobs_are_those_of_a_padded_batch(name):
-    reference = MODELS[name]()
-    given = sequences(LENGTHS["several buckets"])
-    width = max(map(len, given))
-    ids = torch.full((len(given), width), IDS[PAD])
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(given):
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
-    with torch.no_grad():
-        logp = reference(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
-        batch = pack_tokens(given)
-        found, _ = token_logprobs(prepared(reference), batch, select=everything(batch))
-    for row, part in enumerate(found.split(batch.lengths.tolist())):
-        tokens = torch.tensor(given[row])
-        torch.testing.assert_close(part[1:], logp[row, torch.arange(len(tokens) - 1), tokens[1:]], rtol=0, atol=5e-5)
-
-
-def test_a_sequence_knows_nothing_of_its_neighbours():
-    packed = prepared(qwen3())
-    given = sequences([5, 11, 3, 12])
-    batch = pack_tokens(given)
-    together, _ = token_logprobs(packed, batch, select=everything(batch))
-    given[1] = [(token + 1) % VOCABULARY for token in given[1]]
-    other = pack_tokens(given)
-    changed, _ = token_logprobs(packed, other, select=everything(other))
-    assert torch.equal(together[:5], changed[:5])
-    assert torch.equal(together[16:], changed[16:])
-    assert not torch.equal(together[5:16], changed[5:16])
-
-
-def test_float64_models_agree_to_float32():
-    reference = qwen3(tied=False).double()
-    packed = prepared(reference)
-    given = sequences([4, 9, 2])
-    batch = pack_tokens(given)
-    wanted, wanted_entropy = dense(reference, given, 1.3)
-    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), options=ForwardOptions(temperature=1.3))
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=2e-6)
-    torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=0, atol=2e-6)
-    w = weights_for(len(wanted)).double()
-    theirs = gradients(reference, (w * wanted).sum())
-    assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs, tolerance=2e-6)
 
 
 def with_contexts(given: list[list[int]], contexts: list[int]) -> Batch:
@@ -410,16 +364,6 @@ def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(name):
     w = weights_for(23)
     theirs = gradients(reference, (w * wanted + w.flip(0) * wanted_entropy).sum())
     assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
-
-
-def test_truncation_that_is_off_changes_nothing():
-    packed = prepared(qwen3())
-    batch = pack_tokens(sequences([6, 9]))
-    off, _ = token_logprobs(
-        packed, batch, select=everything(batch), options=ForwardOptions(truncation=Truncation(0, 1.0, 0.0))
-    )
-    none, _ = token_logprobs(packed, batch, select=everything(batch))
-    assert torch.equal(off, none)
 
 
 # -------------------------------------------------------------------------------------------------------- low precision

@@ -234,24 +234,6 @@ def test_first_tokens_have_their_authors_frequencies():
         assert statistic > 10 * bound  # the test can tell the two models apart
 
 
-def test_second_tokens_have_their_authors_frequencies():
-    """What follows the most frequent first token, by the other author: the cache of the silent model is right too."""
-    prompt = prompts(1, seed=6, lengths=(2,))
-    both = engine(max_rows=4096)
-    group = both.generate(requests(prompt, Sampling(max_tokens=2, ignore_eos=True, top_k=3), chunk(1), samples=12_000))[
-        0
-    ]
-    tokens = np.array([c.tokens for c in group])
-    first = int(np.bincount(tokens[:, 0]).argmax())
-    logits = reference_logits(pair("smaller junior")[1], [*prompt[0], first], [0])[0]
-    p = reference_distribution(logits, Sampling(top_k=3), [], [])
-    counts = np.bincount(tokens[tokens[:, 0] == first, 1], minlength=VOCABULARY)
-    assert counts.sum() > 2000
-    assert set(np.flatnonzero(counts)) == set(np.flatnonzero(p))
-    statistic, bound = chi_square_bound(counts, p)
-    assert statistic < bound
-
-
 # ------------------------------------------------------------------------------------------- the same text in any batch
 
 

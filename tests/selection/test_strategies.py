@@ -193,13 +193,6 @@ def test_inputs_are_never_changed(strategy: Strategy) -> None:
     assert torch.equal(keys, keys_before)
 
 
-@every_strategy
-def test_state_is_tensors_with_a_row_each(strategy: Strategy) -> None:
-    for rows in (0, 1, 5):
-        _, state = strategy.step(strategy.init(some_keys(rows))[1], random_tokens(rows, 1)[:, 0])
-        assert all(field.shape == (rows,) for field in state)
-
-
 ALL_OF_P: dict[str, Callable[[float], Strategy]] = {
     "word": lambda p: word(p, 4, torch.tensor(BOUNDARY)),
     "aligned": lambda p: word_aligned(p, 4, WORDS),
@@ -248,58 +241,6 @@ def test_authors_of_neighbouring_words_and_requests_are_uncorrelated() -> None:
     x = author.double() * 2 - 1
     for pairs in (x[:, 1:] * x[:, :-1], x[:, 2:] * x[:, :-2], x[1:] * x[:-1], x[8:] * x[:-8]):
         assert abs(pairs.mean().item()) < 6 / math.sqrt(pairs.numel())
-
-
-@pytest.mark.parametrize("gap", [1, 5, 32])
-def test_word_redraws_every_gap_tokens_without_boundaries(gap: int) -> None:
-    nothing = torch.zeros(V, dtype=torch.bool)
-    keys, tokens, lengths = some_keys(50), random_tokens(50, 200), torch.full((50,), 200)
-    got = replay(word(0.5, gap, nothing), keys, tokens, lengths)
-    assert (got.draws == math.ceil(200 / gap)).all()
-    blocks = got.author[:, : 200 // gap * gap].reshape(50, -1, gap)
-    assert (blocks == blocks[:, :, :1]).all()
-    assert (blocks[:, 1:, 0] != blocks[:, :-1, 0]).float().mean() > 0.35
-
-
-def test_word_redraws_after_the_boundary_token_not_before_it() -> None:
-    plain, space = 0, 1
-    tokens = torch.tensor([[plain, space, plain, plain, space, plain]]).repeat(300, 1)
-    authors = replay(word(0.5, 32, torch.tensor(BOUNDARY)), some_keys(300), tokens, torch.full((300,), 6)).author
-    changes = (authors[:, 1:] != authors[:, :-1]).sum(dim=0)
-    assert changes.tolist()[0] == changes.tolist()[2] == changes.tolist()[3] == 0
-    assert changes[1] > 100
-    assert changes[4] > 100
-
-
-def test_word_aligned_waits_past_the_gap_for_a_sure_place() -> None:
-    inside, outside, space = 0, TEXTS.index(")"), TEXTS.index("c ")
-    tokens = torch.tensor([[outside, inside, inside, inside, inside, outside, outside, inside, space, inside]])
-    got = replay(word_aligned(0.5, 3, WORDS), some_keys(400), tokens.repeat(400, 1), torch.full((400,), 10))
-    changes = (got.author[:, 1:] != got.author[:, :-1]).sum(dim=0) > 0
-    assert changes.nonzero().flatten().tolist() == [5, 8]  # not after the first ")": no gap yet; not amid the word
-    assert (got.draws == 3).all()
-
-
-def test_before_word_draws_where_a_word_begins_and_for_each_turn() -> None:
-    plain, space = 0, 1
-    tokens = torch.tensor([[space, plain, space, plain, plain, space, space, plain]]).repeat(300, 1)
-    begins = torch.zeros_like(tokens, dtype=torch.bool)
-    begins[:, 4] = True  # a turn, with a token that would continue a word
-    for turns, wanted in ((None, [2, 5, 6]), (begins, [2, 4, 5, 6])):
-        got = replay(before_word(0.5, START), some_keys(300), tokens, torch.full((300,), 8), turns)
-        changes = (got.author[:, 1:] != got.author[:, :-1]).sum(dim=0)
-        assert (changes > 100).nonzero().flatten().tolist() == [i - 1 for i in wanted]
-        assert changes.count_nonzero() == len(wanted)
-        assert (got.draws == 1 + len(wanted)).all()  # the last token is one of them where it begins a word
-
-
-def test_sentence_toggles_and_carries_the_newline() -> None:
-    a, newline, blank, ends, starts = (TEXTS.index(text) for text in ("a", "\n", "\n\n", "d\n", "\ne"))
-    tokens = torch.tensor([[newline, a, newline, newline, a, blank, a, ends, starts, ends, a, starts]])
-    for first in WHOS:
-        got = replay(sentence(first, STEPS), some_keys(1), tokens, torch.tensor([12]))
-        want = [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
-        assert got.author[0].tolist() == [int(first == "senior") ^ flip for flip in want]
 
 
 def test_golden_authors_never_change() -> None:
@@ -460,15 +401,6 @@ def test_an_author_per_turn_is_drawn_from_the_numbers_of_its_key() -> None:
 
 def uniforms_of(keys: Tensor, number: int) -> Tensor:
     return torch.tensor([oracle.uniform(key, number) for key in keys.tolist()], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("first", WHOS)
-def test_turns_alternate_from_the_first(first: Who) -> None:
-    starts = torch.tensor([[False, True, False, True]])
-    got = replay(
-        alternating_turns(first), some_keys(1), torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]), starts
-    )
-    assert got.author[0].tolist() == ([1, 0, 0, 1] if first == "senior" else [0, 1, 1, 0])
 
 
 @every_strategy

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from helpers import qwen3, tokenizer
-from tandemrl.config import Config, LoraConfig, load
+from tandemrl.config import Config, load
 from tandemrl.files import recover, write_text
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
 from tandemrl.training.checkpoint import storage as checkpoint
 from tandemrl.training.checkpoint.export import export_hf
 from tandemrl.training.checkpoint.identity import check_same_config
-from tandemrl.training.checkpoint.runs import restore_rng, rng_state
+from tandemrl.training.checkpoint.runs import rng_state
 from tandemrl.training.checkpoint.tensors import stored_metadata
 from tandemrl.training.state import Trained
 
@@ -281,29 +280,6 @@ def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
     assert torch.equal(resumed.module.frozen, frozen)
 
 
-def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="needs the lora extra")
-    from tandemrl.models.lora import attach
-
-    def adapted(seed: int, steps: int) -> Trained:
-        model = attach(qwen3(), LoraConfig(rank=2, targets=("q_proj",)), seed=seed)
-        policy = Trained(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
-        for _ in range(steps):
-            model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
-            policy.optimizer.step()
-        return policy
-
-    policy = adapted(0, 2)
-    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
-    assert {name.split("/")[2].split(".")[-3] for name in stored_metadata(path / "tensors")} == {
-        "lora_A",
-        "lora_B",
-    }
-    resumed = adapted(1, 0)
-    checkpoint.load_parts(path, {"policy": resumed})
-    assert same(everything(resumed), everything(policy))
-
-
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
     with pytest.raises(CheckpointError, match=r"step_1: holds no 'critic', only policy"):
@@ -536,25 +512,3 @@ def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
 def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         check_same_config(load(), load(overrides=overrides))
-
-
-def test_discard_after_removes_the_abandoned_future(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {}, Config(), keep=3)
-    checkpoint.discard_after(tmp_path, 1)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
-
-
-def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
-    def draw() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
-
-    before = rng_state()
-    try:
-        torch.save(before, tmp_path / "rng.pt")
-        expected = draw()
-        assert draw() != expected
-        restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
-        assert draw() == expected
-    finally:
-        restore_rng(before)

@@ -73,23 +73,6 @@ def test_the_second_signal_ends_the_process_at_once(capfd: pytest.CaptureFixture
     assert err.startswith("SIGTERM: the run stops after this step")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_the_second_signal_ends_a_process_in_the_background(number: signal.Signals) -> None:
-    """A shell without job control lets its background jobs ignore SIGINT; a child inherits what is ignored."""
-    work = (
-        "import signal, sys, time; from tandemrl.training.faults import Signals\n"
-        f"n, before = {number:d}, signal.getsignal({number:d})\n"
-        "with Signals() as signals: pass\n"
-        "print('ignored' if before == signal.getsignal(n) == signal.SIG_IGN else before, flush=True)\n"
-        "with Signals() as signals:\n"
-        "    for _ in range(2): signal.raise_signal(n); print('noted', signals.received, flush=True)\n"
-    )
-    command = ["sh", "-c", f'trap "" {number:d}; exec "$0" -c "$1"', sys.executable, work]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"ignored\nnoted {number:d}\n"
-    assert done.returncode == -number, done.stderr
-
-
 MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),

@@ -4,23 +4,17 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers import reference_logits
 from real_model import smollm2
 from runs import metrics
 from tandemrl.config import load
-from tandemrl.rollout.engine import Completion, EngineInfo, Request, Sampling
-from tandemrl.selection import solo
 from tandemrl.training import loop
 from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
-from tandemrl.training.state import Run
 
 pytestmark = pytest.mark.slow
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -107,76 +101,3 @@ def test_a_wrong_weight_in_the_engine_stops_a_pretrained_model(
 
 
 # ---- what a step leaves behind --------------------------------------------------------------------------------------
-
-
-class Left(NamedTuple):
-    """What a run leaves in its engine: each author's sample after a prompt, once the last step's weights are sent."""
-
-    info: EngineInfo
-    prompt: list[int]
-    senior: Completion
-    junior: Completion
-
-
-def trained(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Left:
-    found, steps = [], loop.loop
-
-    def sampled(run: Run, *rest: Any) -> None:
-        steps(run, *rest)
-        prompt, engine = run.setup.prompts[0].tokens, run.models.engine
-        requests = [Request(prompt, (7,), Sampling(max_tokens=24), solo(who)) for who in ("senior", "junior")]
-        [[senior], [junior]] = engine.generate(requests)
-        found.append(Left(engine.info, list(prompt), senior, junior))
-
-    monkeypatch.setattr(loop, "loop", sampled)
-    train(**given)
-    return found[0]
-
-
-def plain(folder: Path) -> PreTrainedModel:
-    """The model as transformers alone loads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def distance(model: PreTrainedModel, prompt: list[int], completion: Completion) -> float:
-    """The mean distance of the engine's log-probs from those of a model."""
-    logits = torch.from_numpy(reference_logits(model, prompt, completion.tokens.tolist()))
-    logprobs = logits.log_softmax(-1)[torch.arange(len(logits)), torch.from_numpy(completion.tokens)].numpy()
-    return float(np.abs(logprobs - completion.behaviour_logprobs).mean())
-
-
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
-"""Nats per token on average that an engine may differ from transformers in float32."""
-
-
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_update_of_all_weights_reaches_the_engine_and_the_export(
-    engine: str, dtype: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = trained(arguments(model, out, engine, dtype, 1, "train.lr=5e-4"), monkeypatch)
-    base = plain(model)
-    junior, before = distance(base, left.prompt, left.junior), distance(base, left.prompt, left.senior)
-    del base
-    after = distance(plain(out / "hf" / "step_1"), left.prompt, left.senior)
-    print(f"{engine}, {dtype}: senior {after:.2g} from the export, {before:.2g} from the base; junior {junior:.2g}")
-    limit = ROUNDING[dtype]
-    assert max(junior, after) < limit < before / 10
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_adapters_are_trained_and_leave_their_base_as_it_was(
-    engine: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The junior is the base on which the senior's adapters lie. The export has them merged, and by themselves."""
-    peft = pytest.importorskip("peft", reason="needs the lora extra")
-    lora = ["model.lora.rank=4", "model.lora.export=true", "train.lr=1e-2"]
-    left = trained(arguments(model, out, engine, "float32", 1, *lora), monkeypatch)
-    assert left.info.adapters
-    export = out / "hf" / "step_1"
-    assert distance(plain(export), left.prompt, left.senior) < 1e-4
-    base = plain(model)
-    before = distance(base, left.prompt, left.senior)
-    assert distance(base, left.prompt, left.junior) < 1e-4
-    adapted = peft.PeftModel.from_pretrained(base, export / "adapter")
-    assert distance(adapted, left.prompt, left.senior) < 1e-4 < 1e-2 < before

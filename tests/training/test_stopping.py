@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -13,20 +12,7 @@ from runs import config, metrics, samples
 from tandemrl.evals import EvalResult
 from tandemrl.training import evaluation
 from tandemrl.training.diagnostics import part, stopping_warning
-from tandemrl.training.evaluation import unfinished
 from tandemrl.training.loop import train
-from tandemrl.types import Author, Rollout
-
-
-def rollout(tokens: int, stop: str) -> Rollout:
-    channels = np.zeros(1 + tokens), [Author.CONTEXT, *[Author.SENIOR] * tokens], np.zeros(1 + tokens)
-    return Rollout("x", 0, 0, 0, *map(np.asarray, channels), reward=0.0, stop_reason=stop)
-
-
-def test_a_rollout_is_unfinished_at_the_limit_of_the_evaluation_or_its_own() -> None:
-    rollouts = [rollout(5, "eos"), rollout(6, "eos"), rollout(3, "length"), rollout(9, "length")]
-    assert unfinished(rollouts, 5) == 0.75
-    assert unfinished(rollouts, 6) == 0.5
 
 
 @pytest.mark.parametrize(

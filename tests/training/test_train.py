@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers import prepared, qwen3, tokenizer
+from helpers import prepared, qwen3
 from real_model import smollm2
 from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weights
 from tandemrl.config import ConfigError, load, to_yaml
@@ -31,7 +31,6 @@ from tandemrl.models.sampling import Truncation
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Draws, EngineError
-from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
@@ -104,13 +103,6 @@ def failing(original: Callable[..., None], at: int) -> Callable[..., None]:
         original(self, number, metrics)
 
     return step
-
-
-def test_the_export_is_a_plain_hf_folder(finished: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(finished / "hf" / "step_6")
-    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
-    assert logits.shape[:2] == (1, 3)
-    assert "tandemrl" not in (finished / "hf" / "step_6" / "config.json").read_text()
 
 
 MOMENTS = [  # in a run of six steps that saves after every second: a function, which call of it, and whether before it
@@ -442,21 +434,6 @@ def test_wrong_authors_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch
         train(config(tiny_pair, tmp_path), quiet=True)
 
 
-def test_wrong_temperature_in_the_engine_stops_the_run(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = TorchEngine.generate
-
-    def hotter(self, requests, *, progress=None):
-        requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=1.3)) for r in requests]
-        return generate(self, requests, progress=progress)
-
-    monkeypatch.setattr(TorchEngine, "generate", hotter)
-    with pytest.raises(TrainError, match="trainer and engine differ"):
-        train(config(tiny_pair, tmp_path), quiet=True)
-    assert not (tmp_path / "checkpoints").exists()
-
-
 def test_draw_gate() -> None:
     check_draws(Draws(10_000, 5_100), 0.5)
     check_draws(Draws(0, 0), 0.5)
@@ -621,13 +598,6 @@ def test_learning_rate() -> None:
     assert rates[8] == pytest.approx(0.5)
     assert all(a > b > 0 for a, b in pairwise(rates[4:]))
     assert {learning_rate(load().train, step, 1.0) for step in (1, 10)} == {1.0}
-
-
-def test_annealed_probability() -> None:
-    annealed = load(overrides=["selection.strategy=bernoulli", "selection.prob_senior=1.0",
-                               "selection.prob_senior_final=0.5", "selection.anneal_steps=4"])  # fmt: skip
-    schedule = schedule_of(annealed.selection, tokenizer(), 0)
-    assert [schedule.prob_senior(step) for step in (1, 3, 5, 9)] == [1.0, 0.75, 0.5, 0.5]
 
 
 def test_a_junior_with_fewer_logits_than_the_senior(tiny_pair: Path, tmp_path: Path) -> None:

@@ -74,17 +74,6 @@ def test_a_run_trains_the_senior_and_resumes(
     assert_same_run(out, train(settings("parts"), quiet=True), 3)
 
 
-def test_adapters_are_trained_beside_a_junior_of_another_vocabulary(
-    tiny_pair: Path, other_junior: Path, tmp_path: Path
-) -> None:
-    keys = [f"model.junior={other_junior}", "selection.max_untranslatable=1", KNOBS[0], "train.save_every=1"]
-    out = train(config(tiny_pair, tmp_path / "out", *keys, "model.lora.rank=4"), quiet=True)
-    assert all(step["mismatch/mean_abs"] < 1e-5 for step in metrics(out))  # the engine has what was trained
-    assert all(step["tandem/handovers"] > 2 for step in metrics(out))
-    one, last = (weights(out, step) for step in (1, 3))
-    assert any(not torch.equal(one[name], last[name]) for name in one)
-
-
 def test_too_many_untranslatable_rollouts_stop_a_run(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
     settings = config(tiny_pair, tmp_path / "out", f"model.junior={other_junior}", "rollout.temperature=3", *KNOBS)
     with pytest.raises(TrainError, match=r"of 16 texts are untranslatable, .*max_untranslatable=0\.01.*--junior J"):

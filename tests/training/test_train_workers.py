@@ -14,7 +14,6 @@ import agents as agent_runs
 import small_world
 from agents import TOOLS
 from runs import assert_same_run, config, metrics, samples, timeless
-from tandemrl.evals import evaluate
 from tandemrl.rollout.engine import EngineInfo
 from tandemrl.rollout.fleet.ray_workers import RayWorkers
 from tandemrl.training.loop import train
@@ -77,17 +76,6 @@ def test_workers_take_turns_with_an_environment(
     assert (resumed / "hf/step_3/model.safetensors").read_bytes() == (
         fleet / "hf/step_3/model.safetensors"
     ).read_bytes()
-
-
-def test_an_evaluation_takes_turns_in_workers(agents: Path, tmp_path: Path) -> None:
-    written = []
-    for name, more in (("alone", "rollout.workers=0"), ("fleet", "rollout.workers=1")):
-        keys = ("rollout.environment=small_world:Talk", *EVALUATED, "eval.samples=2", "rollout.unit_groups=2", more)
-        asked, out = agent_runs.config(agents, tmp_path / "unused", *keys), tmp_path / name
-        result = evaluate(asked, model=str(agents / "senior"), out=out, phases=["pass-at-k"])["pass-at-k"]
-        written.append((out / result["samples"]).read_bytes())
-    assert written[0] == written[1]
-    assert b'"turns": 2' in written[0]
 
 
 def timeless_after(out: Path, step: int) -> list[dict[str, object]]:

@@ -148,13 +148,6 @@ def test_nothing_crosses_between_episodes_and_order_changes_nothing(world: Episo
         assert one.transcript == two.transcript
 
 
-def test_calls_of_an_earlier_generate_do_no_harm(world: EpisodeRunner) -> None:
-    """It was given up in the middle, as by an error."""
-    world.episodes().submit(Turn(0, row(), 0, np.array(tokenizer().encode(call("wait", seconds=0.1))), "eos"))
-    [done] = play(world, [call("wait", seconds=0.3), "so"])
-    assert contents(done) == ["after 0.3"]
-
-
 # ---- hostile tools and authors -------------------------------------------------------------------------------------
 
 
@@ -334,11 +327,6 @@ def test_after_another_end_that_of_the_template_follows() -> None:
             contexts.append(reply.context)
             assert words.decode(other) not in str(episodes.transcript(0).messages)
     assert contexts[1] == (end, *contexts[0])
-
-
-def test_a_broken_world_stops_the_run(world: EpisodeRunner) -> None:
-    with pytest.raises(EngineError, match="environment tempers:World: row r0: BrokenEnvironmentError: the index is go"):
-        play(world, [call("spoil", how="broken"), "so"])
 
 
 def test_a_world_that_cannot_start_stops_the_run() -> None:

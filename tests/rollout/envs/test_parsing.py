@@ -34,22 +34,11 @@ def test_calls_and_what_is_said_around_them() -> None:
     assert parsed("") == {"role": "assistant", "content": ""}
 
 
-def test_without_tools_nothing_is_a_call() -> None:
-    text = f"I {call('add', a=1)}<tool_call>"
-    assert parse_turn(f" {text}\n", {}) == {"role": "assistant", "content": text}
-
-
 def test_a_string_in_a_call_may_have_the_closing_tag() -> None:
     inner = call("add", a=1)
     message = parsed(f"{call('echo', text=inner)} and {inner}")
     assert message["tool_calls"] == [made("echo", text=inner), made("add", a=1)]
     assert message["content"] == "and"
-
-
-def test_calls_without_end_are_not_made() -> None:
-    message = parsed(call("add", a=1) * 100)
-    assert len(message["tool_calls"]) == 64
-    assert message["invalid_calls"] == ["no more than 64 calls can be made in a turn"]
 
 
 def test_thoughts_are_apart_and_call_nothing() -> None:

@@ -120,18 +120,6 @@ def test_a_tokenizer_that_puts_spaces_in_front_of_texts_is_refused() -> None:
     assert rendering(without_bytes(prepend_scheme="never")).context([tool("3")], ended=True).tokens
 
 
-def test_a_turn_that_did_not_end_is_ended() -> None:
-    ended, cut_off = (rendering().context([tool("3")], ended=ended).tokens for ended in (True, False))
-    assert cut_off == (tokenizer().eos_token_id, *ended)
-
-
-def test_messages_of_users_and_of_several_tools() -> None:
-    said = rendering().context([{"role": "user", "content": "go on"}], ended=True)
-    assert text(said.tokens) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-    plain = rendering(tokenizer(NO_TOOLS), schemas=[])
-    assert plain.context([{"role": "user", "content": "go on"}], ended=True).tokens == said.tokens
-
-
 HOSTILE = [
     *SPECIAL,
     *TAGS,

@@ -89,13 +89,6 @@ def test_questions_do_not_share_documents(words: None) -> None:
         assert found(BM25, "fox", 1, docs=other) == ["x"]
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    make_retriever.cache_clear()
-    with pytest.raises(BrokenEnvironmentError, match=r"needs bm25s: pip install -e '\.\[retrieval\]'"):
-        make_retriever(RetrievalConfig())
-
-
 def numbered(count: int) -> list[dict[str, object]]:
     return [{"id": f"d{i}", "title": f"T{i}", "body": f"w{i} w{i % 7} common words"} for i in range(count)]
 

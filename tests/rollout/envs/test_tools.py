@@ -117,11 +117,6 @@ def test_calls_are_checked(arguments: Any, fault: str | None) -> None:
     assert fault is None or fault in str(found)
 
 
-def test_an_unknown_tool_is_answered_with_the_known_ones() -> None:
-    assert call_fault("much", {}, SCHEMAS) == "there is no tool 'much'; known: many, who"
-    assert call_fault("who", {}, SCHEMAS) is None
-
-
 def test_a_tool_that_cannot_be_described_is_named() -> None:
     def undocumented(x: int) -> int:
         """Do it."""
@@ -165,12 +160,6 @@ def test_calls_are_answered_in_order_and_errors_are_text() -> None:
     assert answer.state == {"notes": ["x", "y"]}
     assert answer.counts == {"tool_errors": 3}
     assert not answer.over
-
-
-def test_calls_that_cannot_be_made_are_answered_in_their_places() -> None:
-    """Templates show answers without their names, so that their order says which call they are of."""
-    answer = reply(("add", {"a": 1}), ("add", {"a": 2}), invalid=("x", "y", "z"), after=(0, 1, 2))
-    assert [message["content"] for message in answer.messages] == ["Error: x", "2", "Error: y", "3", "Error: z"]
 
 
 def test_an_environment_is_consistent() -> None:

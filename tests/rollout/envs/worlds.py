@@ -90,10 +90,6 @@ XML_CALLS = HERMES.replace(
     "{% endfor %}\n</function>\n</tool_call>{% endfor %}",
 )
 """As Qwen3-Coder."""
-OTHER_END = HERMES.replace(CALLS + "<|im_end|>", CALLS + "{{ '<|endoftext|>' if m.tool_calls else '<|im_end|>' }}")
-"""A turn with calls ends in a token of its own, as Llama 3.1's ``<|eom_id|>``."""
-EMPTY_THOUGHT = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
-"""As Qwen3 without thinking: in front of a turn stands a thought that is left out of the turns before it."""
 MAY_THINK = HERMES.replace(
     "assistant\n{% endif %}",
     "assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",

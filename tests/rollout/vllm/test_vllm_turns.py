@@ -1,7 +1,6 @@
 """Completions of several turns on vLLM: those of the reference engine, found again in the prefix cache."""
 
 import dataclasses
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -234,24 +233,6 @@ def test_aborts_reach_rows_that_await_an_answer(engine):
     assert found[1].author[-1] >= 0
     for request, completion in zip(batch, found, strict=True):
         check_authors([completion], request.strategy)
-
-
-def test_an_abort_while_everybody_waits(engine):
-    """It takes effect at the next token, which takes an answer; the others are not waited for."""
-    batch = plain(3, seed=12)
-
-    class Slow(Script):
-        def replies(self, *, wait: bool) -> list[Reply]:
-            if wait:
-                thread = threading.Thread(target=engine.abort)
-                thread.start()
-                thread.join()
-                return [self.held.pop()]
-            return []
-
-    found = flat(engine.generate(batch, responder=Slow([[Reply(i, (2,))] for i in range(3)], late=range(3))))
-    assert [c.stop_reason for c in found] == ["abort"] * 3
-    assert [[len(t) for t in c.turns] for c in found] == [[20], [20], [20, 1]]
 
 
 @pytest.mark.parametrize(

@@ -166,18 +166,6 @@ def test_every_parameter_is_read_back_under_its_own_name(stock, kind, dtype):
         assert not hasattr(parameter, "shard_id")  # vLLM's loader annotates the tensors it is given
 
 
-def test_other_models_of_the_process_and_the_config_stay_as_they_are(stock):
-    from vllm.config import get_current_vllm_config_or_none
-
-    running, other = stock("Qwen3", "float32"), stock("Llama", "float32")
-    other.load(trainer("Llama", 5))
-    before, config = (other.fingerprint(), other.greedy(PROMPTS)), str(running.runner.vllm_config)
-    running.load(trainer("Qwen3", 6))
-    assert (other.fingerprint(), other.greedy(PROMPTS)) == before
-    assert str(running.runner.vllm_config) == config
-    assert get_current_vllm_config_or_none() is None
-
-
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
