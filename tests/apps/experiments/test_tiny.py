@@ -14,8 +14,7 @@ from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.packaged import pack
 from tandemrl.apps.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
-from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.tasks.generated.synthetic import JARGON, PAIRS, examples, generate
+from tandemrl.tasks.generated.synthetic import PAIRS, examples, generate
 
 STEPS = 12
 
@@ -118,20 +117,6 @@ def jargon(tmp_path_factory):
         yield out, manifest, seen
 
 
-def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
-    out, manifest, seen = jargon
-    assert [event[:2] for event in seen] == [(i, 6) for i in range(1, 7)]
-    assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
-    # The junior is what the first three steps alone give.
-    tokenizer = train_tokenizer("jargon", 0, vocab_size=480)
-    with tiny.threads(1):
-        base = tiny.new_model(tokenizer, 0)
-        tiny.warm_start(base, tiny._batches(tokenizer, 4, "jargon", 0, "base"), WarmStart(steps=3, batch_size=4))
-        tiny._round_to_bfloat16(base)
-    junior = AutoModelForCausalLM.from_pretrained(out / "junior").state_dict()
-    assert all(torch.equal(tensor, junior[name]) for name, tensor in base.state_dict().items())
-
-
 def test_skill_splits_the_senior_by_jargon(monkeypatch):
     """Four texts of the senior, of which one in jargon and two plain ones are right, or not quite."""
     rows = generate("jargon", "heldout", 4, 0)
@@ -185,33 +170,6 @@ def test_tokens_end_a_step_and_keep_digits_apart(tokenizer):
     assert tokenizer.pad_token == "<|endoftext|>"
 
 
-def test_chat_template_prefix_and_thinking(tokenizer):
-    question = [{"role": "user", "content": "Tom has 5 nuts. How many?"}]
-    answer = {"role": "assistant", "content": "\\boxed{5}"}
-
-    def render(messages, **options):
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
-
-    prompt = render(question, add_generation_prompt=True)
-    assert render(question, add_generation_prompt=True, enable_thinking=False) == prompt
-    whole = render([*question, answer])
-    assert whole[: len(prompt)] == prompt
-    written = [*tokenizer("\\boxed{5}")["input_ids"], tokenizer.eos_token_id]
-    assert whole[len(prompt) : len(prompt) + len(written)] == written
-    follow_up = render([*question, answer, *question], add_generation_prompt=True)
-    assert follow_up[: len(whole)] == whole
-
-
-def test_problems_and_solutions_fit_the_tiny_profile(tokenizer):
-    rows = generate("plain", "heldout", 200, 0)
-    prompts = tokenizer.apply_chat_template(
-        [list(row.messages) for row in rows], add_generation_prompt=True, return_dict=False
-    )
-    assert max(map(len, prompts)) <= 40
-    texts = [text for _, text in itertools.islice(examples("plain", 5), 500)]
-    assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 56  # of 64
-
-
 def test_agents_learn_their_episodes_and_a_junior_of_its_own_fewer(tmp_path, monkeypatch):
     """With a loss that weighs what the world says by a tenth: held against a plain computation."""
     recipe = WarmStart(steps=3, batch_size=4, eval_rows=4)
@@ -234,21 +192,6 @@ def test_agents_learn_their_episodes_and_a_junior_of_its_own_fewer(tmp_path, mon
             total -= lesson.weights[place] * logprobs[place - 1, lesson.tokens[place]].item()
             weight += lesson.weights[place]
     assert seen[0][2] == pytest.approx(total / weight, rel=1e-4)
-
-
-def test_a_junior_with_a_tokenizer_of_its_own_has_seen_no_jargon(tmp_path, monkeypatch):
-    pair, recipe = "jargon_two_tokenizers", WarmStart(steps=1, batch_size=2, vocab_size=480, eval_rows=2)
-    recipes = {"base": recipe, "senior": recipe, "junior": replace(recipe, vocab_size=290)}
-    monkeypatch.setitem(tiny.WARM_STARTS, pair, recipes)
-    monkeypatch.setitem(tiny.CRITERIA, pair, ())
-    built = build_tiny_pair(tmp_path / "pair", pair=pair)
-    assert {"junior/solo/pass@1", "jargon/rate"} <= built["base"].keys()
-    senior, junior = (load_tokenizer(tmp_path / "pair" / name) for name in ("senior", "junior"))
-    assert (built["vocab_size"], len(junior)) == (len(senior), 290)
-    assert load_model(tmp_path / "pair" / "junior").config.vocab_size == 290
-    words = {f" {word}" for word in JARGON}
-    assert all(len(senior(word)["input_ids"]) == 1 for word in words if word[1].islower())
-    assert all(len(junior(word)["input_ids"]) > 1 for word in words)
 
 
 # ------------------------------------------------------------------------------------------------------------ criteria

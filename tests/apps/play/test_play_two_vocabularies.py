@@ -12,12 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("starlette", reason="needs the play extra")
-from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
-from tandemrl.apps.play.app import application
 from tandemrl.apps.play.duo import Draft, Duo, Piece
-from tandemrl.apps.play.problems import Problems, known_problems
 from tandemrl.cli.main import app as command
 from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_model, load_tokenizer
@@ -141,29 +138,6 @@ def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior:
     starts = [i for i, c in enumerate(text) if c == " "] + [len(text)]
     np.testing.assert_allclose(found.cumsum()[starts], expected.cumsum()[starts], atol=1e-3)
     assert [token.surprisal for token in tokens if token.special] == [None] * (len(tokens) - len(shown))
-
-
-def test_the_page_offers_what_works(duo: Duo, tiny_pair: Path) -> None:
-    problems = Problems(*known_problems(str(tiny_pair / "senior")))
-    problems.begin_with_a_solved_one(duo, WORDS)
-    asking = TestClient(
-        application(duo, problems, about={"senior": "S", "junior": "J"}, begin_with=WORDS),
-        base_url="http://127.0.0.1:8765",
-    )
-    begun = asking.post("/begin", json={}).json()
-    assert begun["strategies"] == ["before_word", "solo"]
-    draft: dict[str, Any] = {"prompt": ASKED, "seed": 7, "tokens": [], "authors": [], "selection": {"prob_senior": 0.6}}
-    piece = asking.post("/write", json=draft | {"count": 4}).json()
-    assert [token["id"] for token in piece["tokens"]] == [t.id for t in duo.write(Draft(ASKED, 7, WORDS), 4).tokens]
-    refused = asking.post("/write", json=draft | {"count": 4, "selection": {"strategy": "word"}})
-    assert (refused.status_code, refused.json()["error"]) == (
-        400,
-        "selection.strategy: expected one of before_word, solo",
-    )
-    said = asking.post("/say", json=draft | {"text": " c"})
-    assert "".join(token["text"] for token in said.json()["tokens"]) == " c"
-    refused = asking.post("/write", json=draft | {"count": 4, "given": 1})
-    assert (refused.status_code, refused.json()["error"]) == (400, "given: expected a whole number from 0 to 0")
 
 
 @pytest.mark.parametrize(
