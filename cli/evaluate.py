@@ -1,7 +1,7 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,10 @@ Data = Annotated[
 ]
 K = Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4,8.")]
 Profile = Annotated[
-    str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.).")
+    str | None,
+    typer.Option(
+        help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.); default: the run's or the model's."
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")]
 Out = Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")]
@@ -55,11 +58,11 @@ def _command(name: Command) -> Callable[..., None]:
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
         ] = None,
         junior: Annotated[
-            str | None, typer.Option(help="The junior; default: that of --config. pass-at-k and verified need none.")
+            str | None, typer.Option(help="The junior; default: that of the run. pass-at-k and verified need none.")
         ] = None,
         data: Data = None,
         config: Annotated[
-            str | None, typer.Option(help="Take data, prompts, rewards and profile from this config, e.g. of a run.")
+            str | None, typer.Option(help="Take all settings from this config or run; default: the model's own run.")
         ] = None,
         k: K = None,
         samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
@@ -70,12 +73,10 @@ def _command(name: Command) -> Callable[..., None]:
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        from tandemrl.config import stated_keys
         from tandemrl.evals import evaluate, left_out
 
         options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
-        resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
-        stated = stated_keys(overrides or ())
+        resolved, stated = _resolved(model, config, overrides or (), data, k=k, samples=samples, options=options)
         chosen = junior if junior is not None else resolved.model.junior
         resolved = replace(resolved, model=replace(resolved.model, junior=chosen))
         with _bars() as progress:
@@ -85,7 +86,7 @@ def _command(name: Command) -> Callable[..., None]:
                 out=out,
                 phases=None if name == "all" else (name,),
                 limit=limit,
-                stated=None if config is None else stated,
+                stated=stated,
                 progress=progress,
             )
         from rich.console import Console
@@ -149,7 +150,7 @@ def qa(
     """
     from rich.console import Console
 
-    from tandemrl.config import ConfigError, stated_keys
+    from tandemrl.config import ConfigError
     from tandemrl.data.loading import load_rows
     from tandemrl.evals import Endpoint, evaluate, evaluate_remote, read_samples
     from tandemrl.evals.files import result_file
@@ -159,14 +160,15 @@ def qa(
     if endpoint is None and (model is None or api_key_env is not None):
         raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env needs --endpoint URL")
     options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
-    resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
+    own = None if endpoint is not None else model
+    resolved, stated = _resolved(own, config, overrides or (), data, k=k, samples=samples, options=options)
     if not resolved.rollout.environment_kind.turns:
         resolved = replace(resolved, rollout=replace(resolved.rollout, environment="multihop"))
     resolved = replace(resolved, model=replace(resolved.model, junior=None))
     shared: dict[str, Any] = {
         "out": out,
         "limit": limit,
-        "stated": None if config is None else stated_keys(overrides or ()),
+        "stated": stated,
     }
     with _bars() as progress:
         if endpoint is not None:
@@ -226,6 +228,7 @@ def verifier(
 
 
 def _resolved(
+    model: str | None,
     config: str | None,
     overrides: Sequence[str],
     data: Sequence[str] | None,
@@ -233,13 +236,17 @@ def _resolved(
     k: str | None,
     samples: int | None,
     options: Mapping[str, object],
-) -> "Config":
-    """The configuration that the options of a command ask for.
+) -> "tuple[Config, Collection[str] | None]":
+    """The configuration that the options of a command ask for, and the keys of it that have to be used (None: all).
+
+    Without --config it is that of the model's own run. Without a profile, the sampling is that of the run, or what the
+    model's files recommend; the command prints it.
 
     Raises:
         ConfigError: an option is malformed, or there is no data.
     """
     from tandemrl.config import CUSTOM_SAMPLING, ConfigError, load, stated_keys
+    from tandemrl.evals import profile_of, run_of_model
 
     if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
         raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -250,10 +257,31 @@ def _resolved(
     assignments = [*no_training, *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
     if options.get("eval.profile") not in (None, "custom"):  # in place of that of the config and its sampling
         assignments += [f"eval.{key}={'null' if value is None else value}" for key, value in CUSTOM_SAMPLING.items()]
-    resolved = load(config, [*assignments, *overrides])
-    if not data and config is None and "data.eval" not in stated_keys(overrides):
+    stated, own = stated_keys(overrides), run_of_model(model) if config is None and model is not None else None
+    source = config or (None if own is None else str(own))
+    if not data and source is None and "data.eval" not in stated:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
-    return replace(resolved, data=replace(resolved.data, eval=tuple(data or resolved.data.eval)))
+    asked = config is not None or options.get("eval.profile") is not None or "eval.profile" in stated
+    sampling = {} if asked else _own_sampling(model, own)
+    resolved = load(source, [*assignments, *(f"eval.{key}={value}" for key, value in sampling.items()), *overrides])
+    if not asked:
+        used, where = profile_of(resolved.eval).sampling, "the defaults" if model is None else f"{model}, no run"
+        drawn = f"at most {used.max_tokens} tokens, temperature {used.temperature:g}, top_p {used.top_p:g}"
+        typer.echo(f"{drawn}, top_k {used.top_k} (from {where if own is None else own}); others: --profile, --config")
+    resolved = replace(resolved, data=replace(resolved.data, eval=tuple(data or resolved.data.eval)))
+    return resolved, None if source is None else stated
+
+
+def _own_sampling(model: str | None, run: Path | None) -> dict[str, object]:
+    """Keys of ``eval`` for the sampling of a model's own run, or of a model of no run."""
+    from tandemrl.config import load
+    from tandemrl.evals import sampling_of_model
+
+    if run is None:
+        return {"profile": "custom", **sampling_of_model(model)}
+    config = load(run)
+    # tiny is the default, with which a run says nothing: its own limit is that of its rollouts
+    return {"profile": "custom", "max_tokens": config.rollout.max_tokens} if config.eval.profile == "tiny" else {}
 
 
 @contextmanager

@@ -31,6 +31,13 @@ def refused(result: Result) -> str:
     return lines[0]
 
 
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look at the hub for the models of these tests, which are names only."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 class Recorder:
     """Stands for the function behind a command: remembers how it was called."""
 
@@ -103,7 +110,7 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["data", "build", "olympiad", "--out", "x"], "no public data set has its 581 problems"),
         (["compare", "nowhere", "nothere"], "nowhere: no evaluation is there"),
         (["compare", "a", "b", "--level", "95"], "--level 95.0: expected a number between 0 and 1"),
-        (["eval", "tandem", "--model", "m", "--data", "d"], "phase tandem needs a junior; give one (--junior)"),
+        (["eval", "tandem", "--model", "m", "--data", "d", "--profile", "tiny"], "phase tandem needs a junior; give one (--junior)"),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--samples", "4", "--k", "8"], "eval.k=[8]: must be"),
@@ -282,6 +289,45 @@ def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch
     assert (config.data.eval, config.model.junior) == (("data/deepscaler/heldout.parquet",), "J")
     assert r"\boxed{}" in config.data.prompt_suffix
     assert (config.selection.prob_senior, config.eval.profile, config.eval.k) == (0.25, "custom", (1, 2))
+
+
+def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tandemrl.evals
+    from helpers import prepared, qwen3
+    from tandemrl.config import load, to_yaml
+
+    evaluate = Recorder({"pass-at-k": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
+
+    def evaluated(model: Path, *options: str) -> tuple[Any, str]:
+        result = run("eval", "pass-at-k", "--model", str(model), *options)
+        assert result.exit_code == 0, result.output
+        return evaluate.arguments[0], " ".join(result.output.split())
+
+    model = tmp_path / "run" / "hf" / "best"
+    own = prepared(qwen3())
+    own.config.save_pretrained(model)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("deepscaler_tandem", ["selection.prob_senior=0.25"])))
+    config, said = evaluated(model)
+    assert (config.eval.max_tokens, config.data.eval) == (3000, ("data/deepscaler/heldout.parquet",))
+    assert config.selection.prob_senior == 0.25
+    assert f"at most 3000 tokens, temperature {config.eval.temperature:g}" in said
+    assert evaluated(model, "eval.max_tokens=9")[0].eval.max_tokens == 9
+    assert evaluated(model, "--profile", "tiny")[0].eval.profile == "tiny"
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(None, ["rollout.max_tokens=321", "data.eval=[d]"])))
+    assert evaluated(model)[0].eval.max_tokens == 321  # of a run that says nothing of evaluations
+
+    (tmp_path / "run" / "config.yaml").unlink()
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 7, "max_new_tokens": 99}
+    (model / "generation_config.json").write_text(json.dumps(recommended))
+    settings = evaluated(model, "--data", "d")[0].eval
+    assert (settings.temperature, settings.top_k, settings.max_tokens) == (0.6, 7, 99)
+    assert settings.context == own.config.max_position_embeddings
+    (model / "generation_config.json").unlink()
+    settings = evaluated(model, "--data", "d")[0].eval
+    assert (settings.temperature, settings.top_k, settings.max_tokens) == (1.0, 0, 2048)
 
 
 def test_data_show_prints_rows() -> None:

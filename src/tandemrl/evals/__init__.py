@@ -56,7 +56,9 @@ from tandemrl.evals.protocol import generate_samples as generate_samples
 from tandemrl.evals.protocol import grade as grade
 from tandemrl.evals.protocol import measure_of as measure_of
 from tandemrl.evals.protocol import profile_of as profile_of
+from tandemrl.evals.protocol import run_of_model as run_of_model
 from tandemrl.evals.protocol import sampling_for as sampling_for
+from tandemrl.evals.protocol import sampling_of_model as sampling_of_model
 from tandemrl.evals.protocol import strategies as strategies
 from tandemrl.evals.protocol import verify as verify
 from tandemrl.evals.reading import divergence as divergence

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from tandemrl.config import EvalConfig, SelectionConfig
 from tandemrl.data.messages import Response, Transcript
@@ -25,6 +27,7 @@ from tandemrl.evals.measures import (
     legible,
     parts_of,
 )
+from tandemrl.models.loading import context_of
 from tandemrl.rewards.protocol import Judges, Score, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
@@ -70,6 +73,10 @@ PROFILES: dict[str, Profile] = {
 }
 
 
+LONGEST = 2048
+"""How many tokens a response may have if nothing says how many."""
+
+
 def profile_of(config: EvalConfig) -> Profile:
     """The profile that a config names, or with ``profile: custom`` the one whose values it gives.
 
@@ -85,6 +92,31 @@ def profile_of(config: EvalConfig) -> Profile:
         max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
     )
     return Profile(sampling, config.context)
+
+
+def run_of_model(model: str | Path) -> Path | None:
+    """The folder of the run whose ``hf/`` holds a model, or None."""
+    weights = Path(model).resolve().parent
+    return weights.parent if weights.name == "hf" and (weights.parent / "config.yaml").is_file() else None
+
+
+def sampling_of_model(model: str | Path | None) -> dict[str, Any]:
+    """The values of ``profile: custom`` for a model of no run: those of its ``generation_config.json``, in its context.
+
+    What that file does not say is temperature 1 and at most `LONGEST` tokens.
+
+    Args:
+        model: None is a model of which nothing is known, as behind an endpoint.
+    """
+    said: dict[str, Any] = {"temperature": 1.0, "max_tokens": LONGEST}
+    with suppress(OSError, ValueError):  # without its files: loading the model says what is missing
+        if model is not None and (context := context_of(AutoConfig.from_pretrained(model))) < 2**30:
+            said["context"] = context
+        stored = GenerationConfig.from_pretrained(model) if model is not None else GenerationConfig()
+        drawn = ("temperature", "top_p", "top_k") if stored.do_sample else ()
+        own = {key: getattr(stored, key) for key in drawn} | {"max_tokens": stored.max_new_tokens}
+        said |= {key: value for key, value in own.items() if value is not None}
+    return said
 
 
 def sampling_for(profile: Profile, prompt: Prompt) -> Sampling:

@@ -10,6 +10,7 @@ from tandemrl.config import Config, SelectionConfig, load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import RENDERED, Row, with_suffix
+from tandemrl.evals import run_of_model
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer
 from tandemrl.tasks.generated.rows import generated_rows
@@ -83,7 +84,7 @@ def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
     folder = Path(senior).resolve().parent
     config: Config = load()
     rows: Sequence[Row] = ()
-    if folder.name == "hf" and (run := folder.parent / "config.yaml").is_file():
+    if (run := run_of_model(senior)) is not None:
         config = load(run)
         if not config.has_episodes:  # the page has one turn only
             rows = load_rows(config.data.eval or config.data.train)
