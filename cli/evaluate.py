@@ -1,8 +1,7 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
     from rich.table import Table
 
     from tandemrl.config import Config
-    from tandemrl.evals import Phase, Progress
+    from tandemrl.evals import Phase
 
 Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified", "junior"]
 COMMANDS: dict[Command, str] = {
@@ -73,13 +71,14 @@ def _command(name: Command) -> Callable[..., None]:
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
+        from tandemrl.cli.heartbeat import progress_bars
         from tandemrl.evals import evaluate, left_out
 
         options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
         resolved, stated = _resolved(model, config, overrides or (), data, k=k, samples=samples, options=options)
         chosen = junior if junior is not None else resolved.model.junior
         resolved = replace(resolved, model=replace(resolved.model, junior=chosen))
-        with _bars() as progress:
+        with progress_bars("loading", err=True) as progress:
             results = evaluate(
                 resolved,
                 model=model,
@@ -150,6 +149,7 @@ def qa(
     """
     from rich.console import Console
 
+    from tandemrl.cli.heartbeat import progress_bars
     from tandemrl.config import ConfigError
     from tandemrl.data.loading import load_rows
     from tandemrl.evals import Endpoint, evaluate, evaluate_remote, read_samples
@@ -170,7 +170,7 @@ def qa(
         "limit": limit,
         "stated": stated,
     }
-    with _bars() as progress:
+    with progress_bars("loading", err=True) as progress:
         if endpoint is not None:
             where = Endpoint(endpoint, model, api_key_env)
             result = evaluate_remote(resolved, where, progress=progress, **shared)
@@ -282,36 +282,6 @@ def _own_sampling(model: str | None, run: Path | None) -> dict[str, object]:
     config = load(run)
     # tiny is the default, with which a run says nothing: its own limit is that of its rollouts
     return {"profile": "custom", "max_tokens": config.rollout.max_tokens} if config.eval.profile == "tiny" else {}
-
-
-@contextmanager
-def _bars() -> "Iterator[Progress]":
-    """A context with a progress bar on a terminal, and elsewhere a line every ten seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from tandemrl.cli.heartbeat import heartbeat
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        now = ["loading"]
-
-        def note(what: str, done: int, total: int) -> None:
-            now[0] = f"{what}: {done:,} of {total:,}"
-
-        with heartbeat(lambda line: typer.echo(line, err=True), lambda: now[0]):
-            yield note
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-        yield progress
 
 
 def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "Table":

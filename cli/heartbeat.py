@@ -1,4 +1,4 @@
-"""Prints a line now and then, if there is no terminal to draw a progress bar on."""
+"""Says how far a command is: a progress bar on a terminal, elsewhere a line now and then."""
 
 import json
 import threading
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import typer
 
 EVERY_S = 10.0
 
@@ -31,6 +33,39 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def progress_bars(start: str, *, err: bool = False) -> Iterator[Callable[[str, int, int, str], None]]:
+    """A context with a function of what is done, how much of it, of how much, and a note.
+
+    Args:
+        start: the line until it is called.
+        err: whether lines go to standard error.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=err)
+    if not console.is_terminal:
+        now = [start]
+
+        def note(what: str, done: int, total: int, more: str = "") -> None:
+            now[0] = f"{what}: {done:,} of {total:,}{more}"
+
+        with heartbeat(lambda line: typer.echo(line, err=err), lambda: now[0]):
+            yield note
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(what: str, done: int, total: int, more: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total, description=f"{what}{more}")
+
+        yield advance
 
 
 def last_written(folder: Path) -> str:

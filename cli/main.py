@@ -78,7 +78,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
-app.command("experiment")(experiment.experiment)
+app.add_typer(experiment.app, name="experiment")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)

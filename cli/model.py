@@ -15,24 +15,30 @@ app = typer.Typer(help="Build models.", no_args_is_help=True)
 
 @app.command()
 def tiny(
+    pair: Annotated[
+        str, typer.Argument(help="plain, jargon, jargon_two_tokenizers, repair, hops or hops_jargon.")
+    ] = "plain",
     out: Annotated[
         Path | None,
         typer.Option(
             help="Folder for senior/, junior/ and manifest.json; default runs/tiny, of agents runs/tiny-PAIR."
         ),
     ] = None,
-    pair: Annotated[
-        str, typer.Option(help="plain, jargon, jargon_two_tokenizers, repair, hops or hops_jargon.")
-    ] = "plain",
+    train: Annotated[
+        bool, typer.Option("--train", help="Train it here: one to four minutes on a CPU. A finished one is kept.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
-    """Build the tiny senior/junior pair. One to four minutes on a CPU; a finished one is kept."""
+    """Unpack a tiny senior/junior pair, or train it. What comes with the library is not trained unless you ask.
+
+    E.g. tandemrl model tiny jargon --out runs/pair
+    """
     from tandemrl.apps.experiments.tiny import build_tiny_pair
     from tandemrl.tasks.generated import hops
 
     out = out or Path(f"runs/tiny-{pair}" if pair in hops.PAIRS else "runs/tiny")
     with _shown(f"warm start of the {pair} pair", out) as progress:
-        manifest = build_tiny_pair(out, pair=pair, seed=seed, progress=progress)
+        manifest = build_tiny_pair(out, pair=pair, seed=seed, train=train, progress=progress)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     typer.echo(f"{out}: {manifest['parameters']:,} parameters, {manifest['vocab_size']} tokens, {base}")
 
@@ -106,36 +112,17 @@ def warm_start(
 
 @contextmanager
 def _shown(what: str, out: Path) -> "Iterator[Progress]":
-    """A context with a progress bar on a terminal, and elsewhere a line at the start and every ten seconds.
+    """A context with a function that shows how far a warm start is.
 
     Raises:
         ConfigError: no folder can be written at ``out``.
     """
-    from rich.console import Console
-    from rich.progress import Progress as Bars
-
-    from tandemrl.apps.experiments.warm_start import MEASURING, Pace, progress_line
-    from tandemrl.cli.heartbeat import heartbeat
+    from tandemrl.apps.experiments.warm_start import note_of
+    from tandemrl.cli.heartbeat import progress_bars
     from tandemrl.config import ConfigError
     from tandemrl.files import no_folder
 
     if reason := no_folder(out):
         raise ConfigError(f"--out {out}: {reason}")
-    console, now, pace = Console(), [what], Pace()
-    if console.is_terminal:
-        with Bars(console=console, transient=True) as bars:
-            bar = bars.add_task(what, total=None)
-
-            def advance(step: int, steps: int, loss: float) -> None:
-                said = f"{what}, {MEASURING}" if step == steps else what
-                bars.update(bar, completed=step, total=steps, description=said)
-
-            yield advance
-        return
-
-    def note(step: int, steps: int, loss: float) -> None:
-        now[0] = f"{what}: {progress_line(step, steps, loss, pace.times())}"
-
-    typer.echo(what)
-    with heartbeat(typer.echo, lambda: now[0]):
-        yield note
+    with progress_bars(what) as progress:
+        yield lambda step, steps, loss: progress(what, step, steps, note_of(step, steps, loss))

@@ -69,7 +69,7 @@ def play(
 
         folder = Path("runs/jargon")
         with heartbeat(typer.echo, lambda: f"preparing the tiny pair in {folder}, once"):
-            build_tiny_pair(folder, pair="jargon", packaged=True)
+            build_tiny_pair(folder, pair="jargon")
         senior, junior = str(folder / "senior"), str(folder / "junior")
     try:
         problems = Problems(*known_problems(senior))

@@ -179,7 +179,8 @@ def take_over(folders: Iterable[Path]) -> None:
     for folder in folders:
         text = (folder / "results.json").read_text()
         content: Mapping[str, Any] = json.loads(text)
-        overrides = [word for word in shlex.split(content["command"] or "") if "=" in word]
+        words = shlex.split(content["command"] or "")
+        overrides = [word for word in words if "=" in word and not word.startswith("-")]
         key = " ".join([content["experiment"]["name"], *overrides]), tuple(content["experiment"]["pairs"])
         if key not in PUBLISHED:
             raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")

@@ -1,6 +1,6 @@
 """The public names: this list is what type checkers read, and what ``tandemrl`` imports on first use."""
 
-from tandemrl.apps.experiments.experiment import EXPERIMENTS as EXPERIMENTS
+from tandemrl.apps.experiments.arms import EXPERIMENTS as EXPERIMENTS
 from tandemrl.apps.experiments.experiment import run_experiment as run_experiment
 from tandemrl.apps.experiments.tiny import build_tiny_pair as build_tiny_pair
 from tandemrl.apps.score import score_file as score_file

@@ -442,10 +442,10 @@ def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
     build = Recorder({"parameters": 1234567, "vocab_size": 400, "base": {"solo/pass@1": 0.5}})
     monkeypatch.setattr(tandemrl.apps.experiments.tiny, "build_tiny_pair", build)
-    result = run("model", "tiny", "--out", "x", "--pair", "plain", "--seed", "3")
+    result = run("model", "tiny", "plain", "--out", "x", "--seed", "3", "--train")
     assert result.exit_code == 0, result.output
     assert build.arguments == (Path("x"),)
-    assert (build.keywords["pair"], build.keywords["seed"]) == ("plain", 3)
+    assert (build.keywords["pair"], build.keywords["seed"], build.keywords["train"]) == ("plain", 3, True)
     build.keywords["progress"](1, 2, 0.5)
     assert "1,234,567 parameters" in result.output
     assert "solo/pass@1 0.5" in result.output

@@ -32,7 +32,7 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.files import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import gathering, packed_logits
-from tandemrl.models.weight_files import refuse_pointers, stored_shapes
+from tandemrl.models.weight_files import stored_shapes
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
@@ -348,19 +348,15 @@ def check_folder(path: str | Path) -> None:
     """Refuse a local path without a model, before transformers would take it for a hub id.
 
     Raises:
-        ModelError: the folder does not exist, has neither a model nor a tokenizer, or has a pointer of Git LFS in place
-            of a file.
+        ModelError: the folder does not exist, or has neither a model nor a tokenizer.
     """
     folder = Path(path)
-    if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)):
-        refuse_pointers(folder)
-        return
-    if not is_local(path):
+    if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)) or not is_local(path):
         return
     export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
     if not folder.exists():
         tiny, dash, pair = folder.parent.name.partition("-")
-        command = f"tandemrl model tiny{f' --pair {pair}' if dash else ''} --out {folder.parent}"
+        command = f"tandemrl model tiny{f' {pair}' if dash else ''} --out {folder.parent}"
         build = f"; build it: {command}" if tiny == "tiny" else ""
         near = hint(folder)
         mistyped = near if folder.parent.is_dir() and folder.name not in ("senior", "junior") else ""

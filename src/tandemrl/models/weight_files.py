@@ -1,9 +1,4 @@
-"""Reads the headers of a model's weight files, and finds what is missing or cut off before any weight is loaded.
-
-A safetensors file begins with the length of its header (8 bytes, little-endian) and the header, a JSON object with the
-shape of every tensor and where its bytes are behind the header. So the size of a whole file is known from its first
-kilobytes.
-"""
+"""Reads the headers of a model's weight files, and finds what is missing or cut off before any weight is loaded."""
 
 import json
 from collections.abc import Callable, Container
@@ -11,19 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from tandemrl.models.attention import ModelError
-
-POINTER = b"version https://git-lfs"
-"""How the small file begins that Git LFS leaves in place of a large one."""
-READ = (".json", ".jinja", ".txt", ".model", ".safetensors")
-"""How the names of the files end that hold a configuration, a tokenizer, a template or weights."""
-LONGEST_HEADER = 100_000_000
-"""The longest header that safetensors reads, in bytes."""
 
 Shapes = dict[str, tuple[int, ...]]
 """The shape of every tensor by its name."""
@@ -100,18 +89,6 @@ def is_converted(model: PreTrainedModel) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False)) or hasattr(model.config, "quantization_config")
 
 
-def refuse_pointers(folder: Path) -> None:
-    """Refuse a folder with a pointer of Git LFS in place of a file that is read.
-
-    Raises:
-        ModelError: there is one.
-    """
-    for file in sorted(folder.iterdir()):
-        small = file.suffix in READ and file.is_file() and file.stat().st_size < 1024
-        if small and file.read_bytes().startswith(POINTER):
-            raise ModelError(f"{file}: a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
-
-
 def _in_folder(folder: Path) -> Callable[[str], Path | None]:
     return lambda name: folder / name if (folder / name).is_file() else None
 
@@ -149,20 +126,10 @@ def _parts(index: Path, find: Callable[[str], Path | None]) -> list[Path | None]
 
 def _header(file: Path) -> Shapes:
     """The shapes in the header of a safetensors file, if the file has all of the bytes that the header tells of."""
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(LONGEST_HEADER, size - 8):
-            raise ModelError(f"{file}: {size:,} bytes, which are no safetensors file; copy or download it again")
-        try:
-            header = json.loads(stream.read(length))
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise ModelError(f"{file}: its header is damaged; copy or download it again") from None
-    if 8 + length + end != size:
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
         raise ModelError(
-            f"{file}: {size:,} bytes, but by its header it has {8 + length + end:,}; copy or download it again"
-        )
-    return shapes
+            f"{file}: no whole safetensors file ({error}); copy or download it again, or `git lfs pull`"
+        ) from None

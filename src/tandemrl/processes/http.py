@@ -12,8 +12,7 @@ import os
 import random
 import threading
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ MAX_WAIT_S = 60.0
 POLL_S = 1.0
 """Seconds between two requests to a service that is still starting."""
 MAX_REPLY_BYTES = 4 * 2**20
-"""How many bytes an unpacked body may have, which is many times what a model writes."""
+"""How many bytes a body may have, which is many times what a model writes."""
 T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 Read = Callable[["Response"], T]
@@ -82,7 +81,7 @@ class Client:
     def __init__(self, service: Service) -> None:
         self.service, self.url = service, service.url.rstrip("/")
         self._given_up = threading.Event()
-        headers = {"Accept-Encoding": "gzip"}  # what `_unpacked` can read
+        headers = {"Accept-Encoding": "identity"}  # httpx would unpack a chunk to any size at once
         if service.api_key_env is not None:
             if not os.environ.get(service.api_key_env):
                 raise service.error(
@@ -217,7 +216,7 @@ class Client:
         """One attempt: the whole response, within ``timeout_s`` and `MAX_REPLY_BYTES`.
 
         Raises:
-            RetryableError: there is no response, it is too long or packed in an unknown way, or its status may pass.
+            RetryableError: there is no response, it is too long or packed, or its status may pass.
             PermanentError: the status is another one from 300 on. 404 is left to the reader.
         """
         limit = self.service.timeout_s
@@ -244,7 +243,11 @@ class Client:
     async def _received(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
         response, received = await self._client.send(request, stream=True), bytearray()
         try:
-            async for chunk in _unpacked(response):
+            if (packed := response.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+                raise RetryableError(
+                    f"HTTP {response.status_code} with a body packed by {packed[:50]!r}, which was not asked for"
+                )
+            async for chunk in response.aiter_raw():
                 received += chunk
                 if len(received) > MAX_REPLY_BYTES:
                     raise RetryableError(
@@ -299,31 +302,6 @@ _JITTER = random.SystemRandom()  # the global generator is the user's
 
 class _GivenUp(Exception):
     """Another request of the batch has failed for good, or all are given up."""
-
-
-async def _unpacked(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the body in small pieces, as it comes. httpx itself would unpack a chunk to any size at once.
-
-    Raises:
-        RetryableError: the body is packed by anything but gzip, or broken.
-    """
-    encoding = response.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip"):
-        raise RetryableError(
-            f"HTTP {response.status_code} with a body packed by {encoding[:50]!r}, which was not asked for"
-        )
-    if encoding == "identity":
-        async for chunk in response.aiter_raw():
-            yield chunk
-        return
-    unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip
-    try:
-        async for chunk in response.aiter_raw():
-            yield unpack.decompress(chunk, 2**16)
-            while unpack.unconsumed_tail:
-                yield unpack.decompress(unpack.unconsumed_tail, 2**16)
-    except zlib.error as error:
-        raise RetryableError(f"HTTP {response.status_code} with a body that is not gzip: {error}") from None
 
 
 def _refuse_constant(name: str) -> Any:

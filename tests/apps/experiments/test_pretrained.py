@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import real_model
 from runs import evaluate_phase
 from tandemrl.apps.experiments import pretrained, smollm2
-from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, run_experiment
+from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
+from tandemrl.apps.experiments.experiment import run_experiment
 from tandemrl.apps.experiments.families import shorthand_measures
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
 from tandemrl.apps.experiments.smollm2 import Fetched, TamperedError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import agent_tokenizer, qwen3, small_qwen3
-from tandemrl.apps.experiments.experiment import ExperimentError
+from tandemrl.apps.experiments.arms import ExperimentError
 from tandemrl.apps.experiments.retrievers import Benchmark, run_retrievers
 from tandemrl.evals import EvalError, read_samples
 from tandemrl.evals.compare import CompareError, compare

@@ -275,9 +275,9 @@ def test_packing_and_unpacking_keeps_every_weight(jargon, tmp_path, monkeypatch)
     pack(out, tmp_path / "pairs")
     monkeypatch.setattr("tandemrl.apps.experiments.packaged.PAIRS", tmp_path / "pairs")
     monkeypatch.setattr(tiny, "warm_start", lambda *args, **more: pytest.fail("trained"))
-    unpacked = build_tiny_pair(tmp_path / "pair", pair="jargon", packaged=True)
+    unpacked = build_tiny_pair(tmp_path / "pair", pair="jargon")
     assert unpacked == manifest
     for name in ("senior", "junior"):
         assert (tmp_path / "pair" / name / "tokenizer.json").read_text() == (out / name / "tokenizer.json").read_text()
     with pytest.raises(pytest.fail.Exception, match="trained"):
-        build_tiny_pair(tmp_path / "other", pair="jargon", seed=1, packaged=True)
+        build_tiny_pair(tmp_path / "other", pair="jargon", seed=1)

@@ -13,7 +13,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("play") / "pair"
-    build_tiny_pair(folder, pair="jargon", packaged=True)
+    build_tiny_pair(folder, pair="jargon")
     return folder
 
 

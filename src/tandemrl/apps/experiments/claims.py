@@ -6,11 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tandemrl.apps.experiments.arms import BASE
 from tandemrl.apps.report.records import Claim, Verdict
 from tandemrl.evals.stats import Interval, at_least
-
-BASE = "base"
-"""The arm of the model before training."""
 
 ResultRow = Mapping[str, Any]
 """``pair``, ``seed``, ``arm`` and the measures of one evaluation."""

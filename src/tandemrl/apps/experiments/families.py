@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from tandemrl.apps.experiments import pretrained, smollm2, tiny
+from tandemrl.apps.experiments.arms import DEFAULT_SIZE
 from tandemrl.apps.experiments.warm_start import Progress
 from tandemrl.tasks.generated import hops
 from tandemrl.tasks.generated.synthetic import repairs, slips, uses_jargon
@@ -18,14 +19,14 @@ class Recipe(NamedTuple):
     pair: str
     seed: int
     steps: int | None = None
-    size: str = tiny.DEFAULT_SIZE
+    size: str = DEFAULT_SIZE
 
 
 class Build(Protocol):
-    """A function that builds a pair into a folder, unless it is there, and returns its manifest."""
+    """A function that puts a pair into a folder, unless it is there, and returns its manifest."""
 
     def __call__(
-        self, out: Path, recipe: Recipe, *, device: str, packaged: bool = False, progress: Progress | None = None
+        self, out: Path, recipe: Recipe, *, device: str, progress: Progress | None = None
     ) -> dict[str, Any]: ...
 
 
@@ -39,8 +40,7 @@ class Family(NamedTuple):
     identity: what the manifest of a pair says of how it was built. measures: what an evaluation says beside the
     measures of every pair. evaluation_rows: how many texts an evaluation writes at once on a CPU; on a GPU, eight times
     as many. memory_gb: what a process that builds, trains or evaluates needs at most. sizes: those that the models can
-    have, if any. packaged: whether a pair may come with the library. prepare: is called once before pairs are built,
-    with a function that is told in lines what is done.
+    have, if any. prepare: is called once before pairs are built, with a function that is told in lines what is done.
     """
 
     build: Build
@@ -49,7 +49,6 @@ class Family(NamedTuple):
     evaluation_rows: int
     memory_gb: float
     sizes: Collection[str] = ()
-    packaged: bool = False
     prepare: Callable[[Callable[[str], None]], object] = lambda say: None
 
 
@@ -74,15 +73,11 @@ def shorthand_measures(macro: Mapping[str, float], solo: Sequence[str], handoff:
     return {"shorthand_rate": fmean(map(uses_shorthand, solo))}
 
 
-def _build_tiny(
-    out: Path, recipe: Recipe, *, device: str, packaged: bool = False, progress: Progress | None = None
-) -> dict[str, Any]:
-    return tiny.build_tiny_pair(out, **recipe._asdict(), device=device, packaged=packaged, progress=progress)
+def _build_tiny(out: Path, recipe: Recipe, *, device: str, progress: Progress | None = None) -> dict[str, Any]:
+    return tiny.build_tiny_pair(out, **recipe._asdict(), device=device, progress=progress)
 
 
-def _build_pretrained(
-    out: Path, recipe: Recipe, *, device: str, packaged: bool = False, progress: Progress | None = None
-) -> dict[str, Any]:
+def _build_pretrained(out: Path, recipe: Recipe, *, device: str, progress: Progress | None = None) -> dict[str, Any]:
     pair, seed, steps, _ = recipe
     return pretrained.build_pretrained_pair(out, pair=pair, seed=seed, steps=steps, device=device, progress=progress)
 
@@ -94,7 +89,6 @@ WORDED = Family(
     evaluation_rows=1024,  # of tiny models: large batches cost memory only
     memory_gb=1.0,
     sizes=tuple(tiny.SIZES),
-    packaged=True,
 )
 AGENTS = WORDED._replace(measures=agents_measures)
 PRETRAINED = Family(

@@ -1,71 +1,77 @@
-"""The tiny pair that comes with the library, so that the quickstart need not build one.
+"""The tiny pairs that come with the library, so that nobody has to train them.
 
-``pairs/NAME-SEED/`` holds the weights of both models in bfloat16, the tokenizer and the manifest of a finished build.
-It is used only if recipe, texts and criteria in the manifest are those of today's code. A new one is packed
-from a finished build by ``python -m tandemrl.apps.experiments.packaged FOLDER``.
+``pairs/NAME-SEED.tar.xz`` is the folder of a finished build, with weights in bfloat16, in which they are exact
+(``build_tiny_pair`` rounds them). It is used only if recipe, texts and criteria in its manifest are those of today's
+code. A new one is packed from a finished build by ``python -m tandemrl.apps.experiments.packaged FOLDER``.
 """
 
 import json
 import shutil
 import sys
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
+from tandemrl.apps.experiments.pair import MANIFEST, WEIGHTS, building, weight_hashes
 from tandemrl.data.rows import DataError
-from tandemrl.data.sources import checksum
+from tandemrl.files import publish
 
 PAIRS = Path(__file__).parent / "pairs"
 
 
-class Packaged(NamedTuple):
-    """A pair in memory: its manifest without the hashes, its tokenizer and the weights of ``senior`` and ``junior``."""
+def unpack(identity: Mapping[str, Any], out: Path) -> dict[str, Any] | None:
+    """Put the packaged pair whose manifest has all entries of ``identity`` in place of ``out``, in one rename.
 
-    manifest: dict[str, Any]
-    tokenizer: PreTrainedTokenizerFast
-    weights: dict[str, dict[str, Tensor]]
-
-
-def find_packaged(identity: Mapping[str, Any]) -> Packaged | None:
-    """The packaged pair whose manifest has all entries of ``identity``, or None.
+    Returns:
+        its manifest, or None if there is no such pair.
 
     Raises:
-        DataError: its weights are not those that were packaged.
+        DataError: its weights are not those that were packed.
     """
-    folder = PAIRS / f"{identity['pair']}-{identity['seed']}"
-    if not folder.is_dir():
+    file = PAIRS / f"{identity['pair']}-{identity['seed']}.tar.xz"
+    if not file.is_file():
         return None
-    manifest = json.loads((folder / "manifest.json").read_text())
-    if any(manifest.get(key) != value for key, value in identity.items()):
-        return None
-    for name, expected in manifest.pop("sha256").items():
-        file = folder / f"{name}.safetensors"
-        if not file.is_file() or checksum(file) != expected:
-            raise DataError(f"{file}: not the file that was packaged; install tandemrl again, or build the pair here")
-    weights = {name: load_file(folder / f"{name}.safetensors") for name in ("senior", "junior")}
-    return Packaged(manifest, PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"), weights)
+    with TemporaryDirectory() as folder:
+        packed = Path(folder)
+        with tarfile.open(file) as archive:
+            archive.extractall(packed, filter="data")
+        manifest = json.loads((packed / MANIFEST).read_text())
+        if not manifest.items() >= identity.items():
+            return None
+        _cast_weights(packed, torch.float32)
+        if weight_hashes(packed) != manifest["sha256"]:
+            raise DataError(f"{file}: not the weights that were packed; install tandemrl again, or train the pair here")
+        publish(out, Path(shutil.copytree(packed, building(out))))
+    return manifest
 
 
 def pack(built: Path, pairs: Path = PAIRS) -> Path:
-    """Pack a finished build of ``build_tiny_pair``. Its weights are exact in bfloat16 already. Returns the folder."""
-    manifest = json.loads((built / "manifest.json").read_text())
-    manifest["sha256"] = {}  # of the packed files, not of those in float32
-    folder = pairs / f"{manifest['pair']}-{manifest['seed']}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Pack a finished build of ``build_tiny_pair`` into the folder ``pairs``, and return the file."""
+    manifest = json.loads((built / MANIFEST).read_text())
+    file = pairs / f"{manifest['pair']}-{manifest['seed']}.tar.xz"
+    pairs.mkdir(exist_ok=True)
+    with TemporaryDirectory() as folder:
+        packed = Path(folder, "pair")
+        shutil.copytree(built, packed)
+        _cast_weights(packed, torch.bfloat16)
+        with tarfile.open(file, "w:xz", preset=9) as archive:
+            for each in sorted(path for path in packed.rglob("*") if path.is_file()):
+                entry = tarfile.TarInfo(str(each.relative_to(packed)))  # without owner and date: the same bytes again
+                entry.size = each.stat().st_size
+                with open(each, "rb") as content:
+                    archive.addfile(entry, content)
+    return file
+
+
+def _cast_weights(folder: Path, dtype: torch.dtype) -> None:
     for name in ("senior", "junior"):
-        weights = load_file(built / name / "model.safetensors")
-        file = folder / f"{name}.safetensors"
-        save_file({key: tensor.bfloat16() for key, tensor in weights.items()}, file)
-        file.chmod(0o644)  # safetensors makes files that only their owner may read
-        manifest["sha256"][name] = checksum(file)
-    PreTrainedTokenizerFast.from_pretrained(built / "senior").save_pretrained(folder / "tokenizer")
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    return folder
+        file = folder / name / WEIGHTS
+        save_file({key: tensor.to(dtype) for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tandemrl.data.sources import checksum
 from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
-WEIGHTS = "model.safetensors"
+MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 
 
 class PairError(RuntimeError):
@@ -23,7 +23,7 @@ class PairError(RuntimeError):
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The content of a pair's ``manifest.json``, or None if there is none."""
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -56,15 +56,25 @@ def store(
     Args:
         models: each with its tokenizer.
     """
-    building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
+    new = building(out)
     for name, (model, tokenizer) in models.items():
         with no_progress_bars():
-            model.save_pretrained(building / name)
-        tokenizer.save_pretrained(building / name)
-    stored = json.loads(json.dumps({**manifest, "sha256": _weight_hashes(building)}))
-    (building / "manifest.json").write_text(json.dumps(stored, indent=2) + "\n")
-    publish(out, building)
+            model.save_pretrained(new / name)
+        tokenizer.save_pretrained(new / name)
+    stored = json.loads(json.dumps({**manifest, "sha256": weight_hashes(new)}))
+    (new / MANIFEST).write_text(json.dumps(stored, indent=2) + "\n")
+    publish(out, new)
     return stored
+
+
+def building(out: Path) -> Path:
+    """The hidden folder in which this process writes a pair before it is renamed to ``out``."""
+    return out.with_name(f"{NEW}{out.name}-{os.getpid()}")
+
+
+def weight_hashes(folder: Path) -> dict[str, str]:
+    """The checksums of both models' weights, as a manifest has them."""
+    return {name: checksum(folder / name / WEIGHTS) for name in ("senior", "junior")}
 
 
 @contextmanager
@@ -84,12 +94,8 @@ def threads(count: int) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _weight_hashes(folder: Path) -> dict[str, str]:
-    return {name: checksum(folder / name / WEIGHTS) for name in ("senior", "junior")}
-
-
 def _intact(out: Path, manifest: Mapping[str, Any]) -> bool:
     """Whether both models exist with the weights that the manifest records."""
     if not all((out / name / WEIGHTS).is_file() for name in ("senior", "junior")):
         return False
-    return _weight_hashes(out) == manifest["sha256"]
+    return weight_hashes(out) == manifest["sha256"]

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tandemrl import evals
-from tandemrl.apps.experiments.experiment import SCHEMA, ExperimentError, reported
+from tandemrl.apps.experiments.arms import ExperimentError
+from tandemrl.apps.experiments.experiment import SCHEMA, reported
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import load
 from tandemrl.evals import Phase

@@ -33,7 +33,7 @@ from transformers import (
 from tandemrl.apps.experiments.agents import solo_episodes
 from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
-from tandemrl.apps.experiments.packaged import find_packaged
+from tandemrl.apps.experiments.packaged import unpack
 from tandemrl.apps.experiments.pair import PairError, finished, store, threads
 from tandemrl.apps.experiments.warm_start import (
     Progress,
@@ -82,7 +82,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "46m": _size(512, 15, 8, 1488, 0.02, head_dim=64),
 }
 """The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
-DEFAULT_SIZE = "tiny"
 
 Part = Stage | Literal["junior"]
 """What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
@@ -152,14 +151,15 @@ def build_tiny_pair(
     steps: int | None = None,
     size: str = "tiny",
     device: str = "cpu",
-    packaged: bool = False,
+    train: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
+    """Put a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
 
-    The same seed, machine and thread count give the same weights, which are rounded to bfloat16 and stored in float32.
-    Nothing is rebuilt if ``out`` already holds the same pair, seed and recipe with intact weights. Otherwise a finished
-    build replaces ``out`` in one rename.
+    The pair is unpacked if it comes with the library (``packaged``), else it is trained. The same seed, machine and
+    thread count give the same weights, which are rounded to bfloat16 and stored in float32. Nothing is done if ``out``
+    already holds the same pair, seed and recipe with intact weights. Otherwise a finished pair replaces ``out`` in one
+    rename.
 
     ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
     and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
@@ -174,7 +174,7 @@ def build_tiny_pair(
         size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``. Of sizes other than ``tiny``
             it is only asked that a jargon senior is more accurate in jargon.
         device: where the models are trained.
-        packaged: take the pair that comes with the library (``packaged.py``) if it is this one.
+        train: train it, also if it comes with the library.
 
     Raises:
         DataError: the pair or the size is unknown.
@@ -186,20 +186,13 @@ def build_tiny_pair(
     identity = pair_identity(pair=pair, seed=seed, steps=steps, size=size)
     if (stored := finished(out, identity)) is not None:
         return _accepted(stored, out)
-    if packaged and (found := find_packaged(identity)) is not None:
-        models = {name: new_model(found.tokenizer, seed, size) for name in found.weights}
-        for name, model in models.items():
-            missing, unexpected = model.load_state_dict(found.weights[name], strict=False)
-            if unexpected or set(missing) != {"lm_head.weight"}:  # the head is the embedding
-                raise DataError(
-                    f"the packaged {name} lacks {missing} and has {unexpected}; build the pair here instead"
-                )
-        return store(out, {name: (model, found.tokenizer) for name, model in models.items()}, found.manifest)
+    if not train and (unpacked := unpack(identity, out)) is not None:
+        return unpacked
 
     total = sum(recipe.steps for recipe in recipes.values())
     done = 0
 
-    def train(model: Qwen3ForCausalLM, part: Part, batches: Iterator[WarmStartBatch]) -> float:
+    def learn(model: Qwen3ForCausalLM, part: Part, batches: Iterator[WarmStartBatch]) -> float:
         nonlocal done
         start = done
         done += recipes[part].steps
@@ -216,20 +209,20 @@ def build_tiny_pair(
         senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
         junior = senior
         batches = _batches(tokenizer, base.batch_size, pair, seed, "base")
-        loss = train(senior, "base", batches)
+        loss = learn(senior, "base", batches)
         last: Part = "base"
         if "senior" in recipes:
             last = "senior"
             junior = copy.deepcopy(senior)
             batches = _batches(tokenizer, recipes[last].batch_size, pair, seed, last)
-            loss = train(senior, last, batches)
+            loss = learn(senior, last, batches)
         if "junior" in recipes:
             recipe = recipes["junior"]
             if recipe.vocab_size != base.vocab_size:
                 of_junior = train_tokenizer(pair, seed, vocab_size=recipe.vocab_size, part="junior")
             junior = new_model(of_junior, seed, size)
             junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
-            train(junior, "junior", _batches(of_junior, recipe.batch_size, pair, seed, "base"))
+            learn(junior, "junior", _batches(of_junior, recipe.batch_size, pair, seed, "base"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
         rounds: list[dict[str, float]] = []
         while True:
@@ -238,7 +231,7 @@ def build_tiny_pair(
             unmet = [each for each in criteria if not each.low <= rounds[-1][each.measure] <= each.high]
             if not unmet or len(rounds) == MAX_ROUNDS:
                 break
-            loss = train(senior, last, batches)
+            loss = learn(senior, last, batches)
 
     manifest = identity | {
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},

@@ -3,8 +3,6 @@
 import itertools
 import math
 import random
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,6 @@ from tandemrl.data.rows import SOLUTION, DataError, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.files import write_directory
 from tandemrl.models.loading import load_model, load_tokenizer, no_progress_bars
-from tandemrl.training.tracking import RECENT_STEPS, rest_of_steps
 
 Progress = Callable[[int, int, float], None]
 """A function that is called with (warm-start steps done, steps in total, loss in nats per token). The total grows if
@@ -33,29 +30,9 @@ MEASURING = "measuring what it can do"
 """What a warm start does after its last step, for up to a minute."""
 
 
-def progress_line(step: int, steps: int, loss: float, times: Sequence[float]) -> str:
-    """How far a warm start is, and about how long the rest takes, after steps that took ``times``, in seconds.
-
-    Examples:
-        >>> progress_line(50, 200, 1.25, [0.2, 0.2])
-        'step 50 of 200, loss 1.250, about 30 s left'
-        >>> progress_line(200, 200, 0.5, [0.2, 0.2])
-        'step 200 of 200, loss 0.500, measuring what it can do'
-    """
-    left = rest_of_steps(times, steps - step) if step < steps else MEASURING
-    return f"step {step} of {steps}, loss {loss:.3f}, {left}"
-
-
-class Pace:
-    """Measures how long the last steps took, in seconds. The first one begins with the object."""
-
-    def __init__(self) -> None:
-        self._ends = deque([time.monotonic()], maxlen=RECENT_STEPS + 1)
-
-    def times(self) -> list[float]:
-        """The times of the last steps, of which one has just ended."""
-        self._ends.append(time.monotonic())
-        return [after - before for before, after in itertools.pairwise(self._ends)]
+def note_of(step: int, steps: int, loss: float) -> str:
+    """What there is to say of a step of a warm start, beside its number."""
+    return f", loss {loss:.3f}" + (f", {MEASURING}" if step == steps else "")
 
 
 IGNORE = -100
