@@ -36,7 +36,7 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
 
 
 @contextmanager
-def progress_bars(start: str, *, err: bool = False) -> Iterator[Callable[[str, int, int, str], None]]:
+def progress_bars(start: str, *, err: bool = False) -> Iterator[Callable[..., None]]:
     """A context with a function of what is done, how much of it, of how much, and a note.
 
     Args:

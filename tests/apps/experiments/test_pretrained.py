@@ -1,12 +1,10 @@
 """Warm starts on rows with solutions, pairs of a pretrained model, where it is fetched from, and their experiment."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -232,34 +230,26 @@ def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("intact", [True, False])
-def test_the_hub_is_asked_for_a_commit_and_its_hash(
-    intact: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_hub_s_cache_is_copied_with_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
 
-    digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
-    file = SimpleNamespace(rfilename="model.safetensors", size=270e6, lfs=SimpleNamespace(sha256=digest))
-    other = SimpleNamespace(rfilename="onnx/model.onnx", size=1, lfs=None)
-    api = SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(sha="abc123", siblings=[other, file]))
+    asked: list[bool] = []
 
-    def download(repo: str, *, revision: str, local_dir: Path, **options: Any) -> None:
-        assert (repo, revision) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "abc123")
-        shutil.copytree(model, local_dir)
-        (local_dir / ".cache").mkdir()
-        if not intact:
-            (local_dir / "model.safetensors").write_bytes(b"torn")
+    def download(repo: str, *, local_files_only: bool, **options: Any) -> str:
+        asked.append(local_files_only)
+        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123", dirs_exist_ok=True))
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    said: list[str] = []
-    if not intact:
-        with pytest.raises(TamperedError, match=r"model\.safetensors of .* is not the file that the hub names"):
-            smollm2._from_hub(tmp_path / "new", said.append)
-        return
-    assert smollm2._from_hub(tmp_path / "new", said.append) == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
-    assert said == ["fetching SmolLM2-135M-Instruct from the hub: 270 MB"]
-    assert not (tmp_path / "new" / ".cache").exists()
+    (tmp_path / "snapshots" / "abc123" / "onnx").mkdir(parents=True)
+    for offline in ("0", "1"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        new = tmp_path / offline
+        assert smollm2._from_hub(new, print) == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
+        assert sorted(weights(new)) == sorted(weights(model))
+        assert not (new / "onnx").exists()
+    assert asked == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------------- experiment

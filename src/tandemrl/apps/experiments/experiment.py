@@ -17,7 +17,6 @@ when it is started again.
 import json
 import multiprocessing
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,8 +25,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from tandemrl import evals
 from tandemrl.apps import report
@@ -59,7 +56,6 @@ OF_TASK = (
 """How the keys begin whose overrides hold for the evaluations of an experiment, too."""
 EXTENSIBLE = ("seeds", "pairs", "arms", "contrasts")
 """What may be added to an experiment that is there."""
-NUMERIC_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -277,7 +273,6 @@ def collect_results(
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions(),
-        "numerics": numerics(),
         "refused": [{"pair": job.pair, "seed": job.seed, "reason": reason} for job, reason in refused.items()],
         "evaluated_by": evaluated_by(
             out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows if row["arm"] != JUNIOR
@@ -285,18 +280,6 @@ def collect_results(
         "rows": rows,
         "contrasts": contrasts,
         "claims": claims,
-    }
-
-
-def numerics() -> dict[str, str | int]:
-    """What the last bits of a result depend on: the CPU, the instructions that torch uses, and what was set by hand."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
-    chosen = {name: os.environ[name] for name in NUMERIC_VARIABLES if name in os.environ}
-    return {
-        "cpu": names[0].partition(":")[2].strip() if names else platform.processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        **chosen,
     }
 
 

@@ -136,32 +136,20 @@ def _cached(out: Path) -> Fetched | None:
 
 
 def _from_hub(new: Path, say: Say) -> str:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub import snapshot_download
 
-    if offline():
-        cached = Path(snapshot_download(REPO, local_files_only=True, allow_patterns=[*FILES, WEIGHTS]))
-        shutil.copytree(cached, new, ignore=lambda folder, names: [n for n in names if Path(folder, n).is_dir()])
-        return f"hub {REPO}@{cached.name}"
-    info = HfApi().model_info(REPO, files_metadata=True, timeout=HUB_TIMEOUT_S)
-    [weights] = [each for each in info.siblings or () if each.rfilename == WEIGHTS]
-    say(f"fetching {NAME} from the hub: {(weights.size or 0) / 1e6:.0f} MB")
-    disable_progress_bars()
-    try:
+    say(f"{NAME} from the hub: 270 MB, unless they are in its cache")
+    cached = Path(
         snapshot_download(
             REPO,
-            revision=info.sha,
-            local_dir=new,
             allow_patterns=[*FILES, WEIGHTS],
             ignore_patterns=["*/*"],
             etag_timeout=HUB_TIMEOUT_S,
+            local_files_only=offline(),
         )
-    finally:
-        enable_progress_bars()
-    shutil.rmtree(new / ".cache", ignore_errors=True)
-    if weights.lfs is None or checksum(new / WEIGHTS) != weights.lfs.sha256:
-        raise TamperedError(f"{WEIGHTS} of {REPO} is not the file that the hub names: try again, or look into it")
-    return f"hub {REPO}@{info.sha}"
+    )
+    shutil.copytree(cached, new, ignore=lambda folder, names: [name for name in names if Path(folder, name).is_dir()])
+    return f"hub {REPO}@{cached.name}"
 
 
 def _from_package(new: Path, say: Say) -> str:
