@@ -98,7 +98,7 @@ def retrievers(
     samples: Samples = None,
     device: Device = None,
 ) -> None:
-    """Every model answers the same questions with each retriever. Nothing is trained.
+    """The same questions to every model, with each retriever. Nothing is trained.
 
     E.g. tandemrl experiment retrievers --retriever bm25 --retriever golden --model MODEL --data musique.parquet
     """

@@ -163,7 +163,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (GRPO, KL, TANDEM),
         contrasts=(("tandem", "grpo"), ("tandem", "kl"), ("kl", "grpo")),
         overrides=LONGER,
-        summary="The paper's claims: GRPO, GRPO with KL, tandem; five seeds.",
+        summary="The paper's claims, on five seeds.",
     ),
     "two-tokenizers": Experiment(
         "two-tokenizers",
