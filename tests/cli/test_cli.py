@@ -110,7 +110,10 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["data", "build", "olympiad", "--out", "x"], "no public data set has its 581 problems"),
         (["compare", "nowhere", "nothere"], "nowhere: no evaluation is there"),
         (["compare", "a", "b", "--level", "95"], "--level 95.0: expected a number between 0 and 1"),
-        (["eval", "tandem", "--model", "m", "--data", "d", "--profile", "tiny"], "phase tandem needs a junior; give one (--junior)"),
+        (
+            ["eval", "tandem", "--model", "m", "--data", "d", "--profile", "tiny"],
+            "phase tandem needs a junior; give one (--junior)",
+        ),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--samples", "4", "--k", "8"], "eval.k=[8]: must be"),
