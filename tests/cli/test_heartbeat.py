@@ -1,6 +1,7 @@
 """Lines where there is no bar."""
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -61,3 +62,19 @@ def test_the_time_left_follows_the_recent_steps(times: list[float], left: str, t
     lines = [json.dumps({"step": step, "time/step": seconds}) for step, seconds in enumerate(times, 1)]
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "ti']))
     assert last_written(tmp_path) == f"last written: word_problems/seed-0/weak/metrics.jsonl, {left}"
+
+
+def test_a_warm_start_says_how_far_it_is(tmp_path: Path) -> None:
+    from tandemrl.apps.experiments.experiment import Job, _building
+
+    home = tmp_path / "jargon" / "seed-3"
+    with _building(home, Job("jargon", 3)) as progress:
+        progress(1, 100, 5.0)
+        assert re.fullmatch(
+            r"building the jargon pair of seed 3: step 1 of 100, loss 5\.000, about \d+ s left", last_written(tmp_path)
+        )
+        progress(2, 100, 4.0)  # at most once a second
+        assert "step 1 of 100" in last_written(tmp_path)
+        progress(100, 100, 1.0)
+        assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
+    assert last_written(tmp_path) == "building the models"

@@ -1,5 +1,7 @@
 import json
 import os
+import sys
+import types
 from pathlib import Path
 
 import pyarrow
@@ -205,6 +207,22 @@ def test_synthetic_source():
     rows = load_rows(["synthetic:plain:heldout:5"])
     assert len(rows) == 5
     assert all(row.data_source == "synthetic/plain" for row in rows)
+
+
+def test_hub_source_uses_datasets(monkeypatch):
+    calls = []
+
+    def load_dataset(repo, config, *, split):
+        calls.append((repo, config, split))
+        if repo == "openai/gsm8k":
+            return [{"question": "q", "answer": "#### 3"}]
+        return [{"problem": "1/2?", "answer": r"\frac12"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    rows = load_rows(["hf:openai/gsm8k:main:test", "hf:HuggingFaceH4/MATH-500:default:test"])
+    assert calls == [("openai/gsm8k", "main", "test"), ("HuggingFaceH4/MATH-500", "default", "test")]
+    assert [row.ground_truth for row in rows] == ["3", r"\frac12"]
+    assert [row.example_id for row in rows] == ["openai/gsm8k/test/0", "HuggingFaceH4/MATH-500/test/0"]
 
 
 @real_gsm8k

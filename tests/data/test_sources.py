@@ -77,11 +77,26 @@ def test_a_files_own_name_goes_before_that_of_its_folder(tmp_path):
     assert (values(TRAIN, tmp_path / "test"), values(TEST, tmp_path / "test")) == ([1], [2])
 
 
+def test_two_files_that_could_be_meant_are_an_error(tmp_path):
+    put(tmp_path / "a.jsonl", 1)
+    put(tmp_path / "b.jsonl", 2)
+    with pytest.raises(DataError, match=r"files found: a\.jsonl, b\.jsonl"):
+        values(TRAIN, tmp_path)
+
+
 def test_a_missing_shard_is_noticed(tmp_path):
     put(tmp_path / "train-00000-of-00003.parquet", 1)
     put(tmp_path / "train-00002-of-00003.parquet", 2)
     with pytest.raises(DataError, match="2 of 3 files of the split are there"):
         values(TRAIN, tmp_path)
+
+
+def test_years_are_not_shards(tmp_path):
+    put(tmp_path / "aime_2025.jsonl", 1)
+    put(tmp_path / "aime_2026.jsonl", 2)
+    with pytest.raises(DataError, match=r"files found: aime_2025\.jsonl, aime_2026\.jsonl"):
+        values(Origin("MathArena/other"), tmp_path)
+    assert values(Origin("MathArena/aime_2026"), tmp_path) == [2]
 
 
 def test_a_copy_among_others_has_the_name_of_its_repository(tmp_path):

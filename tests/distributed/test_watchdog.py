@@ -1,15 +1,13 @@
 """What counts as work, what ends a process that does none, and when a run of several processes is watched."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,61 +181,6 @@ def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.Monkey
 
 
 # ------------------------------------------------------------------------------------------------- the order of things
-
-
-AXES = ("dp_replicate", "dp_shard", "sp", "tp")
-
-
-class FakeMesh(str):
-    """The name of an axis, which is its group as well."""
-
-    def __getitem__(self, axis: Any) -> "FakeMesh":  # type: ignore[override]
-        return FakeMesh(axis)
-
-    def _flatten(self, name: str) -> None: ...
-
-    def get_group(self) -> str:
-        return str(self)
-
-    def get_local_rank(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize(("device", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
-def test_a_process_is_watched_before_it_meets_the_others(
-    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With NCCL as with gloo; every group of the mesh gets the run's time-out. Fakes: no GPU is here."""
-    calls, limit = Mock(), timedelta(seconds=50)
-    monkeypatch.setattr(parallel, "WATCHDOG", calls.watchdog)
-    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
-    dist = parallel.dist
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "init_process_group", calls.init_process_group)
-    monkeypatch.setattr(dist, "destroy_process_group", calls.destroy_process_group)
-    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", calls.set_timeout)
-    monkeypatch.setattr(parallel, "init_device_mesh", calls.init_device_mesh)
-    calls.init_device_mesh.return_value = FakeMesh("")
-    monkeypatch.setattr(os, "environ", os.environ | {"WORLD_SIZE": "2", "RANK": "1"})
-
-    world = parallel.init_world(ParallelConfig(timeout_s=50.0), torch.device(device))
-    assert (world.rank, world.size, world.timeout_s) == (1, 2, 50.0)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    parallel.destroy_world()
-    assert calls.mock_calls == [
-        call.watchdog.begin(50.0, "process 1 of 2"),
-        *[call.set_device(torch.device("cuda"))] * (device == "cuda"),
-        call.init_process_group(backend, timeout=limit),
-        call.init_device_mesh(device, (1, 2, 1, 1), mesh_dim_names=AXES),
-        *[call.set_timeout(limit, axis) for axis in (*AXES, "data", "fsdp")],
-        call.destroy_process_group(),
-        call.watchdog.end(),
-    ]
 
 
 def test_one_process_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:

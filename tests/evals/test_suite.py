@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -39,12 +40,13 @@ from tandemrl.config import (
     ModelConfig,
     RewardConfig,
     SelectionConfig,
+    load,
 )
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.loading import prepare
+from tandemrl.models.loading import load_tokenizer, prepare
 from tandemrl.models.sampling import DRAW
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.engine import Sampling
@@ -108,6 +110,25 @@ def test_with_equal_weights_handing_over_changes_no_text(phase, pair, tmp_path):
         texts |= {(name, arm): [s.tokens for s in samples if s.arm == arm] for arm in {s.arm for s in samples}}
     assert len(texts) == 4
     assert all(tokens == texts["pass-at-k", "solo"] for tokens in texts.values())
+
+
+def test_template_arguments_reach_the_prompts_and_the_result(pair, tmp_path):
+    """They are recorded where they are not the defaults, which results of earlier versions had, too."""
+    thinking = tmp_path / "thinking"
+    shutil.copytree(pair / "senior", thinking)
+    chat = load_tokenizer(thinking)
+    chat.chat_template += "{% if enable_thinking %}{{ messages[0].content }}{% endif %}"
+    chat.save_pretrained(thinking)
+    data = ["data.eval=[synthetic:plain:heldout:2]"]
+    quiet, thoughtful = (
+        session.Session(load(overrides=[*data, *more]), str(thinking), ["pass-at-k"])
+        for more in ([], ["data.template_arguments={enable_thinking: true}"])
+    )
+    for short, long in zip(quiet.prompts[0], thoughtful.prompts[0], strict=True):
+        assert long.tokens[: len(short.tokens)] == short.tokens
+        assert len(long.tokens) > len(short.tokens)
+    assert "template_arguments" not in quiet.solo_identity
+    assert thoughtful.solo_identity["template_arguments"] == {"enable_thinking": True}
 
 
 def test_a_finished_phase_is_skipped(phase, monkeypatch):

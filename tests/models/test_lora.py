@@ -135,6 +135,19 @@ def test_adapter_free_is_the_model_of_before_and_ends() -> None:
     assert all(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
 
 
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_checkpointed_forwards_give_the_same_gradients(make) -> None:
+    model = adapted(prepared(make()))
+    logprobs(model).sum().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    logprobs(model).sum().backward()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient)
+
+
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "layers.1.mlp.up_proj")])
 def test_exported_adapters_are_read_by_peft(targets: tuple[str, ...], tmp_path: Path) -> None:
     from peft import PeftModel

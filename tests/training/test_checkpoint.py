@@ -266,6 +266,20 @@ def test_training_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:
     assert resumed["policy"].module.head.weight is resumed["policy"].module.embed.weight
 
 
+def test_an_optimiser_that_has_not_stepped_is_saved_and_restored_as_such(tmp_path: Path) -> None:
+    fresh, untouched = trained(0), trained(0)
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": fresh})
+    assert not fresh.optimizer.state
+    resumed = trained(5, steps=4)
+    resumed.module.frozen.data.copy_(fresh.module.frozen)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert not resumed.optimizer.state
+    for part in (untouched, fresh, resumed):
+        train(part, 2)
+    assert same(everything(untouched), everything(fresh))
+    assert same(everything(untouched), everything(resumed))
+
+
 def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
 
     path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})

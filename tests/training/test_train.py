@@ -25,6 +25,7 @@ from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weight
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
+from tandemrl.evals import EvalResult
 from tandemrl.losses import RECIPES
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
@@ -35,9 +36,10 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training import loop
+from tandemrl.training import checkpoint, evaluation, loop
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, identity, latest, lock, restore
+from tandemrl.training.evaluation import evaluate
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit, self_difference
 from tandemrl.training.loop import train
 from tandemrl.training.tracking import Tracker
@@ -103,6 +105,27 @@ def failing(original: Callable[..., None], at: int) -> Callable[..., None]:
         original(self, number, metrics)
 
     return step
+
+
+def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build(config(tiny_pair, tmp_path, "data.monitor=synthetic:plain:train:3"))
+    run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
+    score, exported = {4: 0.25, 3: 0.75}, []
+
+    def graded(_: object, prompts: Sequence[object], *_rest: object) -> EvalResult:
+        values = dict.fromkeys(("pass@1", "pass@2", "reward", "length", "truncation_rate"), score[len(prompts)])
+        return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
+
+    monkeypatch.setattr(evaluation, "evaluate_solo", graded)
+    monkeypatch.setattr(checkpoint, "export", lambda run, name, step: exported.append(name))
+    first = evaluate(run, 1)
+    assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
+    score[3] = 1.0
+    evaluate(run, 1)
+    assert (run.progress.best.values["pass@2"], exported) == (0.25, ["best"] * 2)
+    score[4] = 0.5
+    evaluate(run, 1)
+    assert (run.progress.best.values["pass@2"], exported) == (0.5, ["best"] * 3)
 
 
 MOMENTS = [  # in a run of six steps that saves after every second: a function, which call of it, and whether before it

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -206,6 +207,43 @@ def test_a_weight_that_is_sent_twice_is_refused(stock):
     weights = list(trainer("Qwen3", 2).named_parameters())
     with pytest.raises(EngineError, match=r"q_norm\.weight was sent twice"):
         load_checkpoint_weights(stock("Qwen3", "float32").runner, [*weights, *weights[5:6]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gathered_weights_are_held_a_layer_at_a_time(stock, dtype):
+    """Through all of `send_weights` in one process, as a trainer of several processes gathers them."""
+    from tandemrl.rollout.engine import SentWeights
+    from tandemrl.rollout.vllm.weights import receive_weights, send_weights
+
+    running, model = stock("Qwen3", dtype), trainer("Qwen3", 5)
+    running.load(trainer("Qwen3", 1))
+    gathered: list[tuple[weakref.ref[torch.Tensor], int]] = []
+    most = 0
+
+    def gather() -> Any:
+        nonlocal most
+        for name, parameter in model.named_parameters():
+            whole = parameter.detach().clone()
+            gathered.append((weakref.ref(whole), whole.numel()))
+            most = max(most, sum(size for alive, size in gathered if alive() is not None))
+            yield name, whole
+
+    def load(handed: Any) -> None:
+        receive_weights({1: running.runner}, handed, torch.device("cpu"), adapters=False)
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    sent = SentWeights(shapes, gather())
+    send_weights(sent, load, in_process=True, shares_gpu=False, dtype=running.dtype)
+    assert running.fingerprint() == running.sent(model)
+    sizes = [size for _, size in gathered]
+    assert most < sum(sizes) / 2
+    assert most <= max(sizes) + max(
+        sum(p.numel() for p in layer.parameters()) for layer in model.get_submodule("model.layers")
+    )
+    del shapes["model.norm.weight"]
+    with pytest.raises(EngineError, match=r"norm\.weight: it was not sent"):
+        send_weights(SentWeights(shapes, gather()), load, in_process=True, shares_gpu=False, dtype=running.dtype)
+    assert running.fingerprint() == running.sent(model)
 
 
 @pytest.mark.parametrize("layer", ["model.layers.1.mlp.down_proj", "lm_head"])

@@ -221,3 +221,10 @@ def test_half_of_a_character_in_a_reply_is_replaced() -> None:
     """A server that counts in UTF-16 may end a reply inside an emoji; no file could hold it."""
     with FakeJudge(lambda prompt, _: Reply(body=completion("7 \ud83d"))) as judge:
         assert ask(judge, ["a"]) == ["7 ?"]
+
+
+def test_a_proxy_of_the_environment_is_not_used_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with FakeJudge(lambda prompt, _: "fine") as judge:
+        assert ask(judge, ["a"]) == ["fine"]
