@@ -1,13 +1,16 @@
 """Requests that join an open call, and leave it, write what they write alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
+from tandemrl.rollout import decoding
 from tandemrl.rollout.batch_engine import BatchCall
-from tandemrl.rollout.call import Finished
+from tandemrl.rollout.call import Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, solo
@@ -64,6 +67,24 @@ def test_requests_of_any_kind_join_a_call_that_has_begun(options: dict[str, int]
                 left -= {event.number for event in call.step() if isinstance(event, Finished)}
         together = [each for numbers in found for each in ended(call, numbers, left)]
     same(together, [each for request in batch for each in flat(running.generate([request]))])
+
+
+def steps_until_told(call: BatchCall, request: Request) -> int:
+    """How many steps it takes until all sequences of a new request have a token."""
+    left, steps = set(call.submit([request])), 0
+    while left:
+        left -= {event.number for event in call.step() if isinstance(event, NewTokens)}
+        steps += 1
+    return steps
+
+
+def test_a_first_token_comes_at_most_two_steps_later_than_alone() -> None:
+    running = engine()
+    with running.open() as call:
+        alone = steps_until_told(call, asked("longer", bernoulli(0.5), 0))
+    with running.open() as call:
+        assert max(steps_until_told(call, asked("longer", bernoulli(0.5), seed)) for seed in range(20)) <= alone + 2
+        assert len(call._unfinished()) == 40
 
 
 def test_numbers_stand_for_new_sequences_once_they_were_taken() -> None:
@@ -125,3 +146,82 @@ def test_an_open_call_has_the_engine_for_itself() -> None:
                 use()
     running.load_weights(weights, 1)
     assert running.generate([]) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ sessions
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each forward pass over prompts computed."""
+    counts = list[int]()
+
+    def counted(function: Any, tokens_of: Any) -> Any:
+        def call(*given: Any) -> Any:
+            counts.append(sum(map(len, tokens_of(*given))))
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(decoding, "prefill", counted(decoding.prefill, lambda model, texts: [t[:-1] for t in texts]))
+    monkeypatch.setattr(decoding, "extend", counted(decoding.extend, lambda model, cache, rows, starts, chunks: chunks))
+    return counts
+
+
+def turns_of(running: TorchEngine, session: str | None, strategies: Sequence[Strategy], seed: int = 3) -> Any:
+    """The requests and completions of turns that go on with each other, each after three further tokens."""
+    [prompt] = prompts(1, seed=seed)
+    turn = Request(prompt, (seed,), KINDS["plain"], strategies[0], session=session)
+    for i, strategy in enumerate(strategies):
+        [[completion]] = running.generate([replace(turn, strategy=strategy)])
+        yield turn, completion
+        own = tuple(completion.tokens.tolist())
+        further = (*turn.prompt, *own, 3 + i, 4, 5)
+        turn = replace(turn, prompt=further, history=(*turn.history, own), sampling=KINDS["cold"])
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tokens": 3}], ids=["steps", "drafts"])
+def test_a_session_computes_its_new_tokens_alone(options: dict[str, int], computed: list[int]) -> None:
+    """Two models, at each turn 3 further tokens and the last one before them; other requests keep nothing."""
+    running, both = engine(**options), [bernoulli(0.5)] * 3
+    cold = [completion for _, completion in turns_of(running, None, both)]
+    whole = sum(computed)
+    computed.clear()
+    same([completion for _, completion in turns_of(running, "s", both)], cold)
+    [prompt] = prompts(1, seed=3)
+    assert sum(computed) == 2 * (len(prompt) - 1 + 3 + 3) < whole
+
+
+def test_a_model_that_joins_a_session_reads_all_of_it() -> None:
+    running, kinds = engine(), [solo("senior"), bernoulli(0.5), solo("junior"), bernoulli(0.5)]
+    cold = [completion for _, completion in turns_of(running, None, kinds)]
+    same([completion for _, completion in turns_of(running, "s", kinds)], cold)
+
+
+def test_new_weights_end_what_sessions_keep(computed: list[int]) -> None:
+    running = engine()
+    turns = turns_of(running, "s", [bernoulli(0.5)] * 2)
+    next(turns)
+    running.load_weights(qwen3(seed=11).named_parameters(), 1)
+    (request, found), fresh = next(turns), engine()
+    fresh.load_weights(qwen3(seed=11).named_parameters(), 1)
+    same([found], fresh.generate([request])[0])
+    assert computed[-1] == len(request.prompt) - 1
+
+
+def test_the_sessions_used_last_are_kept_and_another_text_is_computed(computed: list[int]) -> None:
+    running = engine(max_rows=2)
+    first, second, third = (turns_of(running, name, [bernoulli(0.5)] * 3, seed) for seed, name in enumerate("abc"))
+    next(first), next(second), next(first), next(third)  # the second one is the oldest
+    computed.clear()
+    next(first)
+    assert sum(computed) == 2 * 3
+    computed.clear()
+    request, _ = next(second)
+    assert sum(computed) == 2 * (len(request.prompt) - 1)
+    computed.clear()
+    other = replace(request, prompt=(*request.prompt[:-4], 9, 9, 9, 9), session="a")
+    alone = engine().generate([replace(other, session=None)])[0]
+    computed.clear()
+    same(running.generate([other])[0], alone)
+    assert sum(computed) == 2 * (len(other.prompt) - 1)

@@ -14,6 +14,7 @@ from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Turn
 from tandemrl.rollout.open_call import CallEngine, OpenCall
 from tandemrl.rollout.partner import MakePartner, check_partnered
+from tandemrl.rollout.sessions import Sessions
 from tandemrl.rollout.two_vocabularies import TwoVocabularies
 from tandemrl.selection.words import vocabulary_of
 
@@ -43,6 +44,7 @@ class BatchEngine(CallEngine):
         self.passes = Passes()
         self._make_partner = make_partner
         self._spelling = None if make_partner is None else vocabulary_of(decoder.tokenizer)
+        self.sessions = Sessions(0 if self.apart else max_rows)
         self._draft_length: DraftLength | None = None
         self._half_loaded = False
 
@@ -114,7 +116,8 @@ class BatchCall(OpenCall[Row]):
             engine.check(i, request)
         pairs = [(request, key) for request in requests for key in request.keys]
         numbers = self._numbers(len(pairs))
-        rows = [Row(request, key, number) for number, (request, key) in zip(numbers, pairs, strict=True)]
+        kept = {id(request): engine.sessions.take(request) for request in requests}
+        rows = [Row(r, key, number, kept=kept[id(r)]) for number, (r, key) in zip(numbers, pairs, strict=True)]
         unfinished = [*self._unfinished(), *rows]
         length = engine.draft_length_for([row.request for row in unfinished], len(unfinished))
         if self._batch is None:
@@ -170,7 +173,9 @@ class BatchCall(OpenCall[Row]):
             if not live and row.number in self._inside:
                 self._inside.remove(row.number)
                 if row.number not in self._awaited:
-                    row.over = True
+                    if row.kept:
+                        self.engine.sessions.keep(row.request, batch.text(row), row.kept)
+                    row.over, row.kept = True, {}
                     self._over.append(row)
         batch.retire()
 

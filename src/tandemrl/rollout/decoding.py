@@ -159,6 +159,10 @@ class DecodingBatch:
         """Forget rows that have ended."""
         self.selection.release(numbers)
 
+    def text(self, row: Row) -> list[int]:
+        """The prompt of a row, and what follows it up to its last turn."""
+        return [*row.request.prompt, *self.tokens[row.number, : row.written].tolist()]
+
     def own_tokens(self, row: Row) -> Int64[Tensor, " n"]:
         """The tokens of the turn that a row has just ended."""
         return self.tokens[row.number, row.start : row.written]
@@ -181,15 +185,27 @@ class DecodingBatch:
     # ------------------------------------------------------------------------------------------------- coming and going
 
     def admit(self, new: list[Row]) -> None:
-        """Compute the prompts of new rows, each distinct request once, and append the rows to the batch."""
+        """Compute the prompts of new rows, each distinct request once, and append the rows to the batch. What their
+        sessions have kept is not computed again."""
         if not new:
             return
         requests = list({id(row.request): row.request for row in new}.values())
         place = {id(request): i for i, request in enumerate(requests)}
         source = torch.tensor([place[id(row.request)] for row in new])
         for who, cache in self.caches.items():
-            prefilled = prefill(self.decoder.models[who], [list(r.prompt) for r in requests])
-            cache.append(prefilled, source, len(self.rows))
+            model, first = self.decoder.models[who], len(self.rows)
+            begun = {first + i: row for i, row in enumerate(new) if who in row.kept}
+            told = {id(row.request) for row in begun.values()}
+            prefilled = prefill(model, [list(r.prompt[: 1 if id(r) in told else None]) for r in requests])
+            cache.append(prefilled, source, first)
+            for at, row in begun.items():
+                cache.put(at, row.kept[who], first + len(new))
+            if begun:
+                starts = [next(iter(row.kept[who].values()))[0].shape[2] for row in begun.values()]
+                further = [row.request.prompt[start:-1] for row, start in zip(begun.values(), starts, strict=True)]
+                extend(model, cache, [*begun], starts, further)
+        for row in new:
+            row.kept = {}
         author = self.selection.admit(
             torch.tensor([row.number for row in new]),
             [row.request.strategy for row in new],
@@ -219,8 +235,7 @@ class DecodingBatch:
 
     def _computed(self, who: int, row: Row) -> Layers:
         """The keys and values of a model that has joined the call since the row left."""
-        text = [*row.request.prompt, *self.tokens[row.number, : row.written].tolist()]
-        return prefill(self.decoder.models[who], [text])
+        return prefill(self.decoder.models[who], [self.text(row)])
 
     def _read(self, places: Tensor, back: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Compute the answers' tokens on top of the rows' keys and values, in one forward pass."""
@@ -251,7 +266,7 @@ class DecodingBatch:
 
     def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
         """The entries, by name of the tensor, of rows whose turns begin."""
-        texts = [[*row.request.prompt, *self.tokens[row.number, : row.written].tolist()] for row in rows]
+        texts = [self.text(row) for row in rows]
         columns = {
             "number": [row.number for row in rows],
             "last": [text[-1] for text in texts],
@@ -492,11 +507,12 @@ class DecodingBatch:
         return indices
 
     def _leave(self, i: int) -> None:
-        """Keep what a further turn of an ended row would need, if it may have one."""
+        """Keep what a further turn of an ended row would need, if it may have one, or the next request of its
+        session."""
         row = self.rows[i]
         row.own += row.written - row.start
-        if self.turns and row.stays:
-            row.senior_next = bool(self.author[i])
+        row.senior_next = bool(self.author[i])
+        if row.request.session is not None or (self.turns and row.stays):
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
 
     def _author_logits(self) -> tuple[Float[Tensor, "b v"], dict[int, Float[Tensor, "b _"]]]:

@@ -51,7 +51,7 @@ class Row:
     over: bool = False
     """Whether no further turn follows."""
     kept: dict[int, Layers] = field(default_factory=dict)
-    """Between two turns: the keys and values of all tokens but the last, by author."""
+    """Between two turns, or two requests of a session: the keys and values of all tokens but the last, by author."""
     senior_next: bool = False
     """Between two turns: whether the strategy lets the senior write after the last token."""
     junior_context: Sequence[int] = ()

@@ -92,7 +92,8 @@ class Request:
     ``history`` holds the own tokens of each turn that was written before under the same key; ``prompt`` contains them.
     Strategy and sampling counters continue after them, so that several requests write what one with a ``Responder``
     would have written. ``task`` is passed to the ``Responder``. ``junior_prompt`` is the prompt in the vocabulary of a
-    junior that has its own; ``end_of_turn`` is the senior's token for the end of a turn by it (None: EOS).
+    junior that has its own; ``end_of_turn`` is the senior's token for the end of a turn by it (None: EOS). Of what a
+    ``session`` computed last, an engine may keep the keys and values for its next request.
     """
 
     prompt: Sequence[int]
@@ -105,6 +106,7 @@ class Request:
     task: Any = None
     junior_prompt: Sequence[int] = ()
     end_of_turn: int | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -131,6 +131,7 @@ class TorchEngine(BatchEngine):
                 raise EngineError(f"weight {name}: shape {weights.shapes[name]}, expected {tuple(parameter.shape)}")
         with self.exclusive(), torch.no_grad():
             self._half_loaded = True
+            self.sessions.clear()
             left = dict(own)
             for name, tensor in weights:
                 left.pop(name).copy_(tensor)

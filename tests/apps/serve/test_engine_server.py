@@ -30,6 +30,7 @@ from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.requests import parse
 from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
 from tandemrl.cli.main import app as command
+from tandemrl.rollout import decoding
 from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
@@ -253,6 +254,30 @@ def test_token_ids_in_and_out_with_log_probs(client: TestClient, engine: TorchEn
     assert card["max_model_len"] == engine.context
 
 
+def test_the_next_turn_of_a_session_computes_its_new_tokens(
+    client: TestClient, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation, and token ids under a header that says whose they are; without either, all is computed anew."""
+    computed, read = list[int](), decoding.extend
+
+    def counted(model: Any, cache: Any, rows: Any, starts: Any, chunks: Any) -> Any:
+        computed.append(sum(map(len, chunks)))
+        return read(model, cache, rows, starts, chunks)
+
+    monkeypatch.setattr(decoding, "extend", counted)
+    ids, headers = [2, 3, 4], {"X-Session-ID": "one"}
+    for number in range(3):
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 5, "seed": 4, "ignore_eos": True}}
+        response = client.post(GENERATE, json=body, headers=headers if number else {})
+        ids = [*ids, *response.json()["choices"][0]["token_ids"], 7, 8]
+    assert computed == [2, 2]  # of both models: the last token before the new ones, which the first step reads
+    messages: list[Any] = [*MESSAGES]
+    told = ask(client, CHAT, messages=messages, tandem={"conversation": "new"})
+    messages += [told["choices"][0]["message"], *MESSAGES]
+    ask(client, CHAT, messages=messages, tandem={"conversation": told["tandem"]["conversation"]})
+    assert len(computed) == 4
+
+
 def test_token_ids_without_limits_and_by_one_author(engine: TorchEngine, words: Any) -> None:
     """The sampling is what the request says, not what the model's generation config does."""
     with TestClient(serving(engine, words, defaults={"temperature": 0.1}), base_url="http://127.0.0.1") as asking:
@@ -445,7 +470,9 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
         ({"tandem": {"conversation": "new"}}, "only /v1/chat/completions has messages"),
         ({"tandem": {"max_gap_tokens": 0}}, "tandem: max_gap_tokens must be at least 1"),
         ({"stream": "yes"}, "stream: expected true or false"),
-        ({"n": 5000}, "at most 1024"),
+        ({"n": 5000}, "n: expected a whole number from 1 to 1024"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"tandem": {"prob_senior": 2}}, "prob_senior must be in [0, 1]"),
     ],

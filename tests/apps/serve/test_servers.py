@@ -120,11 +120,13 @@ def test_a_client_that_leaves_frees_its_request(client: Any) -> None:
     assert complete(client, max_tokens=3).choices[0].token_ids
 
 
-def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any, count: int) -> None:
     """From several threads, in tandem and alone, each a while after the other."""
     engine, generator = reference(PAIR), np.random.default_rng(0)
     asked = [
-        (written(5 + i % 20, seed=i), i, [{}, {"solo": "senior"}, {"strategy": "bernoulli"}][i % 3]) for i in range(40)
+        (written(5 + i % 20, seed=i), i, [{}, {"solo": "senior"}, {"strategy": "bernoulli"}][i % 3])
+        for i in range(count)
     ]
     waits = generator.exponential(0.02, len(asked)).cumsum().tolist()
     begin = time.monotonic()

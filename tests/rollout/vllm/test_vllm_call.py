@@ -1,6 +1,7 @@
 """Requests that join an open call of vLLM, and leave it, write what they write alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,41 @@ def test_requests_of_any_kind_join_a_call_that_has_begun(engines, mode):
         logprobs = [value for each in news for value in each.logprobs]
         assert logprobs == pytest.approx(completion.behaviour_logprobs.tolist())
         assert len(news) > 1 or len(completion.tokens) < 6
+
+
+def steps_until_told(call: Any, request: Request) -> int:
+    """How many steps it takes until all sequences of a new request have a token."""
+    left, steps = set(call.submit([request])), 0
+    while left:
+        left -= {event.number for event in call.step() if isinstance(event, NewTokens)}
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["lazy", "draft"])
+def test_a_first_token_comes_at_most_two_steps_later_than_alone(engines, mode):
+    engine = engines(PAIR, mode=mode, **({"draft_tokens": 4} if mode == "draft" else {}))
+    batch = mixed(prompts(12, seed=31), Sampling(max_tokens=60, ignore_eos=True), seed=31)
+    with engine.open() as call:
+        alone = steps_until_told(call, batch[0])
+    with engine.open() as call:
+        assert max(steps_until_told(call, request) for request in batch) <= alone + 2
+        assert len(call._flying) == 12
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lockstep"])
+def test_a_session_computes_a_block_twice_at_most(engines, mode):
+    """By the prefix cache: over three turns, neither model computes more than the text and a block for each turn."""
+    engine, [prompt] = engines(PAIR, mode=mode, block_size=32, kv_blocks=64), prompts(1, seed=8, lengths=(40,))
+    before, turn = engine.stats()["computed"], Request(tuple(prompt), (8,), KINDS[0], strategies()["bernoulli 0.5"])
+    for i in range(3):
+        turn = replace(turn, sampling=changed(KINDS[0], max_tokens=30 + i, ignore_eos=True))
+        found = flat(engine.generate([turn]))
+        assert_equal_completions(found, flat(reference(PAIR).generate([turn])))
+        own = tuple(found[0].tokens.tolist())
+        turn = replace(turn, prompt=(*turn.prompt, *own, 3 + i, 4, 5), history=(*turn.history, own))
+    for after, then in zip(engine.stats()["computed"], before, strict=True):
+        assert after - then <= len(turn.prompt) + 2 * 32
 
 
 def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines):

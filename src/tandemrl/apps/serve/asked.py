@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tandemrl.apps.serve.conversations import Refused
-from tandemrl.apps.serve.requests import ParsedRequest
+from tandemrl.apps.serve.requests import MAX_SAMPLES, ParsedRequest
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.data.messages import Message, sound, text_of
 from tandemrl.data.rows import chat_tokens
@@ -20,8 +20,6 @@ from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.envs.tools import Schema
 from tandemrl.selection import Strategy
 
-MAX_SAMPLES = 1024
-"""How many completions of a prompt one request may ask for, and how many prompts it may have."""
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The fields whose defaults a model's generation config says."""
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -30,11 +28,12 @@ _READ = {
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "response_format"),
     *("tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "logprobs"),
     *("top_logprobs", "add_special_tokens", "return_token_ids", "tandem"),
-    *("structured_outputs", "include_reasoning", *SAMPLED, *_PENALTIES),
+    *SAMPLED,
+    *_PENALTIES,
 }
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "priority", "request_id", "parallel_tool_calls"),
-    *("safety_identifier", "prompt_cache_key", "cache_salt"),
+    *("safety_identifier", "prompt_cache_key", "cache_salt", "include_reasoning"),
 }
 
 
@@ -111,6 +110,7 @@ class Reader:
         *,
         chat: bool,
         ids: Sequence[int] | None = None,
+        session: str | None = None,
     ) -> Asked:
         """Read the body of a request.
 
@@ -119,6 +119,7 @@ class Reader:
             strategy: that of its selection.
             chat: whether it is a chat, or a plain completion.
             ids: the prompt of a chat that goes on, instead of its messages.
+            session: what it is part of, if it is no conversation (see ``rollout.engine.Request``).
 
         Raises:
             Refused, DataError, ConfigError, EngineError: a field cannot be done, or is no value of its kind; names it.
@@ -131,8 +132,8 @@ class Reader:
             prompts = [[*ids]]
         else:
             prompts = [self.chat_ids(body, body["tools"] if tools else ())] if chat else self.prompts(body)
-        if max(parsed.samples, len(prompts)) > MAX_SAMPLES:
-            raise Refused(f"n, prompt: at most {MAX_SAMPLES} are possible in a request")
+        if len(prompts) > MAX_SAMPLES:
+            raise Refused(f"prompt: at most {MAX_SAMPLES} are possible in a request")
         sampling = self._sampling(body, max(map(len, prompts)), chat=chat)
         by_junior: Sequence[Sequence[int]] = [()] * len(prompts)
         if strategy.removed is not None:
@@ -147,11 +148,13 @@ class Reader:
             _flag(body, "skip_special_tokens", True),
         )
         stream = _flag(body, "stream", False)
+        session = session if parsed.conversation is None else parsed.conversation.id
+        more: dict[str, Any] = {"history": parsed.history, "session": session}
         return Asked(
             chat,
             parsed,
             tuple(
-                Request(tuple(each), keys, sampling, strategy, history=parsed.history, junior_prompt=tuple(read))
+                Request(tuple(each), keys, sampling, strategy, junior_prompt=tuple(read), **more)
                 for each, read in zip(prompts, by_junior, strict=True)
             ),
             style,

@@ -189,7 +189,7 @@ class _Routes:
             message = f"The model `{body['model']}` does not exist. This server has `{self._model}`."
             return JSONResponse(error_body(message, 404, kind="NotFoundError", param="model"), 404)
         with _refusals():
-            asked = replace(self._read(body, chat=chat), raw=raw)
+            asked = replace(self._read(body, chat=chat, session=request.headers.get("x-session-id")), raw=raw)
         exchange, streams = _Exchange(self._thread, self._speaker, self._ends, asked, self._model), False
         try:
             with _refusals():
@@ -238,7 +238,7 @@ class _Routes:
             after = conversation.after([*body["messages"], exchange.choices[0]["message"]], request.prompt, turn)
             exchange.asked = replace(exchange.asked, parsed=exchange.asked.parsed._replace(conversation=after))
 
-    def _read(self, body: Mapping[str, Any], *, chat: bool) -> Asked:
+    def _read(self, body: Mapping[str, Any], *, chat: bool, session: str | None) -> Asked:
         """Read a request. The conversation that it continues is taken from then on."""
         id = conversation_of(body)
         if id is not None and not chat:
@@ -252,7 +252,7 @@ class _Routes:
                 strategy = self._strategy_of(parsed.selection)
             except ValueError as error:
                 raise Refused(f"tandem: {error}") from None
-            return self._reader.read(body, parsed, strategy, chat=chat, ids=ids)
+            return self._reader.read(body, parsed, strategy, chat=chat, ids=ids, session=session)
         except BaseException:
             if known is not None:
                 self._conversations.give_back(known)

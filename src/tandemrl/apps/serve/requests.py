@@ -17,8 +17,10 @@ from tandemrl.config.strategies import KINDS
 from tandemrl.selection import Who
 from tandemrl.selection.draws import mix64
 
+MAX_SAMPLES = 1024
+"""How many completions of a prompt one request may ask for, and how many prompts it may have."""
 MAX_WHOLE = 2**31
-"""The largest whole number that a request may contain, except for seeds."""
+"""The largest whole number of a selection."""
 SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles only can keep it
 
 
@@ -58,29 +60,15 @@ def parse(body: Mapping[str, Any], default: SelectionConfig, known: Conversation
         Refused: a field is not possible in tandem decoding. The message names it and what it should be.
     """
     field = body.get
-    rules: list[tuple[bool, str]] = [
-        (not field("use_beam_search"), "use_beam_search: beams have no single author per token"),
-        (not field("echo"), "echo: send the prompt along yourself; only generated tokens have authors"),
-        (field("prompt_logprobs") is None, "prompt_logprobs: a prompt has no author"),
-        (not field("prompt_embeds"), "prompt_embeds: the two models have different embeddings; send text or token ids"),
-        (field("kv_transfer_params") is None, "kv_transfer_params: there is no other server to take KV from"),
-        (field("include_reasoning", True) is True, "include_reasoning=false: it hides token ids, so authors, too"),
-        (
-            field("structured_outputs") is None and _object(field("response_format")).get("type", "text") == "text",
-            "response_format, structured_outputs: grammars are not applied",
-        ),
-        (
-            field("tool_choice") in (None, "none", "auto"),
-            "tool_choice: only none and auto; a forced call needs a grammar, and these are not applied",
-        ),
-    ]
-    for ok, reason in rules:
-        if not ok:
-            raise Refused(f"not possible in tandem decoding: {reason}")
-
+    if field("prompt_logprobs") is not None:
+        raise Refused("prompt_logprobs: a prompt has no author; leave it out")
+    if field("response_format") not in (None, {"type": "text"}):
+        raise Refused("response_format: only text, since grammars are not applied")
+    if field("tool_choice") not in (None, "none", "auto"):
+        raise Refused("tool_choice: only none and auto; a forced call needs a grammar, and these are not applied")
     tandem = {} if field("tandem") is None else field("tandem")
     selection = selection_of(tandem, default if known is None else known.selection)
-    samples = _whole(body, "n", 1, 1, MAX_WHOLE)
+    samples = _whole(body, "n", 1, 1, MAX_SAMPLES)
     seed = None if field("seed") == -1 else _whole(body, "seed", None, 0, 2**63 - samples)
     conversation = known
     if known is not None:
@@ -176,11 +164,6 @@ def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise Refused(f"{name}: expected a whole number from {low} to {high}, got {json.dumps(value)}")
     return value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    """``value`` if it is a JSON object, else an empty one. `asked` refuses other values."""
-    return value if isinstance(value, dict) else {}
 
 
 def _prompts(prompt: Any) -> int:
