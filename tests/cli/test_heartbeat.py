@@ -1,7 +1,6 @@
 """Lines where there is no bar."""
 
 import json
-import re
 import threading
 from pathlib import Path
 
@@ -70,11 +69,7 @@ def test_a_warm_start_says_how_far_it_is(tmp_path: Path) -> None:
     home = tmp_path / "jargon" / "seed-3"
     with _building(home, Job("jargon", 3)) as progress:
         progress(1, 100, 5.0)
-        assert re.fullmatch(
-            r"building the jargon pair of seed 3: step 1 of 100, loss 5\.000, about \d+ s left", last_written(tmp_path)
-        )
-        progress(2, 100, 4.0)  # at most once a second
-        assert "step 1 of 100" in last_written(tmp_path)
+        assert last_written(tmp_path) == "building the jargon pair of seed 3: step 1 of 100, loss 5.000"
         progress(100, 100, 1.0)
         assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
     assert last_written(tmp_path) == "building the models"
