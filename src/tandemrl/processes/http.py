@@ -12,8 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -80,7 +79,7 @@ class Client:
 
     def __init__(self, service: Service) -> None:
         self.service, self.url = service, service.url.rstrip("/")
-        self._given_up = threading.Event()
+        self._given_up = False
         headers = {"Accept-Encoding": "identity"}  # httpx would unpack a chunk to any size at once
         if service.api_key_env is not None:
             if not os.environ.get(service.api_key_env):
@@ -91,22 +90,21 @@ class Client:
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=None,
-            limits=httpx.Limits(max_connections=service.concurrency),
             mounts=dict.fromkeys(LOOPBACK),  # a proxy of the environment is not for this machine
         )
-
+        self._free = asyncio.Semaphore(service.concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
         self._thread.start()
 
     def give_up(self) -> None:
         """Let requests that are running end after their present attempt, and begin no others."""
-        self._given_up.set()
+        self._given_up = True
 
     def close(self) -> None:
         """Close the connections, of which none may be in use."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+            self._run(self._client.aclose())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -117,11 +115,11 @@ class Client:
         Raises:
             Service.error: the last attempt failed, or one failed in a way that further attempts would repeat.
         """
-        return self._attempts(path, None, read, threading.Event())
+        return self._run(self._attempts(path, None, read))
 
     def post(self, path: str, body: Mapping[str, Any], read: Read[T]) -> T:
         """As `get`, with a JSON body."""
-        return self._attempts(path, body, read, threading.Event())
+        return self._run(self._attempts(path, body, read))
 
     def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], read: Read[T]) -> list[T]:
         """Send one POST request per body, and return their replies in order.
@@ -129,24 +127,17 @@ class Client:
         Raises:
             Service.error: a request has no reply after all attempts; the others are then given up, too.
         """
-        if not bodies:
-            return []
-        stop = threading.Event()
-        with ThreadPoolExecutor(min(self.service.concurrency, len(bodies))) as pool:
-            futures: list[Future[T]] = []
+
+        async def all_of_them() -> list[T]:
+            tasks = [asyncio.ensure_future(self._attempts(path, body, read)) for body in bodies]
             try:
-                futures.extend(pool.submit(self._attempts, path, body, read, stop) for body in bodies)
-                with WATCHDOG.shared():
-                    wait(futures, return_when=FIRST_EXCEPTION)
+                return await asyncio.gather(*tasks)
             finally:  # of no effect after a success
-                stop.set()
-                for future in futures:
-                    future.cancel()
-        errors = [future.exception() for future in futures if not future.cancelled()]
-        for error in errors:
-            if error is not None and not isinstance(error, _GivenUp):
-                raise error
-        return [future.result() for future in futures]
+                for task in tasks:
+                    task.cancel()
+
+        with WATCHDOG.shared():
+            return self._run(all_of_them())
 
     def wait(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
         """Return as soon as an OpenAI-compatible endpoint answers, or after ``seconds``.
@@ -159,7 +150,7 @@ class Client:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             try:
-                _models(self._send("/models", None))
+                _models(self._run(self._send("/models", None)))
                 return
             except PermanentError:
                 return
@@ -186,25 +177,34 @@ class Client:
             raise self.service.error(f"{self.service.section}.model={name}: {self.url} serves {', '.join(listed)}")
         return name
 
-    def _attempts(self, path: str, body: Mapping[str, Any] | None, read: Read[T], stop: threading.Event) -> T:
-        service = self.service
-        for attempt in range(1 + service.retries):
-            if stop.is_set() or self._given_up.is_set():
-                raise _GivenUp
-            try:
-                reply = read(self._send(path, body))
-                stamp()
-                return reply
-            except RetryableError as problem:
-                last = problem
-            except PermanentError as problem:
-                stop.set()
-                raise service.error(str(problem)) from None
-            if attempt < service.retries:
-                longest = service.backoff_s * 2**attempt
-                asked = min(last.retry_after, longest) if service.hurried else last.retry_after
-                stop.wait(min(max(longest * _JITTER.uniform(0.5, 1.0), asked), MAX_WAIT_S))
-        stop.set()
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of what runs in the event loop."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            found = future.result()
+            stamp()
+            return found
+        finally:
+            future.cancel()  # where this thread was interrupted
+
+    async def _attempts(self, path: str, body: Mapping[str, Any] | None, read: Read[T]) -> T:
+        service, last = self.service, RetryableError("")
+        async with self._free:
+            for attempt in range(1 + service.retries):
+                if attempt:
+                    longest = service.backoff_s * 2 ** (attempt - 1)
+                    asked = min(last.retry_after, longest) if service.hurried else last.retry_after
+                    await asyncio.sleep(min(max(longest * _JITTER.uniform(0.5, 1.0), asked), MAX_WAIT_S))
+                if self._given_up:
+                    raise _GivenUp
+                try:
+                    reply = read(await self._send(path, body))
+                    stamp()
+                    return reply
+                except RetryableError as problem:
+                    last = problem
+                except PermanentError as problem:
+                    raise service.error(str(problem)) from None
         section = service.section
         raise service.error(
             f"the service at {self.url} ({section}.url) failed {1 + service.retries} time(s), at last with: {last}. Is "
@@ -212,7 +212,7 @@ class Client:
             "patient to be"
         )
 
-    def _send(self, path: str, body: Mapping[str, Any] | None) -> "Response":
+    async def _send(self, path: str, body: Mapping[str, Any] | None) -> "Response":
         """One attempt: the whole response, within ``timeout_s`` and `MAX_REPLY_BYTES`.
 
         Raises:
@@ -222,9 +222,7 @@ class Client:
         limit = self.service.timeout_s
         try:
             request = self._client.build_request("GET" if body is None else "POST", self.url + path, json=body)
-            response, content = asyncio.run_coroutine_threadsafe(
-                asyncio.wait_for(self._received(request), limit), self._loop
-            ).result()
+            response, content = await asyncio.wait_for(self._received(request), limit)
         except TimeoutError:
             raise RetryableError(f"no complete reply within {limit:g} s") from None
         except httpx.InvalidURL as error:
@@ -301,7 +299,7 @@ _JITTER = random.SystemRandom()  # the global generator is the user's
 
 
 class _GivenUp(Exception):
-    """Another request of the batch has failed for good, or all are given up."""
+    """All requests are given up."""
 
 
 def _refuse_constant(name: str) -> Any:

@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tandemrl.models.sampling import race_times
 from tandemrl.rollout.decoding_rows import Decoder, Shaping, sample
 from tandemrl.rollout.kv_cache import KVCache, Layers, StaticCache, column_mask
+from tandemrl.selection.authors import map_state
 from tandemrl.selection.draws import fold_in
-from tandemrl.selection.live import Mark, map_state
+from tandemrl.selection.live import Mark
 from tandemrl.selection.strategies import Strategy
 
 CUDA_STEPS = 16  # between two looks, if rollout.host_every is auto; 1 on a CPU

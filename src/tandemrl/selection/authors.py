@@ -1,6 +1,6 @@
 """Who wrote each token, recomputed from tokens and request keys alone, and how often authors were drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -9,6 +9,14 @@ from jaxtyping import Bool, Int8, Int64
 from torch import Tensor
 
 from tandemrl.selection.strategies import Strategy
+
+
+def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
+    """Apply ``function`` to corresponding tensors of (nested) NamedTuple states."""
+    if isinstance(states[0], Tensor):
+        return function(*states)
+    mapped = [map_state(function, *parts) for parts in zip(*states, strict=True)]
+    return type(states[0])(*mapped) if hasattr(states[0], "_fields") else tuple(mapped)
 
 
 def draw_counts(state: Any) -> tuple[Int64[Tensor, " b"], Int64[Tensor, " b"]]:
@@ -109,7 +117,4 @@ def resumed(
 
 def _where(rows: Bool[Tensor, " b"], chosen: Any, other: Any) -> Any:
     """``torch.where`` by row on (nested) NamedTuples of tensors: ``chosen`` where ``rows`` is true, else ``other``."""
-    if isinstance(chosen, Tensor):
-        return torch.where(rows.view(-1, *[1] * (chosen.dim() - 1)), chosen, other)
-    parts = [_where(rows, a, b) for a, b in zip(chosen, other, strict=True)]
-    return type(chosen)(*parts) if hasattr(chosen, "_fields") else tuple(parts)
+    return map_state(lambda a, b: torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b), chosen, other)

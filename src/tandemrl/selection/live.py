@@ -3,14 +3,14 @@
 Each strategy has one state for all of its rows. Rows are addressed by slot, so that any subset of them can advance.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from tandemrl.selection.authors import resumed
+from tandemrl.selection.authors import map_state, resumed
 from tandemrl.selection.strategies import Strategy
 
 Mark = list[tuple[int, Tensor, Any]]
@@ -184,11 +184,3 @@ def _grown(tensor: Tensor, size: int, fill: int = 0) -> Tensor:
         return tensor
     extra = tensor.new_full((max(size, 2 * len(tensor)) - len(tensor), *tensor.shape[1:]), fill)
     return torch.cat([tensor, extra])
-
-
-def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
-    """Apply ``function`` to corresponding tensors of (nested) NamedTuple states."""
-    if isinstance(states[0], Tensor):
-        return function(*states)
-    mapped = [map_state(function, *parts) for parts in zip(*states, strict=True)]
-    return type(states[0])(*mapped) if hasattr(states[0], "_fields") else tuple(mapped)
