@@ -71,7 +71,7 @@ def _add(experiment: Experiment) -> None:
             echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
         typer.echo(f"report: {folder}/report.html")
 
-    app.command(name, help=f"{experiment.summary}\n\nE.g. tandemrl experiment {name} train.steps=20")(run)
+    app.command(name, help=experiment.summary)(run)
 
 
 for each in EXPERIMENTS.values():
@@ -98,10 +98,7 @@ def retrievers(
     samples: Samples = None,
     device: Device = None,
 ) -> None:
-    """The same questions to every model, with each retriever. Nothing is trained.
-
-    E.g. tandemrl experiment retrievers --retriever bm25 --retriever golden --model MODEL --data musique.parquet
-    """
+    """The same questions to every model, with each retriever. Nothing is trained."""
     from tandemrl.apps.experiments.retrievers import Benchmark, run_retrievers
     from tandemrl.cli.heartbeat import heartbeat, last_written
     from tandemrl.cli.lines import echo

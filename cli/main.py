@@ -16,6 +16,7 @@ with interruptible():
         config,
         data,
         evaluate,
+        examples,
         experiment,
         model,
         play,
@@ -87,6 +88,7 @@ app.command("score")(score.score)
 app.command("report")(report.report)
 app.command("config")(config.config)
 app.command("check")(check.check)
+examples.add_examples(app)
 
 
 def _print_version(asked: bool) -> None:

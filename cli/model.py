@@ -29,10 +29,7 @@ def tiny(
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
-    """Unpack a tiny senior/junior pair, or train it. What comes with the library is not trained unless you ask.
-
-    E.g. tandemrl model tiny jargon --out runs/pair
-    """
+    """Unpack a tiny senior/junior pair, or train it. What comes with the library is not trained unless you ask."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
     from tandemrl.tasks.generated import hops
 

@@ -4,10 +4,12 @@ import copy
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,23 @@ class Recorder:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def test_every_command_has_an_example_that_its_options_allow() -> None:
+    from typer.main import get_command
+
+    from tandemrl.cli.examples import EXAMPLES
+
+    def leaves(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+        for name, each in getattr(command, "commands", {}).items():
+            yield from leaves(each, f"{path} {name}".strip())
+        if not hasattr(command, "commands"):
+            yield path, command
+
+    found = dict(leaves(get_command(app)))
+    assert found.keys() == EXAMPLES.keys()
+    for path, command in found.items():
+        command.make_context(path, shlex.split(EXAMPLES[path]))  # raises if an option is unknown or missing
 
 
 def test_help_lists_the_commands() -> None:

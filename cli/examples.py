@@ -1,0 +1,54 @@
+"""An example for the help of every command."""
+
+import typer
+
+EXAMPLES = {
+    "train": "--config quickstart train.steps=5 output_dir=runs/first",
+    "eval all": "--model runs/first/hf/best --config runs/first",
+    "eval pass-at-k": "--model runs/first/hf/best --config runs/first --samples 8",
+    "eval tandem": "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
+    "eval handoff": "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
+    "eval legibility": "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
+    "eval drift": "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
+    "eval junior": "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
+    "eval verified": "--model MODEL --data test.parquet judge.url=http://localhost:8000/v1",
+    "eval qa": "--model MODEL --data musique.parquet --predictions predictions.jsonl",
+    "eval verifier": "--data HardVerify-Math.json judge.url=http://localhost:8000/v1",
+    "compare": "runs/tandem runs/grpo --metric pass@1",
+    "experiment quickstart": "train.steps=20",
+    "experiment paper-claims": "--seeds 0,1,2",
+    "experiment two-tokenizers": "--seeds 0,1,2",
+    "experiment repair": "--arms grpo,sentence",
+    "experiment ablations": "--arms tandem,K_2,K_8",
+    "experiment hops": "--pair hops --seeds 0,1,2 --out runs/hops-plain",
+    "experiment smollm2": "--pair word_problems_terse --out runs/smollm2-terse",
+    "experiment smollm2-quick": "train.steps=24",
+    "experiment retrievers": "--retriever bm25 --retriever golden --model MODEL --data musique.parquet",
+    "data show": "synthetic:jargon:heldout --limit 1",
+    "data index": "corpus.jsonl --out data/index",
+    "data serve": "data/index --port 8100",
+    "data build": "gsm8k --out data/gsm8k",
+    "model tiny": "jargon --out runs/pair",
+    "model smollm2": "--pair word_problems_terse --out runs/terse",
+    "model warm-start": "--model MODEL --data synthetic:word_problems:train --out runs/warm",
+    "serve": "--senior runs/first/hf/best --junior runs/tiny/junior",
+    "play": "--senior runs/first/hf/best --junior runs/tiny/junior",
+    "score": "--data data/gsm8k/test.parquet --responses responses.jsonl --out scores.jsonl",
+    "report": "runs/first",
+    "config": "rollout",
+    "check": "",
+}
+"""What may follow each command."""
+
+
+def add_examples(app: typer.Typer, path: str = "") -> None:
+    """Put the example of each command at the end of its help."""
+    for command in app.registered_commands:
+        name = command.name or getattr(command.callback, "__name__", "")
+        words = f"{path}{name}"
+        if example := EXAMPLES.get(words):
+            epilogs = [command.epilog, f"E.g. tandemrl {words} {example}"]
+            command.epilog = "\n\n".join(each for each in epilogs if each)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            add_examples(group.typer_instance, f"{path}{group.name} ")
