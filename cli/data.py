@@ -1,12 +1,13 @@
 """``tandemrl data``: look at rows, and build data sets as files."""
 
-from collections.abc import Mapping
+import re
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
+
+from tandemrl.catalogue import TASKS, Task
 
 app = typer.Typer(help="Look at data, build data sets.", no_args_is_help=True)
 
@@ -19,62 +20,34 @@ class Template(StrEnum):
     chat = "chat"
 
 
-class Builder(NamedTuple):
-    """A row of the registry. function: ``module:name`` in `tasks/`, whose parameters are the options of the command.
-    fixed: other arguments of it. needs: options without a default. sets: evaluation sets, each in its own folder."""
-
-    about: str
-    function: str
-    fixed: Mapping[str, Any] = MappingProxyType({})
-    needs: tuple[str, ...] = ()
-    sets: tuple[str, ...] = ()
-
-
-CALCULATIONS = "countdown.rows:generate_calculations"
-INSTRUCT = {"template": "instruct"}
-BUILDERS = {
-    "gsm8k": Builder("GSM8K: 6,973 training, 500 held-out and 1,319 test problems", "gsm8k.rows:build_gsm8k"),
-    "synthetic": Builder("generated word problems for a tiny pair", "generated.rows:build_synthetic"),
-    "deepscaler": Builder("DeepScaleR: 39,309 training and 1,000 held-out problems", "math.rows:build_deepscaler"),
-    "countdown": Builder(
-        "Countdown with 3 or 4 numbers: TinyZero's, or --generate", "countdown.rows:build_countdown", INSTRUCT
-    ),
-    "multiply": Builder("generated products, as in TinyZero", CALCULATIONS, INSTRUCT | {"data_source": "multiply"}),
-    "arithmetic": Builder(
-        "generated sums, differences and products", CALCULATIONS, INSTRUCT | {"data_source": "arithmetic"}
-    ),
-    "eurus": Builder("Eurus-2-RL-Data: maths, and code with tests, as far as gradable", "code.rows:build_eurus"),
-    "polaris": Builder("problems with criteria, for the rrm configs", "rubric.rows:build_polaris", needs=("source",)),
-    "rrm": Builder("responses and scores, for rrm_train", "rubric.rows:build_rubric", needs=("source",)),
-    "musique": Builder("MuSiQue: 19,938 training, 2,417 validation questions", "qa.rows:build_musique"),
-    "aime": Builder(
-        "AIME 2024, 2025 and 2026, 30 each", "math.rows:build_benchmark", sets=("aime24", "aime25", "aime26")
-    ),
-    "amc": Builder("AMC 2023 to 2025: amc23_25, 121 problems", "math.rows:build_benchmark", sets=("amc23_25",)),
-    "math500": Builder("MATH-500: 500 problems", "math.rows:build_benchmark", sets=("math500",)),
-    "minerva": Builder("Minerva: 272 problems", "math.rows:build_benchmark", sets=("minerva",)),
-    "olympiad": Builder("Olympiad: 581 problems, from a file", "math.rows:build_benchmark", sets=("olympiad",)),
-    "eval-all": Builder("the sets of the five above", "math.rows:build_benchmark"),
-}
-"""What ``tandemrl data build NAME`` can build."""
-
-
 @app.command()
 def show(
     sources: Annotated[
-        list[str], typer.Argument(help="JSONL or Parquet file, synthetic:PAIR:SPLIT, hf:REPO:CONFIG:SPLIT")
+        list[str],
+        typer.Argument(
+            metavar="SOURCE... [KEY=VALUE]...",
+            help="JSONL or Parquet file, synthetic:PAIR:SPLIT, gym:NAME:SPLIT:N, hf:REPO:CONFIG:SPLIT; config keys, "
+            "e.g. data.columns.prompt=question.",
+        ),
     ],
     limit: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 3,
+    config: Annotated[str | None, typer.Option(help="Take data.columns and reward from this config.")] = None,
 ) -> None:
-    """Print rows as the library reads them."""
+    """Print rows as the library reads them, and what their graders give for the ground truth itself."""
+    from tandemrl.apps.score import own_answers
+    from tandemrl.config import load
     from tandemrl.data.loading import load_rows
 
-    rows = load_rows(sources)
+    overrides = [each for each in sources if re.match(r"(data|reward|sandbox)\.[^/=]+=", each)]
+    resolved = load(config, overrides)
+    rows = load_rows([each for each in sources if each not in overrides], columns=resolved.data.columns)
     for row in rows[:limit]:
         typer.echo(f"{row.example_id}  [{row.data_source}]  ground truth: {row.ground_truth}")
         for message in row.messages:
             typer.echo(f"  {message['role']}: {message['content']}")
     typer.echo(f"{min(limit, len(rows))} of {len(rows)} rows")
+    for data_source, said in own_answers(resolved, rows).items():
+        typer.echo(f"{data_source}: {said}")
 
 
 @app.command()
@@ -105,9 +78,14 @@ def serve(
     corpus.serve(index, host=host, port=port)
 
 
-@app.command(epilog="\b\nNAME:\n" + "\n".join(f"  {name:11} {each.about}" for name, each in BUILDERS.items()))
+@app.command(
+    epilog="\b\nNAME:\n" + "\n".join(f"  {name:15} {each.about}" for name, each in TASKS.items() if each.build)
+)
 def build(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One of those below.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="One of those below, or module:function that writes a set of your own."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write to; an evaluation set gets a folder in it.")],
     source: Annotated[
         Path | None,
@@ -156,20 +134,21 @@ def build(
 
 def _build(name: str, out: Path, given: dict[str, Any], *, generate: bool, skip: list[str]) -> None:
     """Call the builder of a set with the options that were given, and say what it wrote."""
-    from importlib import import_module
     from inspect import signature
 
     from tandemrl.data.rows import DataError
+    from tandemrl.processes.names import function_named
 
-    if name not in BUILDERS:
-        raise DataError(f"data build {name}: no such set; known: {', '.join(BUILDERS)}")
-    builder = BUILDERS[name]
-    module, function = builder.function.split(":")
+    buildable = ", ".join(each for each, task in TASKS.items() if task.build)
+    builder = TASKS.get(name) or (Task(name, name) if ":" in name else None)
+    if builder is None or builder.build is None:
+        raise DataError(f"data build {name}: no such set; known: {buildable}, or your own module:function")
     if generate and "source" in given:
         raise DataError("--generate makes its own problems: give it or --source, not both")
     if name == "countdown" and not generate and "seed" in given:
         raise DataError("--seed is of --generate: the published problems are taken in their order; leave it out")
-    call = getattr(import_module(f"tandemrl.tasks.{module}"), "generate_countdown" if generate else function)
+    path = "tandemrl.tasks.countdown.rows:generate_countdown" if generate else builder.build
+    call = function_named(path, f"data build {name}", DataError)
     parameters = signature(call).parameters
     default = parameters["counts"].default if "counts" in parameters else {}
     options = [*parameters, *default]
@@ -187,7 +166,7 @@ def _build(name: str, out: Path, given: dict[str, Any], *, generate: bool, skip:
         arguments["template"] = template_of(JudgeConfig(prompt="rrm")).text
     sets = builder.sets
     if name == "eval-all":
-        known = [each for row in BUILDERS.values() for each in row.sets]
+        known = [each for task in TASKS.values() for each in task.sets]
         if unknown := sorted(set(skip) - set(known)):
             raise DataError(f"--skip {', '.join(unknown)}: known sets are {', '.join(known)}")
         if "source" not in given and "olympiad" not in skip:

@@ -179,7 +179,7 @@ def qa(
             result = evaluate(resolved, model=model, phases=("pass-at-k",), progress=progress, **shared)["pass-at-k"]
     title = f"questions (profile {resolved.eval.profile}, {resolved.eval.samples} samples each)"
     Console().print(groups_table(title, by_group(result["metrics"]["macro"])))
-    rows = load_rows(resolved.data.eval)[:limit]
+    rows = load_rows(resolved.data.eval, columns=resolved.data.columns)[:limit]
     found = predicted(read_samples(result_file("pass-at-k", out).with_name(result["samples"])), rows)
     if predictions is not None:  # before anything about them can fail
         write_predictions(predictions, found)

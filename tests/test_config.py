@@ -511,6 +511,7 @@ OUTSIDE = {
     "two numbers in [0, 1)": ("[0.9,1]", "[-0.1,0.9]"),
     "without repeats": ("[boxed,boxed]",),
     "at least one source": ("[]",),
+    "columns of prompt, ground_truth, data_source and ability": ("{answer: gold}",),
     "an address such as http://localhost:8000/v1": ("localhost:8000", "ftp://localhost"),
 }
 """Values that a range, as it is worded, excludes."""

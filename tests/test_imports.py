@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = """
-files selection
+catalogue files selection
 config
 data distributed
 types processes
@@ -153,7 +153,11 @@ def test_only_the_workers_import_ray_and_only_when_they_start() -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tandemrl.cli")])
 def test_the_command_line_imports_heavy_things_inside_commands(name: str) -> None:
     for other in imported(MODULES[name], top_level_only=True):
-        light = other.startswith("tandemrl.cli") or other in ("tandemrl.files", "tandemrl.apps.experiments.arms")
+        light = other.startswith("tandemrl.cli") or other in (
+            "tandemrl.catalogue",
+            "tandemrl.files",
+            "tandemrl.apps.experiments.arms",
+        )
         assert other.split(".")[0] in {*sys.stdlib_module_names, "typer"} or light, other
 
 

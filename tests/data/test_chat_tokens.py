@@ -152,8 +152,8 @@ def record(prompt: Any, truth: Any = "1", **more: Any) -> dict[str, Any]:
         (record([user("x")], extra_info={"images": ["a"]}), "'extra_info.images': does not reach the prompt"),
         (record([user("x") | {"content_parts": ["a"]}]), "'content_parts' does not reach"),
         (record([user(" ")]), "empty"),
-        ({"prompt": "2+2?", "answer": "4"}, "'data_source': missing.*ground_truth.*docs/howto/data.md"),
-        ({"question": "2+2?", "answer": "4"}, "GSM8K's files.*data_source.*docs/howto/data.md"),
+        ({"prompt": "2+2?", "label": "4"}, "'ground_truth': missing.*data.columns.ground_truth.*docs/howto/data.md"),
+        ({"text": "2+2?", "answer": "4"}, "'prompt': missing.*data.columns.prompt.*docs/howto/data.md"),
     ],
 )
 def test_rows_with_more_than_text_are_refused(row: Any, reason: str, tmp_path: Path) -> None:

@@ -74,14 +74,16 @@ def test_ground_truth_becomes_a_string(tmp_path, value, text):
         (verl(prompt=[{"role": "user"}]), "'prompt[0].content'"),
         (verl(prompt=[{"role": "user", "content": "a"}, {"content": "b"}]), "'prompt[1].role'"),
         (verl(prompt=[{"role": "assistant", "tool_calls": [{"name": "add"}]}]), "'prompt[0].tool_calls[0]'"),
-        (verl(data_source=...), "'data_source': missing; write a string there"),
         (verl(data_source=""), "'data_source'"),
-        (verl(reward_model=...), """'reward_model': expected an object with ground_truth, missing; write {"ground_"""),
+        (verl(reward_model=...), "'ground_truth': missing; write the correct answer there"),
+        (verl(reward_model="4"), "'reward_model': no object: '4'; write the correct answer there"),
         (verl(reward_model={"style": "rule"}), "'reward_model.ground_truth'"),
         (verl(reward_model={"ground_truth": ""}), "'reward_model.ground_truth'"),
         (verl(extra_info=[1]), "'extra_info'"),
-        ({"question": "q"}, "'answer'"),
-        ({"question": "q", "answer": "no marker"}, "'answer'"),
+        ({"question": "q"}, "'ground_truth': missing; write the correct answer there"),
+        ({"question": "q", "answer": "#### "}, "'answer': no '#### N' in"),
+        ({"text": "q", "label": "4"}, "'prompt': missing; set data.columns.prompt=COLUMN. The row has label, text"),
+        (verl(ability=3), "'ability': expected a string"),
         ({"question": 3, "answer": "#### 3"}, "'question'"),
         ([1, 2], "expected an object"),
     ],
@@ -107,8 +109,59 @@ def test_ungraded_rows_need_no_ground_truth(tmp_path, reward):
 def test_ungraded_rows_keep_what_they_have_and_are_checked_otherwise(tmp_path):
     whole = jsonl(tmp_path / "whole.jsonl", verl())
     assert load_rows([whole], graded=False) == load_rows([whole])
-    with pytest.raises(DataError, match="'data_source'"):
-        load_rows([jsonl(tmp_path / "one.jsonl", {"prompt": "q"})], graded=False)
+    with pytest.raises(DataError, match="'prompt'"):
+        load_rows([jsonl(tmp_path / "one.jsonl", {"text": "q"})], graded=False)
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+ASKED = ({"role": "user", "content": "2+2?"},)
+
+
+@pytest.mark.parametrize(
+    ("record", "extra"),
+    [
+        ({"prompt": "2+2?", "solution": "4", "level": 3}, {"level": 3}),  # TRL's
+        ({"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}, {}),
+        ({"prompt": PARTS, "ground_truth": "4", "solution": "2+2=4"}, {"solution": "2+2=4"}),
+        (
+            {"question": "2+2?", "answer": "4", "info": {"hint": "add"}, "task": "sums"},  # verifiers'
+            {"question": "2+2?", "info": {"hint": "add"}, "task": "sums"},
+        ),
+        ({"problem": "2+2?", "answer": "4", "unit": None}, {"problem": "2+2?"}),
+    ],
+)
+def test_rows_of_other_libraries_as_they_are(tmp_path, record, extra):
+    [row] = load_rows([jsonl(tmp_path / "sums.jsonl", record)])
+    assert row == Row("sums/1", ASKED, "sums", "4", extra)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "sums.parquet")
+    assert load_rows([str(tmp_path / "sums.parquet")]) == [row]
+
+
+COLUMNS = {"prompt": "ask", "ground_truth": "info.gold", "data_source": "task"}
+
+
+@pytest.mark.parametrize("info", [{"gold": 4}, '{"gold": 4}'])
+def test_columns_are_named_by_the_config(tmp_path, info):
+    file = jsonl(tmp_path / "a.jsonl", {"ask": "2+2?", "task": "sums", "info": info, "prompt": "another"}, verl())
+    own, verls = load_rows([file], columns=COLUMNS)
+    assert own == Row("sums/1", ASKED, "sums", "4", {"ask": "2+2?", "info": info}, raw_ground_truth=4)
+    assert [verls] == load_rows([jsonl(tmp_path / "b.jsonl", verl())])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"prompt": "asked"},
+            r"a\.jsonl, line 1, field 'asked': missing, and data\.columns\.prompt names it\. The row",
+        ),
+        ({"ground_truth": "info.gold"}, r"field 'info\.gold': missing, and data\.columns\.ground_truth names it"),
+        ({"data_source": "level"}, "field 'level': expected a non-empty string, found 3"),
+    ],
+)
+def test_a_column_that_is_not_there_is_refused(tmp_path, columns, message):
+    with pytest.raises(DataError, match=message):
+        load_rows([jsonl(tmp_path / "a.jsonl", {"prompt": "q", "answer": "4", "level": 3})], columns=columns)
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,9 @@ from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import DataError, Row, object_of
-from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.functions import Term
+from tandemrl.rewards.protocol import GraderError, Score
+from tandemrl.rewards.routing import IDEAL
 from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rewards.services import code_scorer, judges
 
@@ -64,7 +66,7 @@ def score_file(
     """
     if out is not None and out.resolve() in [Path(each).resolve() for each in (str(responses), *data)]:
         raise DataError(f"{out} is what is read: write the scores into another file")
-    rows = load_rows(data)
+    rows = load_rows(data, columns=config.data.columns)
     totals: dict[str, dict[str, float]] = {}
     begin = time.perf_counter()
     with ExitStack() as stack:
@@ -92,6 +94,41 @@ def score_file(
     if out is not None:
         part.replace(out)
     return Summary({source: _means(total) for source, total in totals.items()}, count, time.perf_counter() - begin)
+
+
+def own_answers(config: Config, rows: Iterable[Row]) -> dict[str, str]:
+    """What the graders of the first row of each data source give for its ground truth, in words.
+
+    A grader of the library is tried in the form that it reads, one of the user's in all of them. One that needs a judge
+    or an episode, or whose right answers are no ground truths (tests of a program), is not tried.
+    """
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row.data_source, row)
+    with Scorer(config.reward, code=code_scorer(config)) as scorer:
+        return {data_source: _own_answer(scorer, row) for data_source, row in first.items()}
+
+
+def _own_answer(scorer: Scorer, row: Row) -> str:
+    def to_try(term: Term) -> list[Response]:
+        plain = row.ground_truth and isinstance(row.raw_ground_truth, str | int | float | None)
+        forms = [("", ""), *IDEAL.values()] if term.own else [IDEAL[term.name]] if plain and term.name in IDEAL else []
+        return [Response.of(text) for text in dict.fromkeys(row.ground_truth.join(form) for form in forms)]
+
+    try:
+        terms = {term.name: term for term in scorer.terms_of(row)}
+        found = scorer.tried(row, to_try)
+    except (DataError, GraderError) as error:
+        return str(error)
+    said = []
+    for name, term in terms.items():
+        if name not in found:
+            said.append(f"graded by {name}")
+            continue
+        best, text = max(zip((score.value for score in found[name]), (each.text for each in to_try(term)), strict=True))
+        doubt = "" if best > 0 else ": can a correct response earn a reward?"
+        said.append(f"{name} gives {best:g} for the ground truth of {row.example_id}, as {text[:60]!r}{doubt}")
+    return "; ".join(said)
 
 
 class _Line(NamedTuple):

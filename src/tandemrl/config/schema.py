@@ -117,12 +117,22 @@ class DataConfig:
     """The problems: training and held-out rows, and how they become prompts."""
 
     train: Annotated[tuple[str, ...], Allowed("at least one source", bool)] = ("synthetic:plain:train",)
-    """JSONL/Parquet files (verl row schema or raw GSM8K), `synthetic:PAIR:SPLIT`, or `hf:REPO:CONFIG:SPLIT`."""
+    """JSONL/Parquet files, `synthetic:PAIR:SPLIT`, `gym:NAME:SPLIT:N` (reasoning-gym), or `hf:REPO:CONFIG:SPLIT`."""
     eval: tuple[str, ...] = ("synthetic:plain:heldout",)
     """Sources of the held-out evaluation during training, in the same form as `train`. It chooses `hf/best`."""
     monitor: tuple[str, ...] = ()
     """Sources that are evaluated at the same steps and in the same way, and only recorded (`monitor/…`), such as
     benchmarks to be reported: they never choose `hf/best`."""
+    columns: Annotated[
+        dict[str, str],
+        Allowed(
+            "columns of prompt, ground_truth, data_source and ability",
+            {"prompt", "ground_truth", "data_source", "ability"}.issuperset,
+        ),
+    ] = field(default_factory=dict)
+    """The columns of files and hub sets that have other names than ours, e.g. {prompt: question, ground_truth: answer}.
+    Without it, `prompt`, `question` or `problem` is the prompt, and `ground_truth`, `answer` or `solution` the answer.
+    All other columns are in `extra_info`."""
     limit: PositiveInt | None = None
     """Train on this many rows only, the first ones of `train`; null = all. For trials."""
     order: Literal["shuffled", "by_hops"] = "shuffled"

@@ -11,25 +11,27 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tandemrl.catalogue import TASKS
 from tandemrl.data.messages import MEDIA
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines
 
-SYNTHETIC = "tandemrl.tasks.generated.rows:rows"
-"""Makes the rows of a source ``synthetic:…``, as ``module:name``."""
+NO_COLUMNS: Mapping[str, str] = {}
 
 
-def load_rows(sources: Sequence[str], *, graded: bool = True) -> list[Row]:
+def load_rows(sources: Sequence[str], *, graded: bool = True, columns: Mapping[str, str] = NO_COLUMNS) -> list[Row]:
     """All rows of all sources, in order, with ids that are unique over the whole list.
 
     A row's id is ``data_source[/split]/index``, where the index is ``extra_info.index`` or else the line (from 1). The
     second, third … row of the same id get ``#2``, ``#3`` … appended.
 
     Args:
-        sources: each a ``.jsonl`` or ``.parquet`` file in verl's row schema or GSM8K's raw one,
-            ``synthetic:PAIR:SPLIT[:COUNT]``, or ``hf:REPO:CONFIG:SPLIT``.
-        graded: whether responses to the rows will be graded. If not, rows in verl's schema and those of the hub need no
-            ground truth; one that is missing is the empty text.
+        sources: each a ``.jsonl`` or ``.parquet`` file, ``synthetic:PAIR:SPLIT[:COUNT]``, ``gym:NAME:SPLIT:N``,
+            or ``hf:REPO:CONFIG:SPLIT``.
+        graded: whether responses to the rows will be graded. If not, rows need no ground truth; one that is missing is
+            the empty text.
+        columns: the columns of ``prompt``, ``ground_truth``, ``data_source`` and ``ability`` where they have other
+            names (``data.columns``). Rows in verl's schema that lack such a column are read without it.
 
     Raises:
         DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
@@ -45,7 +47,7 @@ def load_rows(sources: Sequence[str], *, graded: bool = True) -> list[Row]:
         first[file] = source
     rows: list[Row] = []
     for source in sources:
-        loaded = list(_load(str(source), graded))
+        loaded = list(_load(str(source), graded, columns))
         if not loaded:
             raise DataError(f"{source}: no rows; give a file with a problem on each line")
         rows += loaded
@@ -125,31 +127,27 @@ def load_hub(repo: str, config: str | None, split: str | None, *, where: str) ->
         raise DataError(f"{where}: could not be loaded: {type(error).__name__}: {error}") from error
 
 
-def _load(source: str, graded: bool) -> Iterator[Row]:
+def _load(source: str, graded: bool, columns: Mapping[str, str]) -> Iterator[Row]:
     kind, _, rest = source.partition(":")
-    if kind == "synthetic":
-        return _generated(source, rest.split(":"))
+    if kind in TASKS and (made := TASKS[kind].rows):
+        module, _, name = made.partition(":")
+        rows: Iterator[Row] = getattr(import_module(module), name)(source, rest.split(":"))
+        return rows
     if kind == "hf":
-        return _hub(source, rest.split(":"), graded)
-    return _file(Path(source).expanduser(), graded)
+        return _hub(source, rest.split(":"), graded, columns)
+    return _file(Path(source).expanduser(), graded, columns)
 
 
-def _generated(source: str, parts: list[str]) -> Iterator[Row]:
-    module, _, name = SYNTHETIC.partition(":")
-    rows: Iterator[Row] = getattr(import_module(module), name)(source, parts)
-    return rows
-
-
-def _hub(source: str, parts: list[str], graded: bool) -> Iterator[Row]:
+def _hub(source: str, parts: list[str], graded: bool, columns: Mapping[str, str]) -> Iterator[Row]:
     if len(parts) != 3 or not all(parts):
         raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
     repo, config, split = parts
     records = enumerate(load_hub(repo, config, split, where=source), 1)
-    parse = partial(parse_row, split=split, repo=repo, graded=graded)
+    parse = partial(parse_row, split=split, repo=repo, graded=graded, columns=columns)
     return (parse(_without_nulls(record), f"{source}, line {line}", line) for line, record in records)
 
 
-def _file(path: Path, graded: bool) -> Iterator[Row]:
+def _file(path: Path, graded: bool, columns: Mapping[str, str]) -> Iterator[Row]:
     if not path.is_file():
         known = next((name for name in BUILT if name in str(path).lower()), None)
         build = f"; build it with `tandemrl data build {known}`" if known else ""
@@ -157,10 +155,11 @@ def _file(path: Path, graded: bool) -> Iterator[Row]:
         raise DataError(f"{path}: {what}{hint(path) or build}")
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
-            f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
+            f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT], gym:NAME:SPLIT:N or "
+            "hf:REPO:CONFIG:SPLIT"
         )
     read = _without_nulls if path.suffix == ".parquet" else (lambda record: record)
-    parse = partial(parse_row, split=path.stem, graded=graded)
+    parse = partial(parse_row, split=path.stem, graded=graded, columns=columns)
     return (parse(read(record), f"{path}, line {line}", line) for line, record in read_records(path))
 
 
@@ -172,50 +171,107 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | None = None, graded: bool = True) -> Row:
-    """The row of a record, whose schema is recognised by its fields.
+def parse_row(
+    record: Any,
+    where: str,
+    line: int,
+    *,
+    split: str,
+    repo: str | None = None,
+    graded: bool = True,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> Row:
+    """The row of a record: in verl's schema, of GSM8K, or with a prompt and an answer in columns of their own.
 
     Args:
         where: the beginning of an error message.
         line: the number of the record, from 1, which stands for a missing index.
-        repo: the repository on the hub, which becomes the ``data_source`` of records with just a problem and an answer.
-        graded: see `load_rows`.
+        split: the name of the file or split, which is the ``data_source`` of records without one from a file.
+        repo: the repository on the hub, which is the ``data_source`` of records without one from there.
+        graded, columns: see `load_rows`.
 
     Raises:
-        DataError: the record has none of the known schemas, or is malformed.
+        DataError: a column is missing or malformed.
     """
     record = object_of(record, where)
     for name, fix in _UNREAD.items():
         if record.get(name) not in (None, "", [], {}, ()):
             raise DataError(f"{where}, field {name!r}: does not reach the prompt; {fix}")
-    if "prompt" in record:
-        return _verl_row(record, where, line, graded)
-    question = record.get("question")
-    if repo in (None, GSM8K) and question is not None:
-        answer, asked = _text(record, "answer", where), _text(record, "question", where)
+    asked, answer = record.get("question"), record.get("answer")
+    worked = isinstance(answer, str) and "####" in answer and not columns.keys() & {"prompt", "ground_truth"}
+    if "prompt" not in record and repo in (None, GSM8K) and isinstance(asked, str) and (worked or repo):
         try:
-            return gsm8k_row(asked, answer, split=split, index=line - 1)
+            return gsm8k_row(asked, str(answer), split=split, index=line - 1)
         except DataError as error:
-            raise DataError(f"{where}, field 'answer': {error}, as in GSM8K's files. {_SCHEMA}") from None
-    if repo is not None and ("problem" in record or question is not None):
-        problem = _text(record, "problem" if "problem" in record else "question", where)
-        return Row(
-            example_id=f"{repo}/{split}/{line - 1}",
-            messages=({"role": "user", "content": problem},),
-            data_source=repo,
-            ground_truth=_ground_truth(record.get("answer"), f"{where}, field 'answer'", graded),
-            extra_info={"split": split, "index": line - 1},
+            raise DataError(f"{where}, field 'answer': {error}, as in GSM8K's files") from None
+    return _row(record, where, line, split, repo, graded, columns)
+
+
+def _row(
+    record: Mapping[str, Any],
+    where: str,
+    line: int,
+    split: str,
+    repo: str | None,
+    graded: bool,
+    columns: Mapping[str, str],
+) -> Row:
+    verls = isinstance(record.get("reward_model"), Mapping)
+
+    def find(key: str, names: Sequence[str]) -> tuple[str | None, Any]:
+        """The name and the value of the column for a part of a row."""
+        name = columns.get(key)
+        if name is None or (verls and name not in record):
+            name = next((name for name in names if record.get(name) is not None), None)
+            return name, record.get(name) if name is not None else None
+        value = _at(record, name)
+        if value is None:
+            raise DataError(f"{where}, field {name!r}: missing, and data.columns.{key} names it. {_there(record)}")
+        return name, value
+
+    asked, prompt = find("prompt", PROMPT)
+    if asked is None:
+        raise DataError(f"{where}, field 'prompt': missing; set data.columns.prompt=COLUMN. {_there(record)}")
+    source, data_source = find("data_source", ("data_source",))
+    data_source = (repo or split) if source is None else _text(data_source, f"{where}, field {source!r}")
+    kind, ability = find("ability", ("ability",))
+    if not isinstance(ability, str | None):
+        raise DataError(f"{where}, field {kind!r}: expected a string, found {ability!r}")
+    answered, truth = find("ground_truth", () if verls else TRUTH)
+    if answered is None and verls:
+        answered, truth = "reward_model.ground_truth", record["reward_model"].get("ground_truth")
+    elif answered is None and graded:
+        reward_model = record.get("reward_model")
+        what = "'ground_truth': missing" if reward_model is None else f"'reward_model': no object: {reward_model!r}"
+        raise DataError(
+            f'{where}, field {what}; write the correct answer there ({{"reward_model": {{"ground_truth": ANSWER}}}} '
+            f"in verl's schema), or set data.columns.ground_truth=COLUMN. {_there(record)}"
         )
-    raise DataError(
-        f"{where}, field 'prompt': missing; expected verl's schema (prompt, data_source, reward_model.ground_truth) or "
-        f"GSM8K's (question, answer), found: {', '.join(sorted(map(str, record))) or 'no fields'}. {_SCHEMA}"
+    extra = record.get("extra_info") or {}
+    if not isinstance(extra, Mapping):
+        raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
+    for name in MEDIA:
+        if extra.get(name) not in (None, "", [], {}, ()):
+            raise DataError(f"{where}, field 'extra_info.{name}': does not reach the prompt; {_UNREAD[name]}")
+    used = {"prompt", source, kind, "reward_model", "extra_info", *({answered} & {*TRUTH})}
+    others = {name: value for name, value in record.items() if name not in used and value is not None}
+    if repo is not None and not verls:
+        extra = {"split": split, "index": line - 1, **extra}
+    index = line if extra.get("index") is None else extra["index"]
+    return Row(
+        example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
+        messages=messages_of(prompt, where, str(asked)),
+        data_source=data_source,
+        ground_truth=_ground_truth(truth, f"{where}, field {answered!r}", graded),
+        extra_info={**others, **extra},
+        ability=ability or "",
+        raw_ground_truth=None if isinstance(truth, str) else truth,
     )
 
 
-_SCHEMA = (
-    'Other rows: write {"data_source": NAME, "prompt": TEXT or messages, "reward_model": {"ground_truth": ANSWER}}; '
-    "see docs/howto/data.md"
-)
+PROMPT = ("prompt", "question", "problem")
+TRUTH = ("ground_truth", "answer", "solution")
+"""The columns of a prompt and of its answer in TRL's, verifiers' and other rows. The first one that is there counts."""
 _UNREAD = {
     **dict.fromkeys(MEDIA, "models read text; leave it out"),
     "tools": "name functions in rollout.tools",
@@ -224,35 +280,22 @@ _UNREAD = {
 """Columns that other libraries show to a model."""
 
 
-def _verl_row(record: Mapping[str, Any], where: str, line: int, graded: bool) -> Row:
-    if record.get("data_source") is None:
-        raise DataError(f"{where}, field 'data_source': missing; write a string there. {_SCHEMA}")
-    data_source = _text(record, "data_source", where)
-    reward_model = record.get("reward_model")
-    if reward_model is None and not graded:
-        reward_model = {}
-    if not isinstance(reward_model, Mapping):
-        found = 'missing; write {"ground_truth": ANSWER}' if reward_model is None else f"found {reward_model!r}"
-        raise DataError(f"{where}, field 'reward_model': expected an object with ground_truth, {found}")
-    extra = record.get("extra_info") or {}
-    if not isinstance(extra, Mapping):
-        raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
-    for name in MEDIA:
-        if extra.get(name) not in (None, "", [], {}, ()):
-            raise DataError(f"{where}, field 'extra_info.{name}': does not reach the prompt; {_UNREAD[name]}")
-    index = line if extra.get("index") is None else extra["index"]
-    truth, ability = reward_model.get("ground_truth"), record.get("ability")
-    if not isinstance(ability, str | None):
-        raise DataError(f"{where}, field 'ability': expected a string, found {ability!r}")
-    return Row(
-        example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
-        messages=messages_of(record["prompt"], where),
-        data_source=data_source,
-        ground_truth=_ground_truth(truth, f"{where}, field 'reward_model.ground_truth'", graded),
-        extra_info=dict(extra),
-        ability=ability or "",
-        raw_ground_truth=None if isinstance(truth, str) else truth,
-    )
+def _at(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of a field in it (``info.answer``)."""
+    value: Any = record
+    for part in (name,) if name in record else name.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return None
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _there(record: Mapping[str, Any]) -> str:
+    columns = ", ".join(sorted(map(str, record))) or "no columns"
+    return f"The row has {columns}; docs/howto/data.md says what rows may look like"
 
 
 def _ground_truth(value: Any, where: str, graded: bool) -> str:
@@ -271,12 +314,9 @@ def _ground_truth(value: Any, where: str, graded: bool) -> str:
         raise DataError(f"{where}: expected a text, a number or JSON, found a {type(value).__name__}") from None
 
 
-def _text(record: Mapping[str, Any], field: str, where: str) -> str:
-    value = record.get(field)
-    if value is None:
-        raise DataError(f"{where}, field {field!r}: missing; write a string there")
+def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise DataError(f"{where}, field {field!r}: expected a non-empty string, found {value!r}")
+        raise DataError(f"{where}: expected a non-empty string, found {value!r}")
     return value
 
 

@@ -265,7 +265,7 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
     )
 
 
-def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
+def messages_of(prompt: Any, where: str, field: str = "prompt") -> tuple[Message, ...]:
     """A row's ``prompt`` as messages. A text becomes one user message, a content of text parts a text.
 
     Beside role and content, messages keep thoughts, the fields of a tool's message and the calls of tools. Arguments of
@@ -277,11 +277,13 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
     """
     if isinstance(prompt, str) and prompt:
         if re.match(r"""\s*\[?\s*\{\s*["'](role|content|from|value|messages|conversations)["']\s*:""", prompt):
-            raise DataError(f"{where}, field 'prompt': messages as JSON text; write the list of messages itself")
+            raise DataError(f"{where}, field {field!r}: messages as JSON text; write the list of messages itself")
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"{where}, field 'prompt': expected a non-empty string or a list of messages, found {prompt!r}")
-    return tuple(_message(message, f"{where}, field 'prompt[{number}]") for number, message in enumerate(prompt))
+        raise DataError(
+            f"{where}, field {field!r}: expected a non-empty string or a list of messages, found {prompt!r}"
+        )
+    return tuple(_message(message, f"{where}, field '{field}[{number}]") for number, message in enumerate(prompt))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ class Session:
     @cached_property
     def rows(self) -> list[Row]:
         """All rows of the data, before ``limit``. They need ground truths if a phase grades, or an environment may."""
-        return load_rows(self.config.data.eval, graded=self._graded)
+        return load_rows(self.config.data.eval, graded=self._graded, columns=self.config.data.columns)
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:

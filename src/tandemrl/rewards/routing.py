@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from tandemrl.catalogue import TASKS
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Row
@@ -50,12 +51,18 @@ SCORERS: dict[str, str] = {
     "judge": "tandemrl.tasks.rubric.grader:judged",
     "grade": "tandemrl.tasks.rubric.grader:graded",
 }
-"""The library's scorers by name, each as ``module:function``."""
+"""The library's scorers by name, each as ``module:function``; `scorers` has those of `catalogue`, too."""
+
+
+def scorers() -> dict[str, str]:
+    """The scorers of the library and of its tasks, each as ``module:function``."""
+    return SCORERS | {name: task.grader for name, task in TASKS.items() if task.grader is not None}
+
 
 IDEAL: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("boxed", "hendrycks", "dapo_boxed", "math_verify", "prime"), (r"\boxed{", "}")),
     **{"gsm8k": ("#### ", ""), "dapo": ("Answer: ", "")},
-    **dict.fromkeys(("integer", "exact_match"), ("<answer>", "</answer>")),
+    **dict.fromkeys(("integer", "exact_match", "gym"), ("<answer>", "</answer>")),
 }
 """What stands before and after the ground truth in an ideal response, of scorers for which that is known."""
 
@@ -79,7 +86,7 @@ TABLE: dict[str, str] = {
     "*countdown*": "countdown",
     **dict.fromkeys(("*multiply*", "*arithmetic*"), "integer"),
     "searchr1_*": "exact_match",
-    **dict.fromkeys(("*musique*", "hops*"), "musique"),
+    **dict.fromkeys(("*musique*", "hops*", "hotpotqa*", "2wikimultihopqa*"), "musique"),
 }
 """The scorers that the library chooses by data source. The first pattern that matches decides."""
 
@@ -124,7 +131,8 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
     kind = Kind.of(row)
     pattern = _match(kind, options.scorers)
     names = _names(options.scorers[pattern]) if pattern is not None else _unplaced(options, functions)
-    for table in () if names else (SUFFIXES, COMPAT.get(options.compat, {}), TABLE):
+    tasks = {pattern: name for name, task in TASKS.items() for pattern in task.graded}
+    for table in () if names else (tasks, SUFFIXES, COMPAT.get(options.compat, {}), TABLE):
         pattern = _match(kind, table)
         if pattern is not None:
             names = (table[pattern],)
@@ -134,7 +142,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
     if not names:
         raise DataError(
             f"row {row.example_id}: no scorer for data_source {row.data_source!r}; name one in reward.scorers, as "
-            f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(SCORERS)}; or one for all "
+            f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(scorers())}; or one for all "
             "such rows, as reward.fallback=prime; or rename the data source to one of "
             f"{', '.join([*TABLE, *SUFFIXES])}"
         )
@@ -172,7 +180,7 @@ def check_rewards(
     """
     kinds = sorted(set(kinds))
     for name in functions:
-        taken = name in SCORERS or (name in RESERVED and name not in MEASURED)  # no metric's in a sum: see `terms_of`
+        taken = name in scorers() or (name in RESERVED and name not in MEASURED)  # no metric's in a sum: see `terms_of`
         if taken or not name.isidentifier():
             kind = "no name" if not name.isidentifier() else "a name of the library's"
             raise GraderError(f"reward {name!r} is {kind}; give the function one of its own: reward={{'my_reward': …}}")
@@ -254,7 +262,7 @@ def _settled(result: Score | Deferred | GroupScores, row: Row) -> Score:
 
 def _term(name: str, weight: float, path: str, functions: Functions, options: RewardConfig) -> Term:
     scorer = _scorer(path, functions, options)
-    if path in SCORERS:
+    if path in scorers():
         return Term(name, weight, scorer)
     parameters = options.parameters.get(_short(path), {})
     how = Call.of(functions[path] if path in functions else partial(imported(path), **parameters), path)
@@ -268,8 +276,8 @@ def _scorer(name: str, functions: Functions, options: RewardConfig) -> Any:
     Raises:
         GraderError: the name is unknown, or the function cannot be imported.
     """
-    if name in SCORERS:
-        return of_library(name, function_named(SCORERS[name], name, GraderError))
+    if name in scorers():
+        return of_library(name, function_named(scorers()[name], name, GraderError))
     if name in functions:
         return in_process(name, functions[name])
     if ":" in name:
@@ -278,7 +286,7 @@ def _scorer(name: str, functions: Functions, options: RewardConfig) -> Any:
     key = "reward.fallback" if name == options.fallback else "reward.scorers"
     raise GraderError(
         f"{key}: {name!r} is neither module:function nor one of the library's scorers, which are "
-        f"{', '.join(SCORERS)}{mine}"
+        f"{', '.join(scorers())}{mine}"
     )
 
 

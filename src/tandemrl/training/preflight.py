@@ -471,7 +471,7 @@ class Preflight:
     def _rows(self, sources: Sequence[str]) -> list[Row]:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:
             raise NotHereError(f"{', '.join(remote)} is read from the hub")
-        return load_rows(sources)
+        return load_rows(sources, columns=self.config.data.columns)
 
     def _evaluated(self, sources: Sequence[str]) -> Evaluated:
         most = self.config.eval.train_problems

@@ -87,7 +87,7 @@ def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
     if (run := run_of_model(senior)) is not None:
         config = load(run)
         if not config.has_episodes:  # the page has one turn only
-            rows = load_rows(config.data.eval or config.data.train)
+            rows = load_rows(config.data.eval or config.data.train, columns=config.data.columns)
     elif (manifest := read_manifest(folder)) is not None:
         rows = generated_rows(str(manifest.get("pair")), "heldout", LIMIT, 0)
     return config, [row for row in rows if _is_plain(row)][:LIMIT] or [EXAMPLE]

@@ -1,0 +1,1 @@
+"""Eurus-2-RL-Data, programs with tests and mathematics, and the sandbox in which programs run."""

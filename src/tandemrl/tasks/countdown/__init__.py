@@ -1,0 +1,1 @@
+"""Countdown and calculations as TinyZero has them: its prompts, its splits."""

@@ -1,0 +1,1 @@
+"""What the tiny pairs learn: word problems, and worlds of documents to search in."""

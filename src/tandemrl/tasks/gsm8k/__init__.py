@@ -1,0 +1,1 @@
+"""GSM8K as verl has it: its prompt, and the number after ``####``."""

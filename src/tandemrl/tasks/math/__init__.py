@@ -1,0 +1,1 @@
+"""Competition mathematics: DeepScaleR and the evaluation sets as Tandem-RLVR has them, and HardVerify-Math."""

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,32 @@ def build_musique(
     return write_splits(out, "musique", splits, where | {"noise_rate": noise_rate, "seed": seed, "dropped": dropped})
 
 
+def question_record(
+    data_source: str,
+    question: str,
+    answers: Sequence[str],
+    docs: Sequence[Mapping[str, Any]],
+    where: str,
+    place: Mapping[str, Any],
+    answerable: bool = True,
+) -> dict[str, Any]:
+    """A row of a question about documents.
+
+    Args:
+        answers: the answer, and other forms of it.
+        place: what ``extra_info`` has beside the documents.
+
+    Raises:
+        DataError: it has an answer, and no document supports that.
+    """
+    supporting = sum(doc["is_supporting"] for doc in docs)
+    if answerable and supporting == 0:
+        raise DataError(f"{where}, field 'paragraphs': no paragraph is supporting")
+    extra = {**place, "docs": docs, "n_hops": supporting, "answerable": answerable}
+    truth = json.dumps([*answers], ensure_ascii=False)
+    return record_of(data_source, [{"role": "user", "content": question}], "qa", truth, extra)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -76,15 +102,10 @@ def _row(record: Record, split: str, index: int) -> dict[str, Any]:
     aliases = fields.get("answer_aliases") or [each for each in fields.get("answers") or [] if each != answer]
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise DataError(f"{record.where}, field 'answer_aliases': expected strings, found {aliases!r:.80}")
-    docs = list(_documents(record))
-    supporting = sum(doc["is_supporting"] for doc in docs)
     answerable = bool(fields.get("answerable", True))
-    if answerable and supporting == 0:
-        raise DataError(f"{record.where}, field 'paragraphs': no paragraph is supporting")
-    extra = {"split": split, "index": index, "id": record.text("id"), "docs": docs}
-    extra |= {"n_hops": supporting, "answerable": answerable}
-    truth = json.dumps([answer, *aliases], ensure_ascii=False)
-    return record_of("musique", [{"role": "user", "content": question}], "qa", truth, extra)
+    place = {"split": split, "index": index, "id": record.text("id")}
+    docs = list(_documents(record))
+    return question_record("musique", question, [answer, *aliases], docs, record.where, place, answerable)
 
 
 def _documents(record: Record) -> Iterator[dict[str, Any]]:

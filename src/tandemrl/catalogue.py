@@ -1,0 +1,84 @@
+"""The tasks by name: what `tandemrl data build` makes, sources of generated rows, and graders that come with them.
+
+To add a task, write a folder of `tasks/` and its row here. What a task has is named as ``module:name``, so that nothing
+here imports it.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Task(NamedTuple):
+    """What a task has.
+
+    about: what `data build` makes, in words. build: a function whose parameters are options of that command. fixed:
+    other arguments of it. needs: options without a default. sets: evaluation sets, each in a folder of its own. rows: a
+    function of (source, its parts) that gives the rows of a source ``NAME:…``. grader: a scorer, which has the name of
+    the task and scores the data sources that match a pattern of ``graded``.
+    """
+
+    about: str
+    build: str | None = None
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    needs: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    rows: str | None = None
+    grader: str | None = None
+    graded: tuple[str, ...] = ()
+
+
+_CALCULATIONS = "tandemrl.tasks.countdown.rows:generate_calculations"
+_BENCHMARK = "tandemrl.tasks.math.rows:build_benchmark"
+_INSTRUCT = {"template": "instruct"}
+TASKS: dict[str, Task] = {
+    "gsm8k": Task(
+        "GSM8K: 6,973 training, 500 held-out and 1,319 test problems", "tandemrl.tasks.gsm8k.rows:build_gsm8k"
+    ),
+    "synthetic": Task(
+        "generated word problems for a tiny pair",
+        "tandemrl.tasks.generated.rows:build_synthetic",
+        rows="tandemrl.tasks.generated.rows:rows",
+    ),
+    "deepscaler": Task(
+        "DeepScaleR: 39,309 training and 1,000 held-out problems", "tandemrl.tasks.math.rows:build_deepscaler"
+    ),
+    "countdown": Task(
+        "Countdown with 3 or 4 numbers: TinyZero's, or --generate",
+        "tandemrl.tasks.countdown.rows:build_countdown",
+        _INSTRUCT,
+    ),
+    "multiply": Task("generated products, as in TinyZero", _CALCULATIONS, _INSTRUCT | {"data_source": "multiply"}),
+    "arithmetic": Task(
+        "generated sums, differences and products", _CALCULATIONS, _INSTRUCT | {"data_source": "arithmetic"}
+    ),
+    "eurus": Task("Eurus-2-RL-Data: maths, and code with tests, if gradable", "tandemrl.tasks.code.rows:build_eurus"),
+    "polaris": Task(
+        "problems with criteria, for the rrm configs", "tandemrl.tasks.rubric.rows:build_polaris", needs=("source",)
+    ),
+    "rrm": Task("responses and scores, for rrm_train", "tandemrl.tasks.rubric.rows:build_rubric", needs=("source",)),
+    "musique": Task("MuSiQue: 19,938 training, 2,417 validation questions", "tandemrl.tasks.qa.rows:build_musique"),
+    "hotpotqa": Task(
+        "HotpotQA: 90,447 training, 7,405 validation questions",
+        "tandemrl.tasks.qa.hotpot:build_hotpot",
+        {"name": "hotpotqa"},
+    ),
+    "2wikimultihopqa": Task(
+        "167,454 training, 12,576 validation questions",
+        "tandemrl.tasks.qa.hotpot:build_hotpot",
+        {"name": "2wikimultihopqa"},
+    ),
+    "aime": Task("AIME 2024, 2025 and 2026, 30 each", _BENCHMARK, sets=("aime24", "aime25", "aime26")),
+    "amc": Task("AMC 2023 to 2025: amc23_25, 121 problems", _BENCHMARK, sets=("amc23_25",)),
+    "math500": Task("MATH-500: 500 problems", _BENCHMARK, sets=("math500",)),
+    "minerva": Task("Minerva: 272 problems", _BENCHMARK, sets=("minerva",)),
+    "olympiad": Task("Olympiad: 581 problems, from a file", _BENCHMARK, sets=("olympiad",)),
+    "eval-all": Task("the sets of the five above", _BENCHMARK),
+    "gym": Task(
+        "reasoning-gym's generators: a source gym:NAME:SPLIT:N",
+        rows="tandemrl.tasks.gym.rows:rows",
+        grader="tandemrl.tasks.gym.grader:gym",
+        graded=("gym/*",),
+    ),
+}
+"""The tasks that the library has."""

@@ -1,0 +1,1 @@
+"""reasoning-gym's generators, with its system prompt and its own graders."""
