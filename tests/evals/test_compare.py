@@ -400,19 +400,12 @@ def test_a_difference_is_said_only_where_the_interval_excludes_0(low, high, said
         ("pass@1", "A > B: better", "A < B: worse"),
         ("senior_first/maj@4", "A > B: better", "A < B: worse"),
         ("truncation_rate", "A > B: worse", "A < B: better"),
-        ("junior_first/truncation_rate", "A > B: worse", "A < B: better"),
         ("cross_entropy", "A > B: worse", "A < B: better"),
-        ("rejected_rate", "A > B: worse", "A < B: better"),
         ("hops=3/em", "A > B: better", "A < B: worse"),
         ("senior_first_turns/f1", "A > B: better", "A < B: worse"),
-        ("invalid_calls", "A > B: worse", "A < B: better"),
         ("turns", "A > B", "A < B"),
-        ("length", "A > B", "A < B"),
-        ("kl", "A > B", "A < B"),
         ("cross_entropy_per_byte", "A > B: worse", "A < B: better"),
-        ("f1_official", "A > B: better", "A < B: worse"),
         ("format_errors", "A > B", "A < B"),  # a user's, whose good end is unknown
-        ("tool_errors_forgiven", "A > B", "A < B"),
     ],
 )
 def test_better_is_said_where_a_metric_has_a_good_end(metric, above, below):

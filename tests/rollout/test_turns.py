@@ -413,6 +413,3 @@ def test_a_broken_world_ends_the_call_and_leaves_the_engine_usable(fault, match)
 def test_requests_of_turns_that_cannot_be_served_are_refused(changes, match):
     with pytest.raises(EngineError, match=match):
         engine().generate(episodes(bernoulli(0.5), **changes))
-
-
-# ---------------------------------------------------------------------------------------------------- around the engine

@@ -98,6 +98,3 @@ def test_a_wrong_weight_in_the_engine_stops_a_pretrained_model(
     with pytest.raises(TrainError, match=r"differ by \d.* nats per senior token on average") as refused:
         train(**arguments(model, out, engine, dtype, steps=1))
     print(f"{engine}, {dtype}: {refused.value}")
-
-
-# ---- what a step leaves behind --------------------------------------------------------------------------------------

@@ -341,6 +341,3 @@ def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str
     result = CliRunner().invoke(app, ["experiment", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
-
-
-# ------------------------------------------------------------------------------------------------------------- agents
