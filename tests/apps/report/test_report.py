@@ -319,7 +319,7 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> Non
     assert len(page) < 500_000
 
 
-def test_the_page_begins_with_a_sentence_three_columns_and_a_figure_and_the_rest_is_folded(page: str) -> None:
+def test_the_page_begins_with_a_sentence_a_table_and_a_figure(page: str) -> None:
     before = page.partition("<details>")[0]
     [lead] = re.findall(r'<p class="lead">(.*?)</p>', before)
     assert lead == (
