@@ -312,6 +312,35 @@ class Engine(Protocol):
         ...
 
 
+class EngineAround:
+    """An ``Engine`` but for ``generate``: another one, ``own``, which a subclass uses in its way."""
+
+    def __init__(self, own: Engine) -> None:
+        self.own, self.passes = own, Passes()
+        self.vocabulary, self.has_junior, self.policy_version = own.vocabulary, own.has_junior, own.policy_version
+
+    @property
+    def context(self) -> int:
+        return self.own.context
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.own.info
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        self.own.abort(keys)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.own.load_weights(weights, version)
+        self.policy_version = self.own.policy_version
+
+    def fingerprint(self, who: Who = "senior") -> int:
+        return self.own.fingerprint(who)
+
+    def close(self) -> None:
+        self.own.close()
+
+
 class SentWeights:
     """A trainer's weights, which are gathered one by one while they are iterated over.
 

@@ -4,36 +4,22 @@ Every process calls with the same requests and gets all completions. A completio
 weights, so it does not matter which process wrote it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
-
-from torch import Tensor
 
 from tandemrl.distributed.world import World
-from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Request, Responder
+from tandemrl.rollout.engine import Completion, Engine, EngineAround, Passes, Request, Responder
 
 
-class SpreadEngine:
+class SpreadEngine(EngineAround):
     """An ``Engine`` over the engines of all processes, which must all make the same calls.
 
     ``generate`` may run in a thread beside the collectives of the trainer, since it uses a process group of its own.
     """
 
     def __init__(self, own: Engine, world: World) -> None:
-        self.own, self.world = own, world
-        self.vocabulary, self.has_junior = own.vocabulary, own.has_junior
-        self.policy_version = own.policy_version
-        self.passes = Passes()
-        self._group = world.new_cpu_group()
-
-    @property
-    def context(self) -> int:
-        return self.own.context
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.own.info
+        super().__init__(own)
+        self.world, self._group = world, world.new_cpu_group()
 
     def generate(
         self,
@@ -58,16 +44,3 @@ class SpreadEngine:
         completions = self.world.scatter_gather(requests, counted, self._group)
         self.passes = sum(self.world.gather(passes, self._group), Passes())
         return completions
-
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        self.own.abort(keys)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.own.load_weights(weights, version)
-        self.policy_version = self.own.policy_version
-
-    def close(self) -> None:
-        self.own.close()
-
-    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
-        return self.own.fingerprint(who)

@@ -24,6 +24,7 @@ from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.engine import (
     Completion,
     Engine,
+    EngineAround,
     EngineDeadError,
     EngineError,
     EngineInfo,
@@ -93,21 +94,12 @@ def units_of(requests: Sequence[Request], size: int) -> list[list[Request]]:
     return [list(requests[i : i + size]) for i in range(0, len(requests), size)]
 
 
-class UnitEngine:
+class UnitEngine(EngineAround):
     """An engine that decodes each unit by itself: what a fleet generates, in this process."""
 
     def __init__(self, own: Engine, size: int) -> None:
-        self.own, self.size = own, size
-        self.vocabulary, self.has_junior, self.policy_version = own.vocabulary, own.has_junior, own.policy_version
-        self.passes, self._aborts = Passes(), Aborts()
-
-    @property
-    def context(self) -> int:
-        return self.own.context
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.own.info
+        super().__init__(own)
+        self.size, self._aborts = size, Aborts()
 
     def generate(
         self,
@@ -130,17 +122,7 @@ class UnitEngine:
     def abort(self, keys: Iterable[int] | None = None) -> None:
         keys = None if keys is None else frozenset(keys)
         self._aborts.add(keys)
-        self.own.abort(keys)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.own.load_weights(weights, version)
-        self.policy_version = self.own.policy_version
-
-    def fingerprint(self, who: Who = "senior") -> int:
-        return self.own.fingerprint(who)
-
-    def close(self) -> None:
-        self.own.close()
+        super().abort(keys)
 
 
 class FleetEngine:

@@ -6,8 +6,6 @@ names the layer. Under tensor parallelism everything here runs on every rank at 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -30,7 +28,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.sync import fingerprint
 
 _PROBES = 512  # how many rows of the identity matrix a packed layer is read with at once
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
@@ -59,108 +56,8 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
         for name, value in _named(tensor, _computed(tensor.layer, tensor.leaf)):
             yield name, value.to(dtype)
     for path, head in tied_heads(model):
-        _check_tied(path, head, dtype)
-
-
-@torch.no_grad()
-def engine_fingerprint(runner: Any) -> int:
-    """``sync.fingerprint`` of ``hf_parameters``, without reading a packed layer again that still is what it was.
-
-    To read one exactly takes as much arithmetic as a batch of hundreds of tokens. So its checksum is kept when its
-    weight is packed, and when it is read. It holds as long as the layer computes with the kernel that was made then,
-    and this kernel answers a probe with the same bits; else the layer is read.
-
-    Raises:
-        EngineError: as ``hf_parameters``.
-    """
-    model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
-    total = 0
-    for tensor in list(parameters_of(model)):
-        if not _is_packed(tensor):
-            total ^= fingerprint(_named(tensor, _computed(tensor.layer, tensor.leaf)), dtype)
-            continue
-        kept = getattr(tensor.layer, _KEPT, None)
-        if kept is None or not kept.holds(tensor.layer):
-            kept = _Kept.of(tensor.layer, fingerprint(_named(tensor, _multiplied(tensor.layer)), dtype))
-            setattr(tensor.layer, _KEPT, kept)
-        total ^= kept.checksum
-    for path, head in tied_heads(model):
-        kept = getattr(head, _KEPT, None)
-        if kept is None or not kept.holds(head) or kept.checksum != fingerprint([("", head.weight)], dtype):
-            _check_tied(path, head, dtype)
-    return total
-
-
-_KEPT = "_tandem_kept"
-
-
-class _Kept(NamedTuple):
-    """The checksum of a packed weight, and how to tell that the layer still computes with it."""
-
-    checksum: int
-    kernel: Any
-    """The function that was made when the weight was packed."""
-    answer: Tensor
-    """What it made of the probe."""
-
-    @classmethod
-    def of(cls, layer: Any, checksum: int) -> "_Kept":
-        return cls(checksum, layer.cpu_linear, layer.quant_method.apply(layer, _probe(layer), None))
-
-    def holds(self, layer: Any) -> bool:
-        if layer.cpu_linear is not self.kernel:
-            return False
-        return torch.equal(layer.quant_method.apply(layer, _probe(layer), None), self.answer)
-
-
-def _probe(layer: Any) -> Tensor:
-    """A row of random signs."""
-    signs = torch.randint(0, 2, (1, _columns(layer)), generator=torch.Generator().manual_seed(0))
-    return signs.mul_(2).sub_(1).to(layer.params_dtype)
-
-
-def _is_packed(tensor: "_Tensor") -> bool:
-    """Whether this is a whole weight that the CPU backend has packed."""
-    layer = tensor.layer
-    if tensor.leaf != "weight" or type(layer) is VocabParallelEmbedding or not hasattr(layer, "cpu_linear"):
-        return False
-    return all(part.split is None and part.replicas == 1 for part in tensor.parts)
-
-
-@contextmanager
-def summed_before_packing(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which layers keep the checksum of the weight that they pack, if the kernel then multiplies by it.
-
-    The checksum is of the very tensor that is packed, so of what vLLM's loaders have put there.
-    """
-    packed = {id(tensor.layer): tensor for tensor in parameters_of(model) if _is_packed(tensor)}
-    tied = {id(head) for _, head in tied_heads(model) if hasattr(head, "cpu_linear")}
-    methods: dict[int, Any] = {id(m.quant_method): m.quant_method for m in model.modules() if id(m) in {*packed, *tied}}
-
-    def keeping(pack: Any, layer: Any) -> None:
-        if id(layer) not in packed and id(layer) not in tied:
-            return pack(layer)
-        weight = layer.weight.detach()
-        parts = _named(packed[id(layer)], weight) if id(layer) in packed else [("", weight)]
-        checksum, columns = fingerprint(parts, dtype), _columns(layer)
-        some = torch.linspace(0, columns - 1, 16).long()  # the few that the kernel is asked for
-        before, expected = getattr(layer, "cpu_linear", None), weight[:, some].clone()
-        pack(layer)
-        kept = _Kept.of(layer, checksum)
-        read = layer.quant_method.apply(layer, nn.functional.one_hot(some, columns).to(layer.params_dtype), None).T
-        exact = torch.allclose(
-            read, expected, rtol=0.0, atol=torch.finfo(dtype).tiny
-        )  # zero as ``fingerprint`` sees it
-        right = exact and layer.cpu_linear is not before
-        setattr(layer, _KEPT, kept if right else None)  # None: it is read
-
-    for method in methods.values():
-        method.process_weights_after_loading = partial(keeping, method.process_weights_after_loading)
-    try:
-        yield
-    finally:
-        for method in methods.values():
-            del method.process_weights_after_loading  # that of its class again
+        if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
+            raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
 
 
 def _named(tensor: "_Tensor", value: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -169,11 +66,6 @@ def _named(tensor: "_Tensor", value: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name, group in groupby(zip(tensor.parts, shards, strict=True), key=lambda pair: pair[0].name):
         pieces = [whole(part, shard) for part, shard in group]
         yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _check_tied(path: str, head: Any, dtype: torch.dtype) -> None:
-    if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
-        raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
 
 
 class Part(NamedTuple):

@@ -29,10 +29,9 @@ from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.parameters import (
     check_shapes,
     checked,
-    engine_fingerprint,
+    hf_parameters,
     parameters_of,
     shapes_of,
-    summed_before_packing,
     tied_heads,
 )
 from tandemrl.rollout.vllm.versions import RELOAD_LOGGERS
@@ -111,9 +110,8 @@ def fingerprint_of(runners: Mapping[int, Any], author: int, *, adapters: bool) -
     Raises:
         EngineError: the weights cannot be read back.
     """
-    if author == SENIOR and adapters:
-        return fingerprint(adapted_parameters(runners[SENIOR], runners[JUNIOR]))
-    return engine_fingerprint(runners[author])
+    own = author == SENIOR and adapters
+    return fingerprint(adapted_parameters(runners[SENIOR], runners[JUNIOR]) if own else hf_parameters(runners[author]))
 
 
 # ------------------------------------------------------------------------------------------------------- into the model
@@ -145,7 +143,7 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
         ordered = ((name, named[name]) for name in shapes)
     # Detached, because the loader annotates tensors.
     stream = ((name, tensor.detach().to(config.model_config.dtype)) for name, tensor in ordered)
-    with set_current_vllm_config(config), _quiet(), summed_before_packing(model, config.model_config.dtype):
+    with set_current_vllm_config(config), _quiet():
         runner.reload_weights(weights_iterator=stream)
         for _, head in tied_heads(model):
             # The reload renews the embedding's table, but not what a tied head has packed of it.
