@@ -84,6 +84,8 @@ def opened(browser: Any) -> Iterator[Callable[[str], Any]]:
     def open_page(url: str) -> Any:
         page.goto(url)
         page.wait_for_selector("#start:enabled")
+        assert page.get_attribute("#more", "open") is None  # the settings are folded, below the text
+        page.click("#more summary")
         return page
 
     yield open_page
@@ -198,7 +200,8 @@ def test_the_prompt_it_begins_with_is_solved_and_marked(pair_page: Any, pair: Pa
         row.ground_truth for row in known_problems(str(pair / "senior"))[1] if row.messages[0]["content"] == asked
     )
     assert page.inner_text("#verdict") == f"✓ Correct: {answer}"
-    seeds = (seed for seed in range(100) if f"boxed{{{answer}}}" not in solver.texts([Draft(asked, seed)], MAX_NEW)[0])
+    texts = ((seed, solver.responses([Draft(asked, seed)], MAX_NEW)[0].text) for seed in range(100))
+    seeds = (seed for seed, text in texts if f"boxed{{{answer}}}" not in text)
     page.fill("#seed", str(next(seeds)))
     page.click("#start")
     finished(page)
@@ -233,6 +236,7 @@ def test_a_reload_loses_nothing(pair_page: Any) -> None:
     page.reload()
     page.wait_for_selector("#resume:enabled")
     assert state() == before
+    page.click("#more summary")
     page.fill("#max_tokens", "100")
     page.click("#resume")  # the text of its own prompt and settings
     expect(page.locator("#status")).to_contain_text("ended", timeout=120_000)

@@ -48,6 +48,9 @@ function update() {
   at("verdict").className = verdict?.correct ? "correct" : "incorrect";
   at("probability-shown").textContent = at("prob_senior").value;
   at("temperature-shown").textContent = at("temperature").value;
+  at("settings-shown").textContent =
+    `${at("strategy").value}, senior ${at("prob_senior").value}, temperature ${at("temperature").value}, ` +
+    `${at("max_tokens").value} tokens, seed ${at("seed").value}`;
   const fields = Object.fromEntries(FIELDS.map((id) => [id, at(id).value]));
   const kept = { draft, shown, held, verdict, over, fields, status: at("status").textContent };
   try {
@@ -213,6 +216,9 @@ at("share").addEventListener("click", async () => {
   URL.revokeObjectURL(link.href);
 });
 document.addEventListener("input", update);
+at("more").addEventListener("invalid", () => { // the browser points at the field, which has to be seen
+  at("more").open = true;
+}, true);
 
 ask("begin", {}).then((about) => {
   names = { senior: about.senior, junior: about.junior };
