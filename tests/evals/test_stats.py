@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandemrl.evals.measures import votes
-from tandemrl.evals.stats import macro_interval, maj_at_k, paired_bootstrap, pass_at_k, pearson, seed_interval
+from tandemrl.evals.stats import macro_interval, maj_at_k, paired_bootstrap, pass_at_k, seed_interval
 
 
 @pytest.mark.parametrize("samples", range(1, 9))
@@ -175,17 +175,6 @@ def test_seed_interval_refuses_bad_input(values, level):
 def test_bootstrap_refuses_bad_input(values, resamples, level):
     with pytest.raises(ValueError, match=r"bootstrap|resamples"):
         macro_interval([np.array(values)], resamples=resamples, seed=0, level=level)
-
-
-def test_pearson_is_the_correlation_of_pairs_that_vary():
-    from scipy.stats import pearsonr
-
-    x, y = np.random.default_rng(0).normal(size=(2, 9))
-    assert pearson(x, y) == pytest.approx(pearsonr(x, y).statistic)
-    assert pearson([0.1] * 4, [1.0, 2.0, 3.0, 4.0]) is None
-    assert pearson([1.0, 2.0], [1.0, 2.0]) is None
-    with pytest.raises(ValueError, match="3 and 2 values"):
-        pearson([1.0, 2.0, 3.0], [1.0, 2.0])
 
 
 @pytest.mark.parametrize(

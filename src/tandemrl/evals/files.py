@@ -147,8 +147,3 @@ def digests(sources: Sequence[str]) -> dict[str, str]:
                     digest.update(hashlib.file_digest(content, "blake2b").digest())
             hashes[str(source)] = digest.hexdigest()
     return hashes
-
-
-def plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping as it is after writing it to JSON and reading it back."""
-    return json.loads(json.dumps(value))

@@ -9,11 +9,12 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, SandboxConfig
+from tandemrl.config.plain import plain
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
-from tandemrl.evals.files import digests, plain
+from tandemrl.evals.files import digests
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
 from tandemrl.evals.reading import TextReader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids

@@ -217,23 +217,6 @@ def seed_interval(values: Sequence[float], *, errors: Sequence[float] = (), leve
     return Interval(mean, mean - half, mean + half)
 
 
-def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson's correlation of pairs, or None if there are fewer than three or one side does not vary.
-
-    Raises:
-        ValueError: the two sides differ in the number of values.
-
-    Examples:
-        >>> pearson([1.0, 2.0, 3.0], [5.0, 3.0, 1.0])
-        -1.0
-    """
-    if len(x) != len(y):
-        raise ValueError(f"a correlation needs pairs, got {len(x)} and {len(y)} values")
-    if len(set(x)) < 2 or len(set(y)) < 2 or len(x) < 3:
-        return None
-    return float(np.corrcoef(x, y)[0, 1])
-
-
 def at_least(interval: Interval, bar: float) -> bool | None:
     """Whether an interval supports "at least ``bar``": True if all of it is, False if none of it is, else None.
 
