@@ -88,7 +88,7 @@ def run(command: str, limit_s: float) -> dict:
         "seconds": round(time.monotonic() - start, 1),
         "device": found and {"name": found.name, "memory_gib": round(found.total_memory / 2**30, 1)},
         "versions": about(),
-        "lines": [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")],
+        "lines": [json.loads(line) for line in output.split("\n") if line.startswith("{") and line.endswith("}")],
         "output_tail": output[-4000:] if process.returncode else "",
     }
 

@@ -24,6 +24,7 @@ from transformers.utils import logging
 import tandemrl.training.loop
 from tandemrl.config import load
 from tandemrl.data.rows import Row
+from tandemrl.files import read_json_lines
 from tandemrl.training.preflight import Preflight
 
 REPORTED = ("mismatch/", "time/", "tokens", "draft/", "passes/", "entropy", "grad_norm", "senior")
@@ -79,8 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ],
         )
         tandemrl.training.loop.train(config, resume="never", reward=alternating, quiet=True)
-        steps = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-        profile = json.loads(Path(out, "profile", "table.json").read_text())
+        steps = [line for _, line in read_json_lines(Path(out, "metrics.jsonl"))]
     cuda = config.model.device.startswith("cuda")
     return about() | {
         "benchmark": "gpu_train",
@@ -89,7 +89,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "overrides": list(options.overrides),
         "completions": options.completions,
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-        "profile": profile,
         "steps": [{name: value for name, value in step.items() if name.startswith(REPORTED)} for step in steps],
     }
 

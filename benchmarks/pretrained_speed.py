@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from tandemrl.apps.experiments.smollm2 import fetch
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, encode_prompts
+from tandemrl.files import read_json_lines
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Passes, Request, Sampling
 from tandemrl.rollout.sync import sync_weights
@@ -83,7 +84,7 @@ def main() -> None:
 
     found = {}
     if options.out.is_file():
-        found = {line["part"]: line for line in map(json.loads, options.out.read_text().splitlines())}
+        found = {line["part"]: line for _, line in read_json_lines(options.out)}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         **{f"rollout {rows}": partial(rollout, fetched.folder, rows, options) for rows in options.rows},
         "bfloat16": partial(measure_bfloat16, fetched.folder, options),

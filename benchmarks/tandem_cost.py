@@ -45,6 +45,7 @@ import torch
 from _common import about, cpu_seconds, write_lines
 
 from tandemrl.config import RolloutConfig, VllmConfig
+from tandemrl.files import read_json_lines
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
 from tandemrl.selection import solo, word
@@ -197,7 +198,7 @@ def main() -> None:
 
     known = {}
     if options.out is not None and options.out.is_file():
-        known = {line["setting"]: line for line in map(json.loads, options.out.read_text().splitlines())}
+        known = {line["setting"]: line for _, line in read_json_lines(options.out)}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in names:
             setting = asked(SETTINGS[name], options)

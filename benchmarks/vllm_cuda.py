@@ -390,6 +390,7 @@ def our_writer(engine: Any, *, solo: bool) -> Callable[..., dict[str, Any]]:
 
 def train(options: argparse.Namespace, *, sleep: bool = False) -> None:
     from tandemrl.config import load
+    from tandemrl.files import read_json_lines
     from tandemrl.rollout.vllm import backend
     from tandemrl.training.loop import train as train_loop
 
@@ -414,7 +415,7 @@ def train(options: argparse.Namespace, *, sleep: bool = False) -> None:
         # The models' texts are mostly empty; a reward that differs within every group leaves none out of the update.
         train_loop(config, resume="never", reward=lambda row, text: float(next(calls) % 2), quiet=True)
         seconds = time.perf_counter() - start
-        steps = [json.loads(line) for line in Path(home, "run", "metrics.jsonl").read_text().splitlines()]
+        steps = [line for _, line in read_json_lines(Path(home, "run", "metrics.jsonl"))]
     kept = ("mismatch/", "time/", "tokens", "weights/", "grad_norm", "tandem/senior_frac")
     shown = [{name: value for name, value in step.items() if name.startswith(kept)} for step in steps]
     peak = None if options.smoke else round(torch.cuda.max_memory_allocated() / 2**30, 2)

@@ -19,7 +19,7 @@ from typing import Any
 from tandemrl.apps.experiments.experiment import SCHEMA
 from tandemrl.apps.report import read_results
 from tandemrl.apps.report.tables import JUNIOR_CE, JUNIOR_FIRST, SENIOR_FIRST, SOLO, headline_table, markdown_table
-from tandemrl.files import write_text
+from tandemrl.files import read_json_lines, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -80,8 +80,8 @@ def smollm2_sentence() -> str:
 
 def measured(name: str) -> list[dict[str, Any]]:
     """The lines of a benchmark's file."""
-    text = (BENCHMARKS / name).read_text()
-    return [json.loads(text)] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+    file = BENCHMARKS / name
+    return [json.loads(file.read_text())] if name.endswith(".json") else [line for _, line in read_json_lines(file)]
 
 
 def speed_sentence() -> str:

@@ -7,7 +7,6 @@ with the negative advantages cut off, so that the senior learns from what worked
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tandemrl
+from tandemrl.files import read_json_lines
 from tandemrl.selection.draws import SELECTION, stream, uniforms
 
 
@@ -54,5 +54,5 @@ if config.model.senior == "runs/tiny/senior":
     tandemrl.build_tiny_pair(Path("runs/tiny"))  # a minute, once
 recipe = tandemrl.RECIPES["grpo"]._replace(name="successes_only", surrogate=successes_only)
 tandemrl.train(config, resume="never", recipe=recipe, strategy=lambda step: handover(16, 0.1), quiet=True)
-for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines():
-    print("step {step}: reward {reward/mean:.3f}, senior share {tandem/senior_frac:.2f}".format(**json.loads(line)))
+for _, line in read_json_lines(Path(config.output_dir, "metrics.jsonl")):
+    print("step {step}: reward {reward/mean:.3f}, senior share {tandem/senior_frac:.2f}".format(**line))

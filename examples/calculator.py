@@ -9,13 +9,13 @@ A model that calls tools needs no environment: `rollout.environment=tools rollou
 """
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import tandemrl
 from tandemrl import Answer, Environment, Row, Transcript
+from tandemrl.files import read_json_lines
 
 
 def calculate(left: int, sign: str, right: int) -> int:
@@ -59,5 +59,5 @@ if __name__ == "__main__":
     if config.model.senior == "runs/tiny/senior":
         tandemrl.build_tiny_pair(Path("runs/tiny"))  # a minute, once
     tandemrl.train(config, resume="never", environment=Calculator(), quiet=True)
-    for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines():
-        print("step {step}: reward {reward/mean:.3f}, turns {env/turns:.2f}".format(**json.loads(line)))
+    for _, line in read_json_lines(Path(config.output_dir, "metrics.jsonl")):
+        print("step {step}: reward {reward/mean:.3f}, turns {env/turns:.2f}".format(**line))

@@ -188,7 +188,7 @@ def main() -> None:
     for arm, overrides in ARMS.items():
         config = tandemrl.load(overrides=[*COMMON, *paths, *overrides, *args.overrides, f"output_dir={args.out}/{arm}"])
         tandemrl.train(config, quiet=True)
-        lines = [json.loads(line) for line in (args.out / arm / "metrics.jsonl").read_text().splitlines()]
+        lines = [line for _, line in read_json_lines(args.out / arm / "metrics.jsonl")]
         last = args.out / arm / "hf" / f"step_{config.train.steps}"
         result["arms"][arm] = {
             "overrides": overrides,

@@ -18,7 +18,7 @@ from typing import Any
 
 import tandemrl
 from tandemrl.evals.compare import compare
-from tandemrl.files import versions, write_text
+from tandemrl.files import read_json_lines, versions, write_text
 
 SETTINGS = [
     *("selection.strategy=before_word", "selection.max_untranslatable=0.1", "rollout.max_rows=128"),
@@ -57,7 +57,7 @@ def main() -> None:
     before = measured(config, args.senior, args.out / "before")
     print(f"before: {json.dumps(before)}", flush=True)
     tandemrl.train(config, quiet=True)
-    lines = [json.loads(line) for line in (args.out / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for _, line in read_json_lines(args.out / "run" / "metrics.jsonl")]
     after = measured(config, args.out / "run" / "hf" / f"step_{config.train.steps}", args.out / "after")
     print(f"after: {json.dumps(after)}", flush=True)
     evaluated, others = {"before": before, "after": after}, {"differences": "before"}

@@ -34,7 +34,7 @@ from tandemrl.config import (
     to_yaml,
 )
 from tandemrl.config.compatibility import Facts, check
-from tandemrl.config.loading import REMOVED_KEYS, RENAMED
+from tandemrl.config.loading import REMOVED_KEYS
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten
 from tandemrl.config.reference import Leaf
@@ -186,7 +186,7 @@ def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
     [
         ("train.steps", "ten", "a whole number"),
         ("train.lr", "fast", "a number"),
-        ("train.log", "maybe", "true or false"),
+        ("train.profile", "maybe", "true or false"),
         ("loss.kl_target", "x", "a number or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
         ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
@@ -211,7 +211,7 @@ def test_a_value_of_another_kind_is_named(key: str, value: str, expected: str, t
         ("data.prompt_suffix=", "data.prompt_suffix", ""),
         (r'data.prompt_suffix="\nA: #"', "data.prompt_suffix", "\nA: #"),
         ("judge.model=null", "judge.model", None),
-        ("train.wandb_project=007", "train.wandb_project", "007"),
+        ("judge.model=007", "judge.model", "007"),
         ("data.train=a #b.jsonl", "data.train", ["a #b.jsonl"]),
         ("reward.scorers.mine/v1.5=boxed", "reward.scorers.mine/v1.5", "boxed"),
         ("reward.scorers[mine/v1.5]=boxed", "reward.scorers.mine/v1.5", "boxed"),
@@ -229,7 +229,7 @@ def test_a_value_of_another_kind_is_named(key: str, value: str, expected: str, t
         ("rollout.draft_tokens='4'", "rollout.draft_tokens", 4),
         ("train.steps=0x10", "train.steps", 16),
         ("train.lr=.5", "train.lr", 0.5),
-        ("train.wandb_tags=[no, 1e3, '~', 12:30]", "train.wandb_tags", ["no", "1e3", "~", "12:30"]),
+        ("model.lora.targets=[no, 1e3, '~', 12:30]", "model.lora.targets", ["no", "1e3", "~", "12:30"]),
     ],
 )
 def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: str, value: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: s
     [
         ("output_dir: 0123", "output_dir", "0123"),
         ("output_dir: 12:30", "output_dir", "12:30"),
-        ("train: {wandb_name: 007}", "train.wandb_name", "007"),
+        ("judge: {model: 007}", "judge.model", "007"),
         ("model: {senior: 1e5, junior: null}", "model.senior", "1e5"),
         ("data: {prompt_suffix: yes}", "data.prompt_suffix", "yes"),
         ("data: {prompt_suffix: 2026-01-02}", "data.prompt_suffix", "2026-01-02"),
@@ -414,18 +414,6 @@ def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> 
             load(**source)
 
 
-def test_a_value_that_was_removed_is_an_error_until_it_is_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "old.yaml"
-    file.write_text("rollout:\n  vllm:\n    mode: majority\n")
-    message = f"{file}: rollout.vllm.mode=majority: this mode was removed; set auto, which writes the same tokens "
-    with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        load(file)
-    assert "\n" not in str(error.value)
-    assert load(file, ["rollout.vllm.mode=auto"]).rollout.vllm.mode == "auto"
-    with pytest.raises(ConfigError, match=r"^rollout\.vllm\.mode=majority: this mode was removed"):
-        load(None, ["rollout.vllm.mode=majority"])
-
-
 def test_a_mandatory_value_is_asked_for_until_it_is_given() -> None:
     with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*set loss\.kl_coef=…"):
         load("deepscaler_kl")
@@ -590,12 +578,6 @@ def test_a_dry_run_under_the_launcher_checks_its_number_of_processes(monkeypatch
     assert "ok           processes: 1" in CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run"]).output
 
 
-def test_a_renamed_key_is_read_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"rollout\.world_tokens is called rollout\.observation_tokens now"):
-        config = load("hops_tandem", ["rollout.world_tokens=99"])
-    assert config.rollout.observation_tokens == 99
-
-
 def test_epochs_fill_in_for_steps_that_are_left_to_the_user() -> None:
     assert load("rrm_train", ["model.senior=m", "train.epochs=12"]).train.epochs == 12
     with pytest.raises(ConfigError, match=r"set train\.steps=…$"):
@@ -613,7 +595,7 @@ def test_messages_and_docs_name_keys_that_exist() -> None:
     """Every ``section.key`` in a text of the sources, with a ``=`` after it, is a key."""
     known = {leaf.key for leaf in leaves(Config())}
     mappings = tuple(f"{leaf.key}." for leaf in leaves(Config()) if isinstance(leaf.value, dict))
-    known |= {key.rpartition(".")[0] for key in known} | set(RENAMED) | set(REMOVED_KEYS)
+    known |= {key.rpartition(".")[0] for key in known} | set(REMOVED_KEYS)
     sections = "|".join(field.name for field in dataclasses.fields(Config) if field.name != "output_dir")
     assigned = re.compile(rf"(?<![\w./-])((?:{sections})(?:\.[a-z_]\w*)+)(?==)")
     root = Path(__file__).parents[1]

@@ -118,7 +118,6 @@ def test_adapters_split_by_tp_train_what_one_process_trains(tiny_pair: Path, tmp
     lora = [
         "model.lora.rank=2",
         "model.lora.dropout=0.2",
-        "model.lora.export=true",
         "train.lr=1e-2",
         "train.eval_every=0",
     ]

@@ -34,7 +34,7 @@ def settings(pair: Path, out: Path) -> Config:
 def whole(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes that nothing disturbs."""
     out = tmp_path_factory.mktemp("restarts") / "whole"
-    run(trained, 2, load(None, [*overrides(tiny_pair, out), "train.profile=true"]), None)
+    run(trained, 2, settings(tiny_pair, out), None)
     assert all(line["grad_norm"] > 0 for line in metrics(out))
     return out
 

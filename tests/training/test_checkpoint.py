@@ -501,7 +501,6 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
         "train.eval_every=7",
         "train.keep_checkpoints=9",
         "train.wandb=offline",
-        "train.wandb_project=p",
         "train.log_samples=0",
     ],
 )

@@ -275,8 +275,6 @@ def _model(c: Config) -> Iterator[Fault]:
         for key, on in (("model.compile", m.compile), ("rollout.compile", c.rollout.compile)):
             if on:
                 yield Fault(key, f"false with {with_both}: two threads cannot compile at once")
-    if m.lora.export and m.lora.rank == 0:
-        yield Fault("model.lora.export", "false with model.lora.rank=0: there are no adapters")
     if m.lora.dropout > 0 and m.lora.rank == 0:
         yield Fault("model.lora.dropout", "0 with model.lora.rank=0: there are no adapters")
     if c.rollout.kind.section != "vllm" or m.device.startswith("cuda"):

@@ -57,20 +57,16 @@ def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence
         sources.append((item, _assigned(item)))
     config = Config()
     unset: set[str] = set()
-    removed: dict[str, str] = {}
     for where, source in sources:
         if not isinstance(source, dict):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
-        _rename(source, where)
-        removed |= _removed(source, where)
+        _drop_removed(source, where)
         values = _typed(source, Config, where)
         missing = {key for key, value in flatten(values).items() if isinstance(value, Written)}
         unset = (unset - flatten(source).keys()) | missing
         config = _changed(config, values)
     if config.train.epochs is not None:  # which makes the number of steps
         unset.discard("train.steps")
-    for key in sorted(unset & removed.keys()):
-        raise ConfigError(removed[key])
     if unset:
         assignments = ", ".join(f"{key}=…" for key in sorted(unset))
         raise ConfigError(f"{sources[0][0]} leaves a value to you (???); set {assignments}")
@@ -192,23 +188,6 @@ def _text(file: str) -> str:
         raise ConfigError(f"{file}, line {line}: not UTF-8; save the file as UTF-8") from None
 
 
-RENAMED = {"parallel.offload": "parallel.offload_parameters", "rollout.world_tokens": "rollout.observation_tokens"}
-"""Keys of earlier versions, which the ``config.yaml`` of a run may have, and their present names."""
-
-
-def _rename(source: dict[Any, Any], where: str) -> None:
-    """Rename keys that have an earlier name to the present one, in place, with a warning."""
-    for old, new in RENAMED.items():
-        parent, name = _parent(source, old)
-        if name not in parent:
-            continue
-        if (new_name := new.rpartition(".")[2]) in parent:
-            raise ConfigError(f"{where}: {old} is the earlier name of {new}; set {new} alone")
-        parent[new_name] = parent.pop(name)
-        if parent[new_name] != "false":  # which a stored config has for a default
-            warnings.warn(f"{where}: {old} is called {new} now", stacklevel=3)
-
-
 def _parent(source: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """The mapping that a dotted key is in, or an empty one, and its name there."""
     *sections, name = key.split(".")
@@ -218,40 +197,35 @@ def _parent(source: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     return (parent if isinstance(parent, dict) else {}), name
 
 
-REMOVED = {
-    ("rollout.vllm.mode", "majority"): "this mode was removed; set auto, which writes the same tokens "
-    "(and drafts with rollout.draft_tokens=auto)"
-}
-"""Values of earlier versions that no longer exist, each with the reason and what to use."""
-
-
-REMOVED_KEYS = {
+_WANDB = "Weights & Biases reads its own variable, {}"
+REMOVED_KEYS: dict[str, tuple[Any, str]] = {
+    "parallel.offload": (False, "its name is parallel.offload_parameters"),
+    "rollout.world_tokens": (2048, "its name is rollout.observation_tokens"),
     "rollout.in_flight": (False, "train.async_steps=1 overlaps rollouts and updates without it"),
+    "rollout.vllm.prefix_caching": (True, "common prefixes are always kept"),
+    "model.lora.export": (False, "hf/step_N/adapter has the adapters of every export"),
     "train.async_save": (False, "checkpoints are written before the next step"),
     "train.max_samples_gb": (None, "samples.jsonl has all rollouts; compress or move it between runs"),
+    "train.log": (False, "tandemrl train … | tee train.log keeps what the console shows"),
+    "train.keep_eval_texts": (True, "eval_texts/ is always written; remove it after the run"),
+    "train.wandb_project": ("tandemrl", _WANDB.format("WANDB_PROJECT")),
+    "train.wandb_name": (None, _WANDB.format("WANDB_NAME")),
+    "train.wandb_tags": ([], _WANDB.format("WANDB_TAGS")),
     "eval.select_by": (None, "train.select_by=pass@k or train.select_by=reward chooses hf/best"),
 }
 """Keys of earlier versions that no longer exist, each with its default, which is ignored, and what to do instead."""
 
 
-def _removed(source: Any, where: str) -> dict[str, str]:
-    """The keys that have a removed value, each with a message. They are left to later sources, as with ``???``.
+def _drop_removed(source: Any, where: str) -> None:
+    """Take removed keys that have their default out of a tree, as the ``config.yaml`` of an older run has them.
 
     Raises:
-        ConfigError: a removed key has another value than its default.
+        ConfigError: a removed key has another value.
     """
     for key, (default, instead) in REMOVED_KEYS.items():
         parent, name = _parent(source, key)
         if name in parent and free(parent.pop(name)) != default:
             raise ConfigError(f"{where}: {key} was removed in 0.2; leave it out: {instead}")
-    found = {}
-    for (key, value), why in REMOVED.items():
-        parent, name = _parent(source, key)
-        if parent.get(name) == value:
-            shown = where if where == f"{key}={value}" else f"{where}: {key}={value}"
-            found[key] = f"{shown}: {why}"
-            parent[name] = Written("???", plain=True)
-    return found
 
 
 ELSEWHERE = {

@@ -57,8 +57,6 @@ class VllmConfig:
     """Fraction of the GPU's memory that the engine may use, models included. The trainer needs the rest."""
     sleep: bool = False
     """CUDA: release the engine's memory to the trainer between rollouts."""
-    prefix_caching: bool = True
-    """Reuse the KV cache of common prefixes, such as the prompt of a group."""
     max_batched_tokens: int | None = None
     """Maximum number of tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole
     context."""

@@ -25,9 +25,9 @@ from tandemrl.config.selection import SelectionConfig
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (needs the `lora` extra). Exports in hf/ and the engine get merged weights. But if the junior
-    is the senior's base, in the same dtype and on the same device, the engine gets the adapters alone and applies them
-    to the junior's weights."""
+    """Low-rank adapters (needs the `lora` extra). Exports in hf/ and the engine get merged weights; `hf/step_N/adapter`
+    has the adapters alone, in float32, for `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`. If the junior is the senior's base, in the same dtype and on the same device, the engine gets the adapters alone and
+    applies them to the junior's weights."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0 = no adapters, all weights are trained."""
@@ -38,9 +38,6 @@ class LoraConfig:
     dropout: Annotated[float, Allowed("in [0, 1)", lambda p: 0 <= p < 1)] = 0.0
     """Dropout on an adapter's inputs: the fraction that is dropped, drawn anew in each forward pass of an update and
     used nowhere else. Above 0 the gradient depends on how a step is split into micro-batches and over processes."""
-    export: bool = False
-    """Also write the adapters by themselves, in float32, into the folder `adapter` of every export in hf/, for
-    `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`."""
 
 
 @dataclass(frozen=True)
@@ -210,20 +207,10 @@ class TrainConfig:
     """How many steps ahead rollouts are generated, so with weights that are so many steps old. 1 = those of the next
     step, during the update of this one; more than 1 requires `rollout.workers`; 0 = off."""
     profile: bool = False
-    """Write a trace and a table of phases and tokens/s to output_dir/profile."""
+    """Write traces of one step to output_dir/profile, and the seconds of inner phases, too, to metrics.jsonl."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Also log metrics and samples to Weights & Biases (needs the `wandb` extra)."""
-    wandb_project: str = "tandemrl"
-    """The Weights & Biases project."""
-    wandb_name: str | None = None
-    """The run's name there; null = the last part of output_dir."""
-    wandb_tags: tuple[str, ...] = ()
-    """The run's tags there."""
-    log: bool = False
-    """Also write what the console shows to output_dir/train.log, without colours and bars, even if the run is quiet."""
-    keep_eval_texts: bool = True
-    """Write every response of the evaluations during training, with its problem and its score, to
-    output_dir/eval_texts/step_N.jsonl."""
+    """Also log metrics and samples to Weights & Biases (needs the `wandb` extra). Its own variables are read:
+    WANDB_PROJECT (else tandemrl), WANDB_NAME (else the last part of output_dir), WANDB_TAGS, WANDB_RUN_GROUP."""
     log_samples: NonNegativeInt = 4
     """How many samples a logged table shows. samples.jsonl has every rollout regardless."""
     threads: PositiveInt | None = None

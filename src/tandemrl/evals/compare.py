@@ -84,7 +84,7 @@ def compare(
         a: a run's folder, an evaluation folder (with ``PHASE.json``), a result file (of one phase), a folder of
             repetitions ``seed-N``, a path with a component ``seed-*`` that stands for all of them, or any of these in
             the order of their seeds. A run has the evaluation in its folder ``eval`` (or in ``eval/NAME`` beside it, as
-            in an experiment), else its last one during training (``train.keep_eval_texts``).
+            in an experiment), else its last one during training.
         b: the other side, in the same form.
         shown: whether to show a metric, by its name. The default shows the headline metrics.
         varied: the settings that may differ since they are what is compared (``retrieval``, ``environment``). All

@@ -17,7 +17,7 @@ from tandemrl.files import LineError, read_json_lines, versions, write_text
 
 SCHEMA = 1
 EVAL_TEXTS = "eval_texts"
-"""The folder of a run with the samples of each evaluation during training, if ``train.keep_eval_texts`` is on. Lines of
+"""The folder of a run with the samples of each evaluation during training. Lines of
 ``step_N.jsonl`` begin with the field ``source``, which is ``eval`` or ``monitor``."""
 
 

@@ -55,7 +55,7 @@ def evaluate(run: Run, step: int) -> Metrics:
         metrics |= {f"monitor/{name}": macro[name] for name in names if name in macro}
         for source, values in watched.metrics["by_set"].items():
             metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
-    if setup.world.main and setup.config.train.keep_eval_texts:
+    if setup.world.main:
         write_eval_texts(Path(setup.config.output_dir), step, samples)
     return metrics
 

@@ -16,7 +16,6 @@ from tandemrl import losses
 from tandemrl.config import Config
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.lora import adapter_free
-from tandemrl.training.profiling import Work
 from tandemrl.training.state import Models, RunSetup
 from tandemrl.types import Author, Batch, Group, Metrics, Rollout, Totals
 
@@ -293,12 +292,3 @@ def add_gae_advantages(
 def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
     """The weight of every token in the loss."""
     return losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
-
-
-def step_work(groups: Sequence[Group], experience: Experience) -> Work:
-    """The tokens of a step's rollouts, and those of the sequences that the policy's update used."""
-    used = [r for r, is_used in zip(experience.rollouts, experience.computed.tolist(), strict=True) if is_used]
-    return Work(
-        written=float(sum(r.response_tokens for group in groups for r in group.rollouts)),
-        trained=float(sum(len(r.tokens) for r in used)),
-    )

@@ -39,7 +39,6 @@ from tandemrl.training.experience import (
     add_values,
     make_experience,
     pack_mini_batches,
-    step_work,
 )
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
 from tandemrl.training.gates import MISMATCH, ROUNDINGS
@@ -152,7 +151,7 @@ def loop(run: Run, tracker: Tracker) -> None:
         tracker.say(line)
     sync_weights(models.policy, models.engine, version=done)
     folder = Path(config.output_dir, "profile") if train.profile else None
-    profiler = Profiler(folder, setup.device, world, first=done + 1, last=train.steps)
+    profiler = Profiler(folder, setup.device, traces=world.main, step=min(done + 2, train.steps))
     optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
     warnings_of = watcher(config, setup.recipe, len(setup.heldout))
     draw = partial(progress.sampler.next, train.prompts_per_step)
@@ -267,8 +266,6 @@ def train_step(
     tracker.samples(step, written, setup.tokenizer)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     say_best(run, tracker, step)
-    if train.profile:
-        profiler.step(step, clock, step_work(groups, experience))
     return metrics
 
 

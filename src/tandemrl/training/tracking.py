@@ -12,8 +12,8 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -49,8 +49,6 @@ _SUMMARY = (
 the senior generated, and ``accepted`` the fraction of the junior's drafts that the senior accepts."""
 STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
-LOG = "train.log"
-"""The file with what the console shows, if ``train.log`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
 
@@ -64,8 +62,7 @@ class Tracker:
 
     Args:
         output_dir: the folder of the run, to whose files lines are appended (see ``checkpoint`` for a resume).
-        config: the config, of which train.{steps, wandb*, log, log_samples} and
-            rollout.max_tokens are read.
+        config: the config, of which train.{steps, wandb, log_samples} and rollout.max_tokens are read.
         console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
         quiet: print nothing.
         record: write the files. It is False in all processes of a run but one.
@@ -88,8 +85,6 @@ class Tracker:
         self._live = self._console.is_terminal and not quiet
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._log = open(folder / LOG, "a", encoding="utf-8") if record and config.train.log else None  # noqa: SIM115
-        self._copy = Console(file=self._log, width=120, highlight=False, quiet=self._log is None)
         self._ending = folder / STOPPED if record else None
         if self._ending is not None:
             self._ending.unlink(missing_ok=True)
@@ -151,7 +146,7 @@ class Tracker:
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
         shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
         if shown:
-            self._print(sample_table(step, shown, tokenizer))
+            self._console.print(sample_table(step, shown, tokenizer))
         if shown and self._wandb is not None:
             import wandb
 
@@ -190,17 +185,8 @@ class Tracker:
         return advance
 
     def say(self, line: str) -> None:
-        """Print one plain line.
-
-        Raises:
-            TrackingError: the line could not be copied to train.log.
-        """
-        self._print(line, markup=False, soft_wrap=True)
-
-    def _print(self, shown: Any, **style: Any) -> None:
-        self._console.print(shown, **style)
-        with _to_disk(self._log):
-            self._copy.print(shown, **style)
+        """Print one plain line."""
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bars and close the files. It may be called twice.
@@ -215,7 +201,7 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
-        for file in (self._metrics, self._samples, self._log):
+        for file in (self._metrics, self._samples):
             if file is not None:
                 with suppress(OSError) if failed else nullcontext():
                     file.close()
@@ -336,19 +322,11 @@ def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
     """
     if file is None:
         return
-    with _to_disk(file):
+    try:
         file.write("".join(f"{line}\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def _to_disk(file: IO[str] | None) -> Iterator[None]:
-    """A context that writes to a file of the record. An error of the disk names the file, and what to do."""
-    try:
-        yield
     except OSError as error:
-        assert file is not None
         raise TrackingError(
             f"{file.name}: {error.strerror}; free the disk and resume from the last checkpoint"
         ) from None
@@ -405,13 +383,12 @@ def _start_wandb(folder: Path, config: Config, last: int | None, logged: Path, s
         notes = f"replaces run {old}, whose steps {kept} were discarded by a resume"
         say(f"wandb: run {identity.read_text()} {notes}")
     group, _, number = identity.read_text().partition("-")
-    name = config.train.wandb_name or folder.resolve().name
+    name = os.environ.get("WANDB_NAME") or folder.resolve().name
     run = wandb.init(
-        project=config.train.wandb_project,
+        project=os.environ.get("WANDB_PROJECT", "tandemrl"),
         name=f"{name} (resume {int(number) - 1})" if number else name,
         group=os.environ.get("WANDB_RUN_GROUP") or group,
         notes=notes,
-        tags=list(config.train.wandb_tags),
         dir=folder,
         id=identity.read_text(),  # a resumed run continues its own curve
         resume="allow" if mode == "online" else None,

@@ -41,7 +41,6 @@ TIGHT = {
     "chunked prefill": dict(max_batched_tokens=64, max_rows=48),
     "preemption": dict(kv_blocks=22, block_size=32),
     "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
-    "no prefix cache": dict(prefix_caching=False),
 }
 LLAMA = [("Llama junior", "lazy"), ("Llama junior", "lockstep")]
 SMALLER = ("smaller junior", "lazy")

@@ -92,7 +92,7 @@ class Backend:
             distributed_executor_backend="mp" if parallel > 1 else "uni",
             kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
             enable_sleep_mode=v.sleep,
-            enable_prefix_caching=v.prefix_caching,
+            enable_prefix_caching=True,
             scheduling_policy="priority",
             enforce_eager=on_cpu if v.enforce_eager is None else v.enforce_eager,
             generation_config="vllm",  # sampling is what a Request says, not what the model folder recommends

@@ -21,7 +21,6 @@ from tandemrl.training.state import Run
 
 _FREE = {
     "data": ("monitor",),
-    "model.lora": ("export",),
     "model.junior_endpoint": (
         *("url", "api_key_env", "timeout_s", "retries", "backoff_s", "concurrency", "max_failure_rate"),
         "leave_out",  # what a server refuses
@@ -35,9 +34,8 @@ _FREE = {
             "keep_checkpoints",
             "keep_exports",
             "profile",
-            "keep_eval_texts",
         ),
-        *("log", "log_samples", "wandb", "wandb_project", "wandb_name", "wandb_tags"),
+        *("log_samples", "wandb"),
         "epochs",  # which `train.steps` is computed from
     ),
     "judge": ("url", "command", "wait_s", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate"),

@@ -69,7 +69,7 @@ def save(run: Run, rng: Mapping[str, Any] | None = None) -> list[Path]:
 def export(run: Run, name: str, step: int) -> None:
     """Export the policy after a step to ``hf/NAME``, in the compute dtype."""
     config = run.setup.config
-    folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
+    folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.rank else None
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
     if world.main:
         recover(folder.parent)  # it is this run's alone
