@@ -63,7 +63,7 @@ def main(folder: Path, torch: str, index: str) -> None:
         pair = [f"model.{who}=tiny/{who}" for who in ("senior", "junior")]
         two_steps = ["train.steps=2", "train.eval_every=0", "output_dir=run"]
         run("tandemrl", "train", "--config", "quickstart", *pair, *two_steps)
-        run("tandemrl", "train", "--config", "quickstart", "--dry-run", "--ranks", "1")
+        run("tandemrl", "plan", "--config", "quickstart")
         run("tandemrl", "report", "run")
         if not (Path(place) / "run" / "report.html").stat().st_size:
             sys.exit("the report is empty")

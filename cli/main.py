@@ -77,6 +77,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
+app.command("plan")(train.plan)
 app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
 app.add_typer(experiment.app, name="experiment")

@@ -1,6 +1,8 @@
-"""``tandemrl train``."""
+"""``tandemrl train`` and ``tandemrl plan``."""
 
+import shlex
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,36 +10,21 @@ import typer
 if TYPE_CHECKING:
     from tandemrl.config import Config
 
+ConfigName = Annotated[
+    str | None, typer.Option("--config", "-c", help="A YAML file, the name of a packaged config, or a run's folder.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")]
+
 
 def train(
     context: typer.Context,
-    config: Annotated[
-        str | None,
-        typer.Option("--config", "-c", help="A YAML file, the name of a packaged config, or a run's folder."),
-    ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")] = None,
+    config: ConfigName = None,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Print the config and the batch plan, check what the run needs, and stop; no downloads."
-        ),
+        typer.Option("--dry-run", help="Print the changed keys, check what the run needs, and stop; no downloads."),
     ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="With --dry-run: plan a run of this many processes, one per device, which need not exist here: "
-            "memory. This machine is not checked.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="With --ranks: the device, e.g. h100; default: h100, or cpu with model.device=cpu."),
-    ] = None,
-    times_of: Annotated[
-        str | None,
-        typer.Option(help="With --ranks: the folder of a run; its measured steps say how many hours this one takes."),
-    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --dry-run: print all keys.")] = False,
     resume: Annotated[
         str,
         typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
@@ -47,55 +34,109 @@ def train(
         typer.Option(metavar="CODE", help="Resume with repaired code: reward, recipe, strategy, engine, environment …"),
     ] = None,
 ) -> None:
-    """Train a senior as a config says. KEY=VALUE arguments override the file."""
-    from tandemrl.config import ConfigError, batch_plan, load, packaged_configs, stated_keys, to_yaml
+    """Train a senior as a config says. KEY=VALUE arguments override the file.
+
+    Example: tandemrl train --config quickstart train.steps=20 output_dir=runs/first
+    """
+    from tandemrl.config import batch_plan, stated_keys, to_yaml
+
+    resolved, accepted = _loaded(config, overrides), tuple(accept_changed or ())
+    stated = stated_keys(overrides or ())
+    if dry_run:
+        typer.echo(f"{to_yaml(resolved) if verbose else _changed(resolved)}\n{batch_plan(resolved)}\n")
+        _check(resolved, resume, accepted, stated)
+        return
+    from tandemrl.distributed.world import destroy_world, launched, rank
+    from tandemrl.training import loop as training
+    from tandemrl.training.faults import Stopped
+
+    context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
+    output = resolved.output_dir
+    try:
+        training.train(resolved, resume=training.checkpoint.Resume(resume, accepted), stated=stated)
+    except (Stopped, KeyboardInterrupt):
+        if rank() == 0 and training.checkpoint.latest(output):
+            same = "the same torchrun command" if launched() > 1 else _command("train", "--config", output)
+            typer.echo(f"to go on from the last checkpoint: {same}", err=True)
+        raise
+    if rank() == 0:
+        typer.echo("\n".join(("next:", *(f"  {command}" for command in _next(resolved)))))
+
+
+def plan(
+    config: ConfigName = None,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="How many processes, one per device, which need not be here.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="The device, e.g. h100; default: h100, or cpu with model.device=cpu.")
+    ] = None,
+    times_of: Annotated[
+        str | None, typer.Option(help="The folder of a run; its measured steps say how many hours this one takes.")
+    ] = None,
+) -> None:
+    """Plan a run on other machines: the memory of a process, and its hours. This machine is not checked.
+
+    Example: tandemrl plan --config deepscaler_grpo --ranks 8 --device h100 parallel.tp=2
+    """
+    from tandemrl.apps.planning.accelerators import accelerator
+    from tandemrl.apps.planning.page import described, described_time, require_fit
+    from tandemrl.apps.planning.plan import plan as planned
+    from tandemrl.cli.lines import echo
+    from tandemrl.config import batch_plan
+
+    resolved = _loaded(config, overrides)
+    target = accelerator(device or ("cpu" if resolved.model.device == "cpu" else "h100"))
+    typer.echo(f"{batch_plan(resolved)}\n")
+    found = planned(resolved, ranks, target)
+    echo(described(found), indent=8)
+    if times_of is not None:
+        echo(described_time(resolved, times_of), indent=8)
+    require_fit(found, resolved, target)
+
+
+def _loaded(config: str | None, overrides: list[str] | None) -> "Config":
+    from tandemrl.config import ConfigError, load, packaged_configs
 
     if config is None:
         names = ", ".join(packaged_configs())
         raise ConfigError(f"give --config: a YAML file or one of the packaged configs, which are {names}")
-    resolved = load(config, overrides or ())
-    if (ranks is not None and not dry_run) or ((device is not None or times_of is not None) and ranks is None):
-        raise ConfigError(
-            "--ranks needs --dry-run, and --device and --times-of need --ranks: they plan a run and start none"
-        )
-    if ranks is not None and resume != "auto":
-        raise ConfigError("leave out --resume with --ranks, which plans a run and starts none")
-    if ranks is not None:
-        typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
-        _plan(resolved, ranks, device, times_of)
-        return
-    if dry_run:
-        typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
-        _check(resolved, resume, stated_keys(overrides or ()))
-        return
-    from tandemrl.distributed.world import destroy_world
-    from tandemrl.training import loop as training
-
-    context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
-    how = training.checkpoint.Resume(resume, tuple(accept_changed or ()))
-    training.train(resolved, resume=how, stated=stated_keys(overrides or ()))
+    return load(config, overrides or ())
 
 
-def _plan(config: "Config", ranks: int, device: str | None, times_of: str | None) -> None:
-    """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit.
+def _changed(config: "Config") -> str:
+    """The keys that differ from the defaults, as they are typed."""
+    import json
 
-    Args:
-        times_of: the run whose steps took as long as those of this one will.
-    """
-    from tandemrl.apps.planning.accelerators import accelerator
-    from tandemrl.apps.planning.page import described, described_time, require_fit
-    from tandemrl.apps.planning.plan import plan
-    from tandemrl.cli.lines import echo
+    from tandemrl.config import Config, difference
 
-    target = accelerator(device or ("cpu" if config.model.device == "cpu" else "h100"))
-    found = plan(config, ranks, target)
-    echo(described(found), indent=8)
-    if times_of is not None:
-        echo(described_time(config, times_of), indent=8)
-    require_fit(found, config, target)
+    changed = difference(Config(), config)
+    lines = [f"{len(changed)} keys differ from the defaults (all: --verbose):"]
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, (_, value) in changed.items()}
+    return "\n".join([*lines, *(f"  {key}={value}" for key, value in shown.items()), ""])
 
 
-def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
+def _next(config: "Config") -> list[str]:
+    """The commands that follow a finished run."""
+    from tandemrl.training.checkpoint import latest
+
+    output, last = Path(config.output_dir), latest(config.output_dir)
+    model, junior = output / "hf" / "best", config.model.junior or config.model.senior
+    if not model.is_dir() and last is not None:
+        model = output / "hf" / last.name
+    commands = [_command("report", output)]
+    if model.is_dir() and config.data.eval:
+        evaluation = ("--model", model, "--junior", junior, "--out", output / "eval")
+        commands.append(_command("eval", "all", "--config", output, *evaluation))
+    if model.is_dir() and not config.has_episodes:
+        commands.append(_command("play", "--senior", model, "--junior", junior))
+    return commands
+
+
+def _command(*words: object) -> str:
+    return shlex.join(["tandemrl", *map(str, words)])
+
+
+def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Collection[str]) -> None:
     """Print what the run needs and whether it is there; exit code 2 if something is wrong.
 
     Args:
@@ -106,9 +147,13 @@ def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
     from tandemrl.cli.errors import is_users, one_line
     from tandemrl.cli.lines import echo
     from tandemrl.distributed.world import launched
-    from tandemrl.training.checkpoint import check_resume
+    from tandemrl.training import checkpoint
     from tandemrl.training.function_records import with_records
     from tandemrl.training.preflight import Doubt, NotHereError, Preflight
+
+    def start() -> str:
+        checkpoint.check_resume(resume, config.output_dir)
+        return checkpoint.check_folder(config, resume, accepted)
 
     def functions() -> str:
         none: dict[str, Any] = {field.name: None for field in fields(config.functions)}
@@ -118,7 +163,7 @@ def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
     size = launched()
     problems: dict[str, str] = {}  # what is wrong -> the first subject that it was found in
     checks = {
-        "--resume": lambda: check_resume(resume, config.output_dir),
+        "--resume": start,
         "functions": functions,
         **Preflight(config, downloads=False, processes=size if size > 1 else None, stated=stated).checks,
     }

@@ -89,7 +89,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
     from tandemrl.config import load
 
     monkeypatch.chdir(tmp_path)
-    result = run("train", "--config", name, "train.steps=7", "--dry-run")
+    result = run("train", "--config", name, "train.steps=7", "--dry-run", "--verbose")
     assert (result.exit_code, "PROBLEM" in result.stdout) == (2, True)  # neither its models nor its data are here
     yaml, plan = result.stdout.split("\nbatch plan per step: ")
     (tmp_path / "shown.yaml").write_text(yaml)

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -56,7 +55,7 @@ def score_file(
         out: a JSONL file to write, with one line per response in the same order: ``example_id``, ``score``, ``parts``,
             ``answer``, and ``logged`` if reward functions logged something about it. Its name ends in ``.part`` until
             everything is scored.
-        batch: how many responses are scored at once; all, if a function gets all responses to a prompt together.
+        batch: how many responses are scored at once, or more, if a function gets all responses to a prompt together.
         stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
 
     Raises:
@@ -78,9 +77,9 @@ def score_file(
             part = out.with_name(f"{out.name}.part")
             # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
-        together = None if any(map(scorer.grouped, rows)) else batch
-        lines = _lines(rows, responses, grouped=together is None)
-        while read := list(islice(lines, together)):
+        grouped = any(map(scorer.grouped, rows))
+        last = {line.group: n for n, line in enumerate(_lines(rows, responses, grouped=True))} if grouped else {}
+        for read in _batches(_lines(rows, responses, grouped=grouped), batch, last):
             some = [line.row for line in read]
             answers = [(line.row, line.response) for line in read]
             groups = [line.group for line in read]
@@ -168,6 +167,23 @@ def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_
         raise DataError(
             f"{responses}: {count} responses without example_id or index, for {len(rows)} rows; name the row of each"
         )
+
+
+def _batches(lines: Iterable[_Line], size: int, last: Mapping[Hashable, int]) -> Iterator[list[_Line]]:
+    """Yield the lines in batches of at least ``size``, of which none ends within a group.
+
+    Args:
+        last: the number of the last line of each group.
+    """
+    batch, end = list[_Line](), 0
+    for number, line in enumerate(lines):
+        batch.append(line)
+        end = max(end, last.get(line.group, 0))
+        if len(batch) >= size and number >= end:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _row(

@@ -25,9 +25,10 @@ from tandemrl.config.selection import SelectionConfig
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (needs the `lora` extra). Exports in hf/ and the engine get merged weights; `hf/step_N/adapter`
-    has the adapters alone, in float32, for `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`. If the junior is the senior's base, in the same dtype and on the same device, the engine gets the adapters alone and
-    applies them to the junior's weights."""
+    """Low-rank adapters (needs the `lora` extra). Exports in hf/ and the engine get merged weights. `hf/step_N/adapter`
+    has the adapters alone, in float32, for `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`. If the junior
+    is the senior's base, in the same dtype and on the same device, the engine gets the adapters alone and applies them
+    to the junior's weights."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0 = no adapters, all weights are trained."""

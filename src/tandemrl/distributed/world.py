@@ -150,7 +150,7 @@ def init_world(config: ParallelConfig, device: torch.device) -> World:
     axes = axes_of(config, size)
     if size == 1:
         return World()
-    WATCHDOG.begin(config.timeout_s, f"process {os.environ.get('RANK')} of {size}")
+    WATCHDOG.begin(config.timeout_s, f"process {rank()} of {size}")
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
         if device.type == "cuda":
@@ -160,7 +160,7 @@ def init_world(config: ParallelConfig, device: torch.device) -> World:
             dist.init_process_group(backend, timeout=timeout)
         except (dist.DistError, ValueError, RuntimeError) as error:
             raise ParallelError(
-                f"process {os.environ.get('RANK')} of {size} found no others within parallel.timeout_s="
+                f"process {rank()} of {size} found no others within parallel.timeout_s="
                 f"{config.timeout_s:g}: {str(error).splitlines()[0]}. Start every process with torchrun"
             ) from None
     world = _world_of(axes, device.type, config.timeout_s)
@@ -208,6 +208,11 @@ def _world_of(axes: dict[str, int], device_type: str, timeout_s: float) -> World
 def launched() -> int:
     """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of them this one is; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def destroy_world() -> None:

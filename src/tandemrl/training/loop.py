@@ -43,7 +43,7 @@ from tandemrl.training.experience import (
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
 from tandemrl.training.gates import MISMATCH, ROUNDINGS
 from tandemrl.training.profiling import Clock, Profiler
-from tandemrl.training.rollouts import generate, resample, rollout_metrics, score
+from tandemrl.training.rollouts import check_scored, generate, resample, rollout_metrics, score
 from tandemrl.training.state import Models, Run
 from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, update
@@ -112,6 +112,7 @@ def train(
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()  # before anything is started
     with locked:
+        checkpoint.check_folder(config, where, accepted)
         if config.judge.command is not None and world.main and not quiet:
             say = (console or Console()).print
             say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
@@ -221,6 +222,8 @@ def train_step(
     if train.max_resamples:
         with clock("resample"):
             completions, groups, resampled = resample(run, rollouts.generate, step, completions, groups)
+    with clock("score"):
+        check_scored(setup, completions, groups)
 
     with clock("update"), profiler.trace("update", step):
         experience = make_experience(setup, groups)

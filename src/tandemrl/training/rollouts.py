@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
+from tandemrl.rewards.protocol import NO_SCORE
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Draws, Engine, Passes
@@ -64,6 +66,23 @@ def score(setup: RunSetup, completions: CompletionBatch, step: int) -> list[Grou
     """Score the completions of a step."""
     ends = () if setup.episode_runner is None else setup.episode_runner.ends
     return score_rollouts(completions, setup.scorer, setup.tokenizer, ends=ends, state=setup.trainer_state(step - 1))
+
+
+def check_scored(setup: RunSetup, completions: CompletionBatch, groups: Sequence[Group]) -> None:
+    """Check that reward functions gave a score to any response of a step.
+
+    Raises:
+        TrainError: they returned None for all; the message names them.
+    """
+    rollouts = [r for group in groups for r in group.rollouts]
+    if any(r.scored for r in rollouts) or not any(r.reward_parts == NO_SCORE.parts for r in rollouts):
+        return
+    terms = chain(*(setup.scorer.terms_of(prompt.row) for prompt in completions.prompts))
+    names = ", ".join(dict.fromkeys(term.name for term in terms if term.own))
+    raise TrainError(
+        f"{names} gave none of the {len(rollouts)} responses a score (None leaves a response out of training); return "
+        "a number for some, or route these rows to another scorer (reward.scorers)"
+    )
 
 
 def resample(

@@ -115,7 +115,7 @@ FOR_ONE = ["deepscaler_tandem", "musique_grpo", "musique_tandem", "quickstart_vl
 
 @pytest.mark.parametrize("name", FOR_ONE)
 def test_a_recipe_for_one_process_is_not_planned_for_several(name: str) -> None:
-    done = CliRunner().invoke(app, ["train", "--config", name, "--dry-run", "--ranks", "8"])
+    done = CliRunner().invoke(app, ["plan", "--config", name, "--ranks", "8"])
     assert done.exit_code == 2
     assert "rollout.vllm.multiprocess=False: must be true with several processes" in done.output
 

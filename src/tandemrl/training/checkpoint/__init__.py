@@ -15,6 +15,7 @@ from tandemrl.training.checkpoint.identity import Resume as Resume
 from tandemrl.training.checkpoint.identity import check_accepted as check_accepted
 from tandemrl.training.checkpoint.manifest import CheckpointError as CheckpointError
 from tandemrl.training.checkpoint.manifest import DamagedError as DamagedError
+from tandemrl.training.checkpoint.runs import check_folder as check_folder
 from tandemrl.training.checkpoint.runs import check_resume as check_resume
 from tandemrl.training.checkpoint.runs import export as export
 from tandemrl.training.checkpoint.runs import restore as restore

@@ -172,8 +172,9 @@ def check_same_config(stored: Config, current: Config, accepted: Collection[str]
     if changed:
         listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
         raise CheckpointError(
-            f"the config differs from the checkpoint's: {listing}. Restore these values, or start a new run in another "
-            "output_dir (from the exported weights, with model.senior=RUN/hf/step_N)"
+            f"output_dir={current.output_dir}: the config differs from the checkpoint's: {listing}. Choose another "
+            "output_dir for a new run (from exported weights: model.senior=RUN/hf/step_N), or restore these values: "
+            "--config RUN has them all"
         )
 
 

@@ -5,13 +5,14 @@ import json
 import os
 import random
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tandemrl.config import to_yaml
+from tandemrl.config import Config, to_yaml
 from tandemrl.files import hint, recover, versions, write_text
 from tandemrl.training.checkpoint import storage
 from tandemrl.training.checkpoint.card import model_card
@@ -96,31 +97,59 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
     raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
 
 
+def start_of(output_dir: str | Path, resume: str) -> tuple[Path | None, Path | None]:
+    """The checkpoint that a run begins with, if any, and the folder with the config that it has to have."""
+    output = Path(output_dir)
+    path = storage.latest(output) if resume in ("auto", "never") else Path(resume)
+    metrics = output / "metrics.jsonl"
+    if path is None and metrics.is_file() and metrics.stat().st_size > 0:  # it died before its first checkpoint
+        return None, output
+    return path, path
+
+
+def check_folder(config: Config, resume: str, accepted: Collection[str] = ()) -> str:
+    """Refuse early, before anything is loaded, to train where a run of another config is. Returns what will be done.
+
+    Functions that are passed, and the steps that ``train.epochs`` makes, are known later, and compared by ``restore``.
+
+    Raises:
+        CheckpointError: the run there has another config, or ``resume`` is ``never`` and there is a run.
+    """
+    path, before = start_of(config.output_dir, resume)
+    if before is None:
+        return f"{config.output_dir} holds no run: a new one"
+    if resume == "never":
+        raise CheckpointError(
+            f"{config.output_dir} already holds a run; resume it (--resume auto), or choose another output_dir or "
+            "remove it"
+        )
+    stored = storage.load_config(before)
+    known = replace(stored, functions=config.functions)
+    if config.train.epochs is not None:
+        known = replace(known, train=replace(known.train, steps=config.train.steps))
+    check_same_config(known, config, accepted)
+    return f"{config.output_dir}: begins anew" if path is None else f"goes on from {path}"
+
+
 def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> None:
     """Bring the run to the state of a checkpoint. A fresh run stays at step 0.
 
     Args:
-        resume: ``auto`` for the newest checkpoint in output_dir, if there is one; ``never`` to require a fresh
-            output_dir; or the path of a checkpoint.
+        resume: ``auto`` or ``never`` for the newest checkpoint in output_dir, if there is one (``check_folder`` has
+            refused ``never`` then); or the path of a checkpoint.
         accepted: see ``check_same_identity``.
 
     Raises:
-        CheckpointError: the checkpoint was written under another config, or output_dir is not fresh.
+        CheckpointError: the checkpoint was written under another config.
         DamagedError: the checkpoint differs from what was written, or metrics.jsonl or samples.jsonl lacks lines that
             were; the message names an older undamaged checkpoint, if there is one.
     """
     config, world, progress = run.setup.config, run.setup.world, run.progress
     output = Path(config.output_dir)
-    path = storage.latest(output) if resume in ("auto", "never") else Path(resume)
-    metrics = output / "metrics.jsonl"
-    started = path is not None or (metrics.is_file() and metrics.stat().st_size > 0)
-    if resume == "never" and started:
-        raise CheckpointError(
-            f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
-        )
+    path, before = start_of(output, resume)
     progress.step = 0
-    if path is None and started:  # a run that died before its first checkpoint
-        check_same_config(storage.load_config(output), config, accepted)
+    if path is None and before is not None:
+        check_same_config(storage.load_config(before), config, accepted)
     if path is not None:
         try:
             _restore_from(run, path, accepted)

@@ -1,0 +1,120 @@
+"""``tandemrl train`` and ``plan``: what a dry run prints, what follows a run, and where a run is refused."""
+
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import tandemrl.training.build
+from runs import SMALL, config, metrics
+from tandemrl.cli.main import app
+from tandemrl.config import load
+from tandemrl.training import loop
+from tandemrl.training.gates import TrainError
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def keys(pair: Path, out: Path, *more: str) -> list[str]:
+    return [*SMALL, f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}", *more]
+
+
+def test_a_dry_run_prints_the_keys_that_differ_as_they_are_typed() -> None:
+    more = ["train.betas=[0.9, 0.95]", "data.prompt_suffix=Think first.", "reward.scorers.mine=boxed"]
+    shown = run("train", "-c", "gsm8k_tandem", *more, "--dry-run").stdout
+    head, *changed = shown.partition("\n\nbatch plan per step: ")[0].splitlines()
+    assert head == f"{len(changed)} keys differ from the defaults (all: --verbose):"
+    assert "  train.betas=[0.9, 0.95]" in changed
+    assert load(None, [line.removeprefix("  ") for line in changed]) == load("gsm8k_tandem", more)
+    assert "  train.threads=" not in shown  # as by default
+
+
+def test_a_run_ends_with_the_commands_that_follow(tiny_pair: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a run"
+    result = run("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=1"))
+    assert result.exit_code == 0, result.output
+    *_, report, evaluation, play = result.stdout.strip().splitlines()
+    assert shlex.split(report) == ["tandemrl", "report", str(out)]
+    assert shlex.split(play)[1:] == ["play", "--senior", f"{out}/hf/best", "--junior", f"{tiny_pair}/junior"]
+    done = run(*shlex.split(evaluation)[1:], "--limit", "2", "--samples", "1", "--k", "1")
+    assert done.exit_code == 0, done.output
+    assert (out / "eval" / "pass-at-k.json").is_file()
+
+
+def test_ctrl_c_ends_after_the_step_and_names_the_command_that_goes_on(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = loop.update
+
+    def pressed(*arguments: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return update(*arguments, **options)
+
+    monkeypatch.setattr(loop, "update", pressed)
+    out = tmp_path / "run"
+    result = run("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=2", "train.eval_every=0"))
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+    assert [line["step"] for line in metrics(out)] == [1]
+    monkeypatch.setattr(loop, "update", update)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("to go on from the last checkpoint: ")]
+    done = run(*shlex.split(line.partition(": ")[2])[1:])
+    assert done.exit_code == 0, done.output
+    assert [line["step"] for line in metrics(out)] == [1, 2]
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", None])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_with_a_run_of_another_config_is_refused_before_anything_is_loaded(
+    mode: str | None, whole: bool, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that run died before its first checkpoint."""
+    out = tmp_path / "run"
+    given = keys(tiny_pair, out, "train.steps=1", "train.eval_every=0")
+    loop.train(load("quickstart", given), quiet=True)
+    if not whole:
+        (out / "checkpoints").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(tandemrl.training.build, "Preflight", lambda *a, **k: pytest.fail("something was read"))
+    result = run("train", "-c", "quickstart", *given, "train.lr=1e-5", *([mode] if mode else []))
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert (
+        f"output_dir={out}: the config differs from the checkpoint's: train.lr (checkpoint 0.0003, now 1e-05)" in said
+    )
+    assert "Choose another output_dir for a new run" in said
+    if mode:
+        assert (
+            f"--resume: {out}: begins anew" in " ".join(run("train", "-c", "quickstart", *given, mode).output.split())
+            or whole
+        )
+    never = run("train", "-c", "quickstart", *given, "--resume", "never", *([mode] if mode else []))
+    assert (never.exit_code, "already holds a run" in " ".join(never.output.split())) == (2, True)
+
+
+def test_a_step_without_any_score_stops_and_names_the_function(tiny_pair: Path, tmp_path: Path) -> None:
+    """A reward that returns None for some responses leaves them out; for all of a step there is nothing to learn."""
+
+    def silent_from_step_two(completions: list[str], trainer_state: Any, **columns: Any) -> list[float | None]:
+        return [float(i) if trainer_state.global_step == 0 else None for i in range(len(completions))]
+
+    given = config(tiny_pair, tmp_path, "train.eval_every=0")
+    with pytest.raises(TrainError, match=r"^step 2, score: silent_from_step_two gave none of the 16 responses a score"):
+        loop.train(given, reward=silent_from_step_two, quiet=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1]
+
+
+def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 90}\n{"step": 2, "time/step": 36}\n')
+    more = ["train.steps=500", "--ranks", "2", "--device", "h200", "--times-of", str(tmp_path)]
+    result = run("plan", "-c", "quickstart", *more)
+    assert result.exit_code == 0, result.output
+    batches, _, page = result.stdout.partition("\n\n")
+    assert batches.startswith("batch plan per step: 16 prompts -> ")
+    assert page.startswith("plan of 2 process(es) on h200 ")
+    assert page.strip().endswith("time: 500 steps of 36 s (median of 1) are 5 hours")
