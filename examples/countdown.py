@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import tandemrl
 from tandemrl.apps.experiments.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, new_model
-from tandemrl.files import versions, write_text
+from tandemrl.files import read_json_lines, versions, write_text
 from tandemrl.tasks.countdown import puzzles as arithmetic
 
 RIGHT = 1 / 3
