@@ -172,58 +172,43 @@ def _pair(senior: str, junior: str) -> list[Line]:
     if len(tokenizers) < 2:
         return lines
     if differing := differing_entries(*tokenizers):
-        return [*lines, *_two_vocabularies(*differing[0], len(differing))]
-    return [*lines, *_one_vocabulary(tokenizers[0])]
+        (token, index), *_ = differing
+        pair = (
+            f"two vocabularies: {len(differing):,} entries differ, the first is {token!r} (id {index}); no eval drift"
+        )
+    else:
+        pair = f"one vocabulary of {len(tokenizers[0]):,} tokens"
+    return [*lines, Line("pair", pair, "", False), *_works(tokenizers[0], apart=bool(differing))]
 
 
-def _one_vocabulary(tokenizer: Any) -> list[Line]:
-    from tandemrl.config import SelectionConfig
+FEATURES = ("rollout.engine=vllm", "rollout.draft_tokens=4", "loss.junior_kl_coef=0.1", "loss.junior_weight=1")
+"""What is asked of a pair, beside the strategies."""
+
+
+def _works(tokenizer: Any, *, apart: bool) -> list[Line]:
+    """The lines about what goes with a pair, and of the rest, why not.
+
+    Args:
+        apart: whether the two models have two vocabularies.
+    """
+    from tandemrl.config import load
+    from tandemrl.config.compatibility import Facts, check
     from tandemrl.config.strategies import KINDS
     from tandemrl.rollout.schedule import schedule_of
 
-    works, refused = [], []
-    for name in KINDS:
+    works, lines = list[str](), list[Line]()
+    for asked in (*(f"selection.strategy={name}" for name in KINDS), *FEATURES):
+        given = ["model.junior=other", "selection.strategy=" + ("turn" if apart else "word"), asked]
         try:
-            schedule_of(SelectionConfig(strategy=name), tokenizer, len(tokenizer))
-            works.append(name)
+            config = load(None, given)
+            check(config, Facts(apart=apart))
+            if not apart:
+                schedule_of(config.selection, tokenizer, len(tokenizer))
         except ValueError as error:
-            refused.append(Line(f"selection.strategy={name}", f"not with this pair: {error}", "", False))
-    limited = ", ".join(name for name in works if KINDS[name].drops)
-    limits = f"{limited}: with rollout.draft_tokens=0" if limited else ""
-    return [
-        Line("pair", f"one vocabulary of {len(tokenizer):,} tokens", "", False),
-        Line("selection.strategy", f"{', '.join(works)}", limits, False),
-        *refused,
-        Line(
-            "features",
-            "both engines, rollout.draft_tokens, loss.junior_kl_coef, every phase of eval, play, serve",
-            "model.lora.rank also shares weights, if the junior is the senior's base",
-            False,
-        ),
-    ]
-
-
-def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
-    from tandemrl.config.strategies import KINDS
-
-    able = [name for name, kind in KINDS.items() if kind.by_text is not None]
-    return [
-        Line("pair", f"two vocabularies: {count:,} entries differ, the first is {token!r} (id {index})", "", False),
-        Line(
-            "selection.strategy",
-            ", ".join(able),
-            f"not {', '.join(name for name in KINDS if name not in able)}, which look at tokens of both",
-            False,
-        ),
-        Line(
-            "features",
-            "training; of eval pass-at-k, tandem, handoff and legibility; play and serve, by the torch engine; a judge "
-            "of any family",
-            "not rollout.draft_tokens, loss.junior_kl_coef, loss.junior_weight; of eval not drift: these need a junior "
-            "of the senior's tokenizer family",
-            False,
-        ),
-    ]
+            lines.append(Line(asked, f"no: {error}", "", False))
+        else:
+            works.append(asked.removeprefix("selection.strategy="))
+    return [Line("works", ", ".join(works), "", False), *lines]
 
 
 def _strays() -> list[Line]:

@@ -83,7 +83,6 @@ def packaged(name: str) -> Config:
         ("judge.api_key_env=KEY", r"judge\.api_key_env=KEY: must be null without judge\.url"),
         ("loss.recipe=grop", r"loss\.recipe=grop: must be one of grpo, .*ppo, or module:name; did you mean grpo\?$"),
         ("judge.mode=both", r"judge\.mode=both: expected one of addon, mixed, tinyv_only$"),
-        ("judge.gates=[polite]", r"judge\.gates"),
         ("loss.lam=0.9", r"loss\.lam=0\.9: must be 0\.95 \(the default\) with grpo, which has no critic"),
         ("train.critic_lr=1", r"train\.critic_lr=1\.0: must be 1e-05 \(the default\) with grpo"),
         ("loss.kl_coef=???", r"leaves a value to you .* loss\.kl_coef=…"),

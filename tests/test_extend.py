@@ -85,7 +85,7 @@ def test_an_engine_as_an_argument_is_that_of_its_name_and_recorded(agents: Path,
             train(saved, engine=other, quiet=True)
     for engine, message in (
         (LongestFirst, r"rollout\.compile=True: must be false with rollout\.engine=my_engine:LongestFirst"),
-        ("torhc", "engine='torhc': no such name; did you mean 'torch'"),
+        ("torhc", "rollout.engine=torhc: must be one of .*; did you mean torch"),
         (3, "engine=3: pass the class, or a function that makes one"),
     ):
         with pytest.raises(ConfigError, match=message):

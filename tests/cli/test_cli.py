@@ -568,27 +568,20 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     assert (code, last) == (0, "ready")
     assert lines["senior"] == lines["junior"] == ["27 tokens begin a word; a word begins inside of 0", ""]
     assert lines["pair"][0].startswith("one vocabulary of ")
-    assert {"word", "before_word", "solo"} <= set(lines["selection.strategy"][0].split(", "))
-    assert "before_word: with rollout.draft_tokens=0" in lines["selection.strategy"][1]
+    assert {"word", "before_word", "solo", "rollout.draft_tokens=4"} <= set(lines["works"][0].split(", "))
 
     code, last, lines = check("letters", "more")
     assert (code, last) == (0, "ready")
     assert lines["junior"][0] == "27 tokens begin a word; a word begins inside of 1"
     assert lines["pair"][0].startswith("two vocabularies: 1 entries differ, the first is 'x y'")
-    assert lines["selection.strategy"][0] == "before_word, turn, alternating_turns, solo"
-    assert lines["selection.strategy"][1].startswith("not word, word_aligned, bernoulli")
-    able = (
-        "training; of eval pass-at-k, tandem, handoff and legibility; play and serve, by the torch engine; a judge of "
-        "any family"
-    )
-    assert lines["features"][0] == able
-    assert "not rollout.draft_tokens" in lines["features"][1]
-    assert "of eval not drift" in lines["features"][1]
+    assert lines["works"][0] == "before_word, turn, alternating_turns, solo, rollout.engine=vllm"
+    assert "no: selection.strategy=word: must be before_word" in lines["selection.strategy=word"][0]
+    assert "two vocabularies: a junior drafts tokens of the senior's" in lines["rollout.draft_tokens=4"][0]
 
     code, last, lines = check("wordless", "wordless")
     assert (code, last) == (0, "ready")
-    assert "word" not in lines["selection.strategy"][0].split(", ")
-    assert lines["selection.strategy=word"][0].startswith("not with this pair: tokenizer ")
+    assert "word" not in lines["works"][0].split(", ")
+    assert lines["selection.strategy=word"][0].startswith("no: tokenizer ")
     code, last, lines = check("letters", "nowhere")
     assert (code, last) == (1, f"not ready: junior {tmp_path / 'nowhere'}")
     assert "pair" not in lines

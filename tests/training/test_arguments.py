@@ -65,7 +65,7 @@ GRPO = RECIPES["grpo"]
     [
         (ppo_clip, r"recipe=.*ppo_clip.* is a function; expected a Recipe .*_replace\(surrogate=FUNCTION\)"),
         ({"name": "grpo"}, "is a dict; expected a Recipe or the name of one"),
-        ("gropo", "recipe='gropo': no such name; did you mean 'grpo'\\? Known: grpo, dr_grpo"),
+        ("gropo", r"loss\.recipe=gropo: must be one of grpo, dr_grpo, .*; did you mean grpo\?"),
         (GRPO._replace(surrogate=mean_clip), r"the surrogate returned a float32 tensor of shape \[\]; .*\.mean\(\)"),
         (GRPO._replace(surrogate=column), r"the surrogate returned a float32 tensor of shape \[7, 1\]; .* \[7\]"),
         (GRPO._replace(surrogate=detached), "a loss without a gradient"),
@@ -246,7 +246,7 @@ def at_five(step: int) -> Strategy:
         (GOOD._replace(step=random), "^strategy: the same keys and tokens gave other authors"),
         (0.5, "strategy=0.5 is a float; expected a Strategy, the name of one, or a function"),
         (bernoulli, r"strategy=bernoulli makes strategies; call it, as .*, or pass its name, 'bernoulli'$"),
-        ("wrod", "strategy='wrod': no such name; did you mean 'word'"),
+        ("wrod", r"selection\.strategy=wrod: must be one of .*; did you mean word\?"),
         (("init", "step"), "is a tuple; expected a Strategy"),
     ],
 )

@@ -211,6 +211,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "train.wandb_project": ("tandemrl", _WANDB.format("WANDB_PROJECT")),
     "train.wandb_name": (None, _WANDB.format("WANDB_NAME")),
     "train.wandb_tags": ([], _WANDB.format("WANDB_TAGS")),
+    "judge.gates": ([], "a custom reward can refuse a response (reward.scorers=module:function); no judge needs gates"),
     "eval.select_by": (None, "train.select_by=pass@k or train.select_by=reward chooses hf/best"),
 }
 """Keys of earlier versions that no longer exist, each with its default, which is ignored, and what to do instead."""

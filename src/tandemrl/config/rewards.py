@@ -94,12 +94,6 @@ class JudgeConfig:
     weight * j; `mixed`: weight * j + (1 - weight) * r; `tinyv_only`: j."""
     weight: Share = 1.0
     """The weight of the judge in `mode`."""
-    gates: Annotated[
-        tuple[Literal["one_think", "sections", "boxed", "repetition", "short"], ...],
-        Allowed("without repeats", lambda gates: len(set(gates)) == len(gates)),
-    ] = ()
-    """Formal checks. A response that fails one gets its reward and is not shown to the judge; see
-    tasks/rubric/judge.py."""
     accept: PositiveShare = 1.0
     """`eval verified`: the lowest score at which the judge accepts the reasoning."""
     temperature: NonNegativeFloat = 0.0

@@ -189,22 +189,22 @@ def _resolver() -> Any:
 
 def written(tree: Any) -> str:
     """Plain values as YAML that ``read`` and ``typed`` read as the same values, as does any other reader."""
-    return str(yaml.serialize(_node(tree), Dumper=yaml.SafeDumper, allow_unicode=True, width=float("inf")))
+    style = {"allow_unicode": True, "width": float("inf"), "sort_keys": False, "default_flow_style": False}
+    return str(yaml.dump(tree, Dumper=_Dumper, **style))
 
 
-def _node(value: Any) -> yaml.Node:
-    tag = "tag:yaml.org,2002:"
-    if isinstance(value, dict):
-        return yaml.MappingNode(
-            f"{tag}map", [(_node(key), _node(each)) for key, each in value.items()], flow_style=False
-        )
-    if isinstance(value, list | tuple):
-        return yaml.SequenceNode(f"{tag}seq", [_node(each) for each in value], flow_style=False)
-    if not isinstance(value, str):
-        return yaml.representer.SafeRepresenter().represent_data(value)
-    try:
-        quoted = value == "???" or not isinstance(free(Written(value, plain=True)), str)
-    except ConfigError:
-        quoted = True
-    style = '"' if not value.isprintable() else "'" if quoted else None
-    return yaml.ScalarNode(f"{tag}str", str(value), style=style)
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def text(self, value: str) -> yaml.Node:
+        """A text, in quotes if it would be read as something else."""
+        try:
+            quoted = value == "???" or not isinstance(free(Written(value, plain=True)), str)
+        except ConfigError:
+            quoted = True
+        style = '"' if not value.isprintable() else "'" if quoted else None
+        return self.represent_scalar("tag:yaml.org,2002:str", str(value), style=style)
+
+
+_Dumper.add_representer(str, _Dumper.text)

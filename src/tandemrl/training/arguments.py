@@ -1,15 +1,13 @@
 """What may be passed to ``train`` in Python, accepted in its short forms and refused with a line if it cannot work."""
 
-import difflib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.compatibility import Facts, RecipeFacts, check
-from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import is_own
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.strategies import KINDS
@@ -62,14 +60,9 @@ def accept(
     given = config
     if engine is not None and not isinstance(engine, str):
         config = replace(config, rollout=replace(config.rollout, engine=_defined_in(engine)))
-    names: tuple[tuple[str, str, Any, Collection[str]], ...] = (
-        ("loss", "recipe", recipe, RECIPES),
-        ("selection", "strategy", strategy, KINDS),
-        ("rollout", "engine", engine, ENGINES),
-    )
-    for section, key, name, known in names:
+    named = (("loss", "recipe", recipe), ("selection", "strategy", strategy), ("rollout", "engine", engine))
+    for section, key, name in named:
         if isinstance(name, str):
-            _require_name(key, name, known)
             config = replace(config, **{section: replace(getattr(config, section), **{key: name})})
     if config is not given:
         check(config)
@@ -239,10 +232,3 @@ def _where(thing: Any) -> str:
     """Where a function, a class or an object's class was defined, as ``module:name``."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def _require_name(argument: str, name: str, known: Collection[str]) -> None:
-    if name not in known and not is_own(name):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"{argument}={name!r}: no such name; {hint}Known: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Judges: reading their replies, the rewards made of them, the gates, and what happens when they give no score."""
+"""Judges: reading their replies, the rewards made of them, and what happens when they give no score."""
 
 import math
 import re
@@ -17,7 +17,6 @@ from tandemrl.tasks.rubric.judge import (
     JudgeError,
     JudgePool,
     Messages,
-    admit,
     grade_score,
     parse_score,
     parse_verdict,
@@ -389,53 +388,3 @@ def test_a_verdict_that_the_rules_lost_is_not_a_lost_score() -> None:
 def test_rewards_are_finite_and_between_0_and_1(mode: str, weight: float, reply: str, rule: Score) -> None:
     (value,) = values(says(reply), [(row(), "text", rule)], mode=mode, weight=weight)
     assert 0.0 <= value <= 1.0
-
-
-# ---------------------------------------------------------------------------------------------------------------- gates
-
-LONG = "one two three four five six seven eight nine ten eleven"
-TWICE = "".join(chr(0x4E00 + i) for i in range(300))
-
-
-@pytest.mark.parametrize(
-    ("gate", "text", "read"),
-    [
-        ("one_think", "mull</think>say", "say"),
-        ("one_think", "say", None),
-        ("one_think", "a</think>b</think>c", None),
-        ("sections", " <reasoning>r</reasoning> <solution>s</solution> ", " <solution>s</solution> "),
-        ("sections", "<reasoning>r</reasoning>", None),
-        ("sections", "so <reasoning>r</reasoning><solution>s</solution>", None),
-        ("sections", "<reasoning><solution>s</solution></reasoning>", None),
-        ("boxed", r"so \boxed{\frac{1}{2}}", r"so \boxed{\frac{1}{2}}"),
-        ("boxed", r"so \boxed{\frac{1}{2}", None),
-        ("boxed", "so 4", None),
-        ("short", LONG, LONG),
-        ("short", LONG.removesuffix(" eleven"), None),
-        ("repetition", f"{TWICE} and {TWICE}", None),
-        ("repetition", f"{TWICE} and {TWICE}.", f"{TWICE} and {TWICE}."),  # it came to an end
-        ("repetition", f"{TWICE} and {TWICE[:-1]}", f"{TWICE} and {TWICE[:-1]}"),  # 299 characters
-        ("repetition", "a" * 301, None),
-        ("repetition", "a" * 300, "a" * 300),
-        ("repetition", "", ""),
-    ],
-)
-def test_gates(gate: str, text: str, read: str | None) -> None:
-    assert admit(text, [gate]) == (text if read is None else read, gate if read is None else None)
-    assert admit(text, []) == (text, None)
-
-
-def test_a_response_that_fails_a_gate_is_not_shown_and_gets_its_reward() -> None:
-    judge = says("Total Score: 6/10")
-    texts = [f"mull</think>{LONG}", LONG, "mull</think>short"]
-    config = JudgeConfig(mode="tinyv_only", gates=("short", "one_think"))
-    scores = JudgePool(judge, config)([(row(i), text, RIGHT) for i, text in enumerate(texts)])
-    assert [score.value for score in scores] == [0.6, -1.0, 0.0]
-    assert [sorted(name for name in score.parts if name.startswith("gate_")) for score in scores] == [
-        [],
-        ["gate_one_think"],
-        ["gate_short"],
-    ]
-    (prompt,) = judge.calls[0][1]
-    assert LONG in prompt
-    assert "mull" not in prompt  # what was thought before the answer

@@ -22,19 +22,8 @@ from tandemrl.tasks.rubric.rows import FIELDS, POLARIS, fill
 Messages = Sequence[Mapping[str, str]]
 
 FULL_MARKS = 10.0
-GATES = {"one_think": -1.0, "sections": 0.0, "boxed": 0.0, "short": 0.0, "repetition": -1.0}
-"""The reward of a response that fails a gate of `judge.gates`, in the order in which the gates are tried.
-
-``one_think`` requires exactly one ``</think>``; later gates and the judge see what follows it. ``sections`` requires
-``<reasoning>…</reasoning>`` and then ``<solution>…</solution>``; later gates and the judge see what follows
-``</reasoning>``. ``boxed`` requires a closed ``\\boxed{…}``. ``short`` requires more than ten words. ``repetition``
-refuses a response that is cut off (its last character is a letter or a digit) and has 300 characters that occur twice.
-The rewards are those of the published code, where these gates are commented out.
-"""
-SHORT_WORDS = 10
 SEVERAL = 4
 """If at least this many responses are judged and none gets a score, this is an error, however large the batch is."""
-REPEATED_CHARS = 300
 
 
 class JudgeError(GraderError):
@@ -158,10 +147,9 @@ class JudgePool:
     weight·j + (1 − weight)·r; ``tinyv_only`` is j.
 
     The parts of a score are: ``rule``, which is r; ``judge_asked``, which is 1 if the judge was asked; ``judge``, which
-    is j if it was asked; ``unscored``, which is 1 if none of its replies held a score (the reward is then 0 and
-    meaningless, see `protocol.Score`); and ``gate_NAME``, which is 1 if the response fails this gate. ``acc`` is r for
-    a judge of reasoning. For a judge of answers (``tinyv``) it is 1 if the rules or the judge accept the answer, and
-    with ``tinyv_only`` if the judge does.
+    is j if it was asked; and ``unscored``, which is 1 if none of its replies held a score (the reward is then 0 and
+    meaningless, see `protocol.Score`). ``acc`` is r for a judge of reasoning. For a judge of answers (``tinyv``) it is
+    1 if the rules or the judge accept the answer, and with ``tinyv_only`` if the judge does.
 
     Raises:
         JudgeError: the judge is down, ``judge.template`` cannot be used, or no score was found for more than the share
@@ -181,20 +169,14 @@ class JudgePool:
 
     def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
         """Score a part of a batch. Call `check` with the scores of the whole batch, which limits the unscored ones."""
-        admitted = [admit(text, self.config.gates) for _, text, _ in items]
         asked = [
             i
-            for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
-            if gate is None
-            and not (self.config.mode == "addon" and rule.parts["acc"])
+            for i, (_, _, rule) in enumerate(items)
+            if not (self.config.mode == "addon" and rule.parts["acc"])
             and (self.template.whole or rule.answer is not None)
         ]
-        shown = [(items[i][0], admitted[i][0], items[i][2].answer) for i in asked]
-        marks = dict(zip(asked, self._marks(shown), strict=True))
-        return [
-            _refused(rule, gate) if gate is not None else self._reward(rule, i in marks, marks.get(i))
-            for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
-        ]
+        marks = dict(zip(asked, self._marks([(*items[i][:2], items[i][2].answer) for i in asked]), strict=True))
+        return [self._reward(rule, i in marks, marks.get(i)) for i, (_, _, rule) in enumerate(items)]
 
     def check(self, scores: Sequence[Score]) -> None:
         """Check the scores of a whole batch against ``judge.max_failure_rate``. Only scores of a judge count.
@@ -316,42 +298,6 @@ def other_words(rows: Iterable[Row], config: JudgeConfig) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------------------- gates
-
-
-def admit(text: str, gates: Sequence[str]) -> tuple[str, str | None]:
-    """The part of a response that the judge reads, and the first gate of `GATES` that it fails, or None."""
-    for gate in GATES:
-        if gate not in gates:
-            continue
-        if gate == "one_think":
-            if text.count("</think>") != 1:
-                return text, gate
-            text = text.partition("</think>")[2]
-        elif gate == "sections":
-            if not _in_order(text.strip(), ("<reasoning>", "</reasoning>", "<solution>", "</solution>")):
-                return text, gate
-            text = text.rpartition("</reasoning>")[2]
-        elif (
-            (gate == "boxed" and not _boxed(text))
-            or (gate == "short" and len(text.split()) <= SHORT_WORDS)
-            or (gate == "repetition" and text.rstrip()[-1:].isalnum() and repeats(text, REPEATED_CHARS))
-        ):
-            return text, gate
-    return text, None
-
-
-def repeats(text: str, length: int) -> bool:
-    """Whether any ``length`` consecutive characters occur twice. The two places may overlap."""
-    seen: set[int] = set()
-    for start in range(len(text) - length + 1):
-        window = hash(text[start : start + length])  # 64 bits: a collision is not a worry, a copy of each window is
-        if window in seen:
-            return True
-        seen.add(window)
-    return False
-
-
 # --------------------------------------------------------------------------------------------------------------------
 
 _DECORATION = " \t\r\n:*_`[](){}|'\"$>"
@@ -392,20 +338,9 @@ def _criteria(row: Row) -> str:
     return criteria if isinstance(criteria, str) else json.dumps(criteria, ensure_ascii=False)
 
 
-def _refused(rule: Score, gate: str) -> Score:
-    parts = _parts(rule) | {"rule": rule.parts["acc"], "judge_asked": 0.0, f"gate_{gate}": 1.0}
-    return Score(GATES[gate], parts, rule.answer)
-
-
 def _parts(rule: Score) -> dict[str, float]:
     """The parts of the rules' score. A lost verdict of the rules does not count as lost, since the judge is asked."""
     return {f"rule_{name}" if name in ("timeout", "failure") else name: value for name, value in rule.parts.items()}
-
-
-def _boxed(text: str) -> bool:
-    from tandemrl.rewards.math.boxed import extract_boxed
-
-    return extract_boxed(text) is not None
 
 
 def _in_order(text: str, tags: Sequence[str]) -> bool:
