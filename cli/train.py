@@ -34,10 +34,7 @@ def train(
         typer.Option(metavar="CODE", help="Resume with repaired code: reward, recipe, strategy, engine, environment …"),
     ] = None,
 ) -> None:
-    """Train a senior as a config says. KEY=VALUE arguments override the file.
-
-    Example: tandemrl train --config quickstart train.steps=20 output_dir=runs/first
-    """
+    """Train a senior as a config says. KEY=VALUE arguments override the file."""
     from tandemrl.config import batch_plan, stated_keys, to_yaml
 
     resolved, accepted = _loaded(config, overrides), tuple(accept_changed or ())
@@ -74,10 +71,7 @@ def plan(
         str | None, typer.Option(help="The folder of a run; its measured steps say how many hours this one takes.")
     ] = None,
 ) -> None:
-    """Plan a run on other machines: the memory of a process, and its hours. This machine is not checked.
-
-    Example: tandemrl plan --config deepscaler_grpo --ranks 8 --device h100 parallel.tp=2
-    """
+    """Plan a run on other machines: the memory of a process, and its hours. This machine is not checked."""
     from tandemrl.apps.planning.accelerators import accelerator
     from tandemrl.apps.planning.page import described, described_time, require_fit
     from tandemrl.apps.planning.plan import plan as planned
