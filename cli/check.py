@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import platform
+import re
 import sys
 from typing import Annotated, Any, NamedTuple
 
@@ -12,10 +13,8 @@ from tandemrl.files import pip_install
 
 MODULES = {"PyYAML": "yaml", "PyStemmer": "Stemmer"}
 """The module of a package, where it has another name."""
-CORE = (
-    *("torch", "transformers", "math-verify", "omegaconf", "PyYAML", "pyarrow", "httpx", "jaxtyping", "einops"),
-    *("numpy", "mpmath", "scipy", "matplotlib", "jinja2"),
-)
+_NEEDED = importlib.metadata.requires("tandemrl") or ()
+CORE = tuple(re.split("[<>=;[ ]", needed)[0] for needed in _NEEDED if "extra ==" not in needed)
 OPTIONAL = {
     "beartype": ("checked shapes at the public boundary", "pip install beartype"),
     "peft": ("model.lora", pip_install("lora")),

@@ -57,7 +57,8 @@ def save(
     Every process must call this.
 
     Args:
-        state: plain data, the same in all processes. Rank 0 writes its own.
+        state: plain data (what ``torch.load`` reads with ``weights_only``), the same in all processes. Rank 0 writes
+            its own.
         keep: how many checkpoints to keep.
         parts: models and optimisers by name, sharded or not.
 
@@ -65,16 +66,13 @@ def save(
         The folder.
 
     Raises:
-        CheckpointError: on every process, if the state holds something other than tensors, numbers, strings and
-            containers of them, if this step is already saved, or if a process cannot write (its disk is full, or it
-            does not see output_dir). Earlier checkpoints stay.
+        CheckpointError: on every process, if this step is already saved, or if a process cannot write (its disk is
+            full, or it does not see output_dir). Earlier checkpoints stay.
     """
     parts = parts or {}
     path = Path(output_dir, "checkpoints", f"step_{step}")
     hidden = path.with_name(f"{NEW}{path.name}")
     plain = {"format": FORMAT, "state": dict(state), "optimizers": settings_of(parts)}
-    _require_plain(plain["state"], "state")
-    _require_plain(plain["optimizers"], "optimizers")
     tensors = tensors_of(parts)
     buffer = io.BytesIO()
     torch.save(plain, buffer)
@@ -400,18 +398,3 @@ def is_checkpoint(path: Path) -> bool:
 
 def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
-
-
-def _require_plain(value: Any, where: str) -> None:
-    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _require_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _require_plain(item, f"{where}[{i}]")
-    else:
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts only"
-        )
