@@ -44,16 +44,20 @@ class Facts(NamedTuple):
 
     processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the one that trains,
     which may have been passed to ``train``. drops: whether the strategy drops what an author proposes. one_turn:
-    whether there is no environment, not even one that was passed. apart: whether the junior has a vocabulary of its
-    own. asked: whether the junior may be asked to write, though ``selection`` lets the senior write alone.
+    whether there is no environment, not even one that was passed. acted_in: whether one was passed. apart: whether the
+    junior has a vocabulary of its own. asked: whether the junior may be asked to write, though ``selection`` lets the
+    senior write alone. windowed: the key of a model that the engine runs, of which a layer attends to a window only,
+    and the tokens of the window.
     """
 
     processes: int | None = None
     recipe: RecipeFacts | None = None
     drops: bool = False
     one_turn: bool = False
+    acted_in: bool = False
     apart: bool = False
     asked: bool = False
+    windowed: tuple[str, int] | None = None
 
 
 def check(config: Config, facts: Facts | None = None) -> None:
@@ -93,6 +97,13 @@ def _by_facts(c: Config, facts: Facts) -> Iterator[Fault]:
             yield from _word_ends_of_a_critic(c, f"a strategy such as before_word and recipe {recipe.name}")
     if facts.one_turn:
         yield from _without_turns(c)
+    if facts.acted_in and c.rollout.environment_kind.turns:
+        yield Fault("rollout.environment", "single, as another environment was passed to train; or leave that one out")
+    if facts.windowed is not None and not c.rollout.kind.windows:
+        key, tokens = facts.windowed
+        why = f"some of its layers attend to {tokens} tokens only, and rollout.engine={c.rollout.engine} needs full "
+        fix = "attention; use rollout.engine=torch, which works as long as sequences are no longer than that"
+        yield Fault(key, f"another model: {why}{fix}")
     if facts.apart:
         solo = c.selection.kind.solo and not facts.asked
         yield from _with_two_vocabularies(c, solo=solo, asked=facts.asked)

@@ -178,11 +178,7 @@ class Preflight:
         """
         config = self.config
         if self.environment is not None:
-            if config.rollout.environment_kind.turns:
-                raise ConfigError(
-                    f"rollout.environment={config.rollout.environment}: another environment was passed to train; leave "
-                    "out one of them"
-                )
+            check(config, Facts(acted_in=True))
             check(config)  # with room for what it says
         if self.signed_environment is None:
             check(config, Facts(one_turn=True))
@@ -302,13 +298,8 @@ class Preflight:
         config = shape.config
         check_positions(config, name=f"{key}={path}")
         limits = visible_tokens(config)
-        window = limits.get("attention window")
-        if window and not self.config.rollout.kind.windows and key in self._read_by_the_engine:
-            raise ConfigError(
-                f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine="
-                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which works as long as "
-                "sequences are no longer than that"
-            )
+        if (window := limits.get("attention window")) and key in self._read_by_the_engine:
+            check(self.config, Facts(windowed=(key, window)))
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
         check_weights(path, shape, without=head if key == "model.critic" else None)
