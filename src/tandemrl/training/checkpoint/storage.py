@@ -32,7 +32,7 @@ from tandemrl.distributed.world import World
 from tandemrl.files import NEW, begin, drop, no_folder, publish, recover, versions
 from tandemrl.training.checkpoint import manifest
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
-from tandemrl.training.checkpoint.tensors import load_tensors, save_tensors, settings_of, tensors_of
+from tandemrl.training.checkpoint.tensors import load_tensors, save_tensors, tensors_of
 from tandemrl.training.state import Trained
 
 FORMAT = 4
@@ -66,16 +66,22 @@ def save(
         The folder.
 
     Raises:
-        CheckpointError: on every process, if this step is already saved, or if a process cannot write (its disk is
-            full, or it does not see output_dir). Earlier checkpoints stay.
+        CheckpointError: on every process, if the state holds something other than tensors, numbers, strings and
+            containers of them, if this step is already saved, or if a process cannot write (its disk is full, or it
+            does not see output_dir). Earlier checkpoints stay.
     """
     parts = parts or {}
     path = Path(output_dir, "checkpoints", f"step_{step}")
     hidden = path.with_name(f"{NEW}{path.name}")
-    plain = {"format": FORMAT, "state": dict(state), "optimizers": settings_of(parts)}
+    plain = {"format": FORMAT, "state": dict(state)}
     tensors = tensors_of(parts)
     buffer = io.BytesIO()
     torch.save(plain, buffer)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue())):
+        held = ", ".join(unsafe)
+        raise CheckpointError(
+            f"{path}: its state holds {held}; only tensors, numbers, strings, lists and dicts load again"
+        )
     files = {"state.pt": buffer.getvalue(), "config.yaml": to_yaml(config).encode()}
     needed = size_in_bytes(tensors.values()) + sum(map(len, files.values()))
 
@@ -270,11 +276,7 @@ def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = Wo
     """
     folder = Path(path)
     in_every_process(lambda: _verify_tensors(folder, world), path, world)
-    in_every_process(
-        lambda: load_tensors(folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1),
-        path,
-        world,
-    )
+    in_every_process(lambda: load_tensors(folder / "tensors", parts, alone=world.size == 1), path, world)
 
 
 def verify(path: str | Path) -> None:

@@ -24,8 +24,6 @@ from tandemrl.training.checkpoint.manifest import CheckpointError
 from tandemrl.training.state import Trained
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_COMPUTING = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""Entries of an optimiser's groups that are not hyperparameters: its parameters, and how it computes."""
 
 
 def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
@@ -34,35 +32,15 @@ def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
     They are the tensors themselves, not copies.
 
     Raises:
-        CheckpointError: a module or an optimiser holds something that has no name or is not a tensor.
+        CheckpointError: a module holds something that is not a tensor, or an optimiser trains something else.
     """
     tensors: dict[str, Tensor] = {}
     for part, optimizer, model, parameters in _named(parts):
         tensors |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
         for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"{part}/{_OPTIMIZER}/{name}/{key}"] = value.detach()
+                tensors[f"{part}/{_OPTIMIZER}/{name}/{key}"] = value.detach()
     return tensors
-
-
-def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
-    """What optimisers hold beside tensors, as plain data: the hyperparameters of each group, and states that are
-    numbers."""
-    settings = {}
-    for part, optimizer, _, parameters in _named(parts):
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        groups = [
-            {key: value for key, value in group.items() if key not in _COMPUTING}
-            | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
-            for group in optimizer.param_groups
-        ]
-        numbers = {
-            name: {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)}
-            for name, parameter in parameters.items()
-        }
-        settings[part] = {"groups": groups, "numbers": {name: values for name, values in numbers.items() if values}}
-    return settings
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
@@ -84,8 +62,9 @@ def stored_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
     return dict(_Reader(folder).read_metadata().state_dict_metadata)  # type: ignore[arg-type]  # _Reader refuses any other kind
 
 
-def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any], *, alone: bool) -> None:
-    """Fill modules and optimisers, in place, with what ``save_tensors`` wrote and ``settings_of`` returned.
+def load_tensors(folder: Path, parts: Mapping[str, Trained], *, alone: bool) -> None:
+    """Fill modules and optimisers, in place, with what ``save_tensors`` wrote. The hyperparameters of optimisers stay:
+    they are the config's.
 
     Raises:
         CheckpointError: the folder does not hold exactly these parts' tensors.
@@ -93,13 +72,11 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[s
     """
     metadata = stored_metadata(folder)
     targets: dict[str, Tensor] = {}
-    states: dict[str, dict[str, dict[str, Any]]] = {}  # per part and parameter
+    states: dict[str, dict[str, dict[str, Tensor]]] = {}  # per part and parameter
     named = list(_named(parts))
     for part, _, model, parameters in named:
-        if part not in settings:
-            raise CheckpointError(f"{folder.parent}: holds no {part!r}, only {', '.join(settings) or 'nothing'}")
         targets |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
-        states[part] = {name: dict(values) for name, values in settings[part]["numbers"].items()}
+        states[part] = {}
         for key, entry in metadata.items():
             owner, kind, rest = key.split("/", 2)
             name, _, moment = rest.rpartition("/")
@@ -122,38 +99,26 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[s
         with _silent():
             dcp.load(targets, storage_reader=_Reader(folder), no_dist=alone)
     for part, optimizer, _, parameters in named:
-        _fill_optimizer(part, optimizer, parameters, states[part], settings[part]["groups"])
-
-
-def _fill_optimizer(
-    part: str,
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    states: Mapping[str, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> None:
-    """Replace all of an optimiser's state, and its hyperparameters."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    group_of = {name: group for group in groups for name in group["params"]}
-    position = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    packed = optimizer.state_dict()["param_groups"]
-    for group, new in zip(optimizer.param_groups, packed, strict=True):
-        saved = [group_of[names[id(p)]] for p in group["params"] if id(p) in names and names[id(p)] in group_of]
-        values = [{k: v for k, v in s.items() if k != "params"} for s in saved]
-        if any(v != values[0] for v in values):
-            raise CheckpointError(f"{part}: parameters that share an optimiser group now had different hyperparameters")
-        new.update(values[0] if values else {})
-    state = {position[i]: states[name] for i, name in names.items() if name in states}
-    optimizer.load_state_dict({"state": state, "param_groups": packed})
+        groups = optimizer.state_dict()["param_groups"]
+        place = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        state = {place[id(parameters[name])]: values for name, values in states[part].items()}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _named(
     parts: Mapping[str, Trained],
-) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Tensor], dict[str, nn.Parameter]]]:
+) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Tensor], dict[str, Tensor]]]:
     """Yield (name of the part, optimiser, tensors of the model by name, trained parameters by name)."""
     for part, (module, optimizer) in parts.items():
         model = _model_tensors(part, module)
-        yield part, optimizer, model, dict(_parameters(part, model, optimizer))
+        trained = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = {name: value for name, value in model.items() if trained.pop(id(value), None) is not None}
+        if unknown := [tuple(parameter.shape) for parameter in trained.values() if parameter.requires_grad]:
+            raise CheckpointError(
+                f"{part}: the optimiser trains a parameter {unknown[0]} that the module does not have; make the "
+                "optimiser after the model was sharded"
+            )
+        yield part, optimizer, model, parameters
 
 
 def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
@@ -168,22 +133,6 @@ def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
             tensors[name] = value
         seen.add(id(value))
     return tensors
-
-
-def _parameters(
-    part: str, model: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of every parameter that the optimiser trains."""
-    names = {id(tensor): name for name, tensor in model.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in names:
-                yield names[id(parameter)], parameter
-            elif parameter.requires_grad:
-                raise CheckpointError(
-                    f"{part}: the optimiser trains a parameter {tuple(parameter.shape)} that the module does not have; "
-                    "make the optimiser after the model was sharded"
-                )
 
 
 def _like(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
