@@ -119,8 +119,7 @@ def _next(config: "Config") -> list[str]:
         model = output / "hf" / last.name
     commands = [_command("report", output)]
     if model.is_dir() and config.data.eval:
-        evaluation = ("--model", model, "--junior", junior, "--out", output / "eval")
-        commands.append(_command("eval", "all", "--config", output, *evaluation))
+        commands.append(_command("eval", "all", "--model", model, "--junior", junior, "--out", output / "eval"))
     if model.is_dir() and not config.has_episodes:
         commands.append(_command("play", "--senior", model, "--junior", junior))
     return commands
