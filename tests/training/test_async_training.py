@@ -14,7 +14,7 @@ from tandemrl.rollout import collect
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.arguments import resolve_recipe
-from tandemrl.training.async_rollouts import remember, writer_mismatch
+from tandemrl.training.async_rollouts import snapshot_policy, writer_mismatch
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import storage as checkpoint
 from tandemrl.training.gates import TrainError
@@ -110,7 +110,7 @@ def test_rollouts_of_another_temperature_stop_the_run(
 def test_the_weights_that_wrote_are_taken_back_for_a_moment(tiny_pair: Path, tmp_path: Path) -> None:
     setup, models, _ = build(config(tiny_pair, tmp_path, "train.tokens_per_micro_batch=400"))
     sync_weights(models.policy, models.engine, version=0)
-    compare = remember(setup, models.policy, models.engine)
+    compare = snapshot_policy(setup, models.policy, models.engine)
     with torch.no_grad():
         for parameter in models.policy.parameters():
             parameter.mul_(1.01)

@@ -184,4 +184,4 @@ def test_the_gate_sees_a_group_with_tokens_of_the_senior(tiny_pair: Path, tmp_pa
     first, *others = groups_of(run, [[1.0] * 3] * 4)
     junior_alone = tuple(replace(r, author=np.minimum(r.author, Author.JUNIOR)) for r in first.rollouts)
     experience = make_experience(run.setup, [first._replace(rollouts=junior_alone), *others])
-    assert experience.computed.nonzero().flatten().tolist() == [3, 4, 5]
+    assert experience.forwarded.nonzero().flatten().tolist() == [3, 4, 5]

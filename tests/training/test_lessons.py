@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.losses import RECIPES
-from tandemrl.training.diagnostics import cause, warner
+from tandemrl.training.diagnostics import cause, no_signal_warning
 from tandemrl.training.loop import train
 
 GRPO = RECIPES["grpo"]
@@ -25,7 +25,7 @@ GOOD = FLAT | {"reward/mean": 0.5, "reward/acc": 0.5, "reward/std": 0.5, "groups
 
 def warnings(*steps: dict[str, float], recipe: Any = GRPO) -> list[int]:
     """The steps, from 1, at which a run warns."""
-    warning = warner(load(), recipe)
+    warning = no_signal_warning(load(), recipe)
     return [i for i, metrics in enumerate(steps, 1) if warning(metrics) is not None]
 
 

@@ -193,7 +193,7 @@ def written(tree: Any) -> str:
     return str(yaml.dump(tree, Dumper=_Dumper, **style))
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # no types
     def ignore_aliases(self, data: Any) -> bool:
         return True
 

@@ -43,7 +43,7 @@ class Accepted(NamedTuple):
     engine: EngineFactory | None
 
 
-def accept(
+def resolve_arguments(
     config: Config,
     recipe: Recipe | str | None,
     strategy: StrategyFunction | Strategy | str | None,

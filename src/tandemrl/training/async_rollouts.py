@@ -4,9 +4,9 @@ This overlap makes rollouts older: before the update of step t, the completions 
 that step t begins with, so they are k updates older than in the synchronous loop. That is so whoever is late: the
 weights of a rollout follow from its step. ``Completion.policy_version`` records them for each completion, and truncated
 importance sampling corrects for their age (``losses.importance_weights``).
-The mismatch between trainer and engine is measured with the weights that wrote the completions (``remember``). When the
-engine has received the trainer's weights and begins to write, each process of the trainer keeps a copy of its part of
-the trained weights in host memory (with adapters, of the adapters alone). When the rollouts are finished, or a
+The mismatch between trainer and engine is measured with the weights that wrote the completions (``snapshot_policy``).
+When the engine has received the trainer's weights and begins to write, each process of the trainer keeps a copy of its
+part of the trained weights in host memory (with adapters, of the adapters alone). When the rollouts are finished, or a
 checkpoint is about to be written, the trainer takes these weights back for one forward pass over a sample of the
 rollouts. So the check compares the same weights on both sides, as it does without overlap. It leaves out the updates
 since then, for which importance sampling corrects. At most k + 1 copies exist: the kept ones, and the newer weights
@@ -63,7 +63,7 @@ class AsyncRollouts:
             ``start_until`` it runs in a thread.
         prompts: the prompts, by number of the example.
         engine: the engine that generates the completions. It is aborted if the rollouts are no longer needed.
-        remember: called before ``start_until`` lets the engine generate, when trainer and engine have the same weights.
+        snapshot: called before ``start_until`` lets the engine generate, when trainer and engine have the same weights.
             It returns the function that later compares the completions with these weights.
         ahead: ``train.async_steps``.
     """
@@ -74,11 +74,11 @@ class AsyncRollouts:
         generate: Callable[..., CompletionBatch],
         prompts: Sequence[Prompt],
         engine: Engine,
-        remember: Callable[[], Compare],
+        snapshot: Callable[[], Compare],
         ahead: int = 1,
     ) -> None:
         self._draw, self._generate, self._prompts, self._engine = draw, generate, prompts, engine
-        self._remember = remember
+        self._snapshot = snapshot
         self._taken: tuple[Compare, CompletionBatch] | None = None
         self._threads = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="rollout")
         self._pending: deque[_Pending] = deque()
@@ -127,7 +127,7 @@ class AsyncRollouts:
         Unless the engine is a fleet, it must not be used otherwise until ``wait`` returns.
         """
         steps = range(self._pending[-1].step + 1 if self._pending else first, last + 1)
-        compare = self._remember() if steps else None
+        compare = self._snapshot() if steps else None
         for step in steps:
             assert compare is not None
             examples, engine = self._draw(), self._engine
@@ -163,7 +163,7 @@ class AsyncRollouts:
         }
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def not_counted(self) -> Iterator[None]:
         """A context that ``fleet_metrics`` leaves out, but for lost workers: an evaluation."""
         before = self._counts()
         yield
@@ -255,7 +255,7 @@ def _completion(line: Mapping[str, Any]) -> Completion:
     return Completion(**values)
 
 
-def remember(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compare:
+def snapshot_policy(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compare:
     """Keep a copy of the policy's weights, which the engine has, too.
 
     Returns:

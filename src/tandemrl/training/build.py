@@ -35,7 +35,7 @@ from tandemrl.selection import Strategy
 from tandemrl.tasks.code.grader import code_scorer
 from tandemrl.tasks.rubric.in_process import make_judge
 from tandemrl.tasks.rubric.judge import JudgePool
-from tandemrl.training.arguments import StrategyFunction, accept, facts_of, strategy_at
+from tandemrl.training.arguments import StrategyFunction, facts_of, resolve_arguments, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.host_memory import keep_freed_memory
@@ -75,7 +75,7 @@ def build(
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
         GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
-    config, recipe, strategy, engine = accept(config, recipe, strategy, engine)
+    config, recipe, strategy, engine = resolve_arguments(config, recipe, strategy, engine)
     own_recipe = None if recipe == RECIPES.get(config.loss.recipe) else recipe
     reward = reward or {}
     check_instance(environment)

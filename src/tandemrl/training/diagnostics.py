@@ -33,7 +33,7 @@ def watcher(config: Config, recipe: Recipe, heldout: int) -> Callable[[Metrics],
     Args:
         heldout: how many held-out problems an evaluation has.
     """
-    lesson_warning, told, handovers = warner(config, recipe), False, handover_warner()
+    lesson_warning, told, handovers = no_signal_warning(config, recipe), False, handover_warner()
     solo_texts = heldout * config.eval.train_samples
     rollout_texts = config.train.prompts_per_step * config.rollout.group_size
 
@@ -87,7 +87,7 @@ def lessons(metrics: Mapping[str, Any], recipe: Recipe) -> float:
     return 1.0 - flat if compares_groups(recipe) and flat is not None else 1.0
 
 
-def warner(config: Config, recipe: Recipe) -> Callable[[Metrics], str | None]:
+def no_signal_warning(config: Config, recipe: Recipe) -> Callable[[Metrics], str | None]:
     """A function to call with the metrics of each step, which returns a warning where one is due."""
     shares: list[float] = []
 

@@ -12,7 +12,7 @@ WITH_MOMENTS = 3
 """A checkpoint has three numbers per trained parameter in float32: its weight and the two of the optimiser."""
 
 
-def room(config: Config, *, policy: int, critic: int) -> str:
+def check_disk_space(config: Config, *, policy: int, critic: int) -> str:
     """What the checkpoints and exports of a run take, in words. Room for the first but not for all gives a warning.
 
     Args:

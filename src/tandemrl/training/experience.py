@@ -31,7 +31,7 @@ class Experience(NamedTuple):
     """Whether all rewards of the rollout's group are the same, before that penalty."""
     used: Tensor
     """Whether the rollout is used in the update."""
-    computed: Tensor
+    forwarded: Tensor
     """Whether the models read the rollout: it is used, and can change the loss (``losses.idle``)."""
     weights: Tensor
     """The sum of the rollout's token weights; 0 if it is not used."""
@@ -48,7 +48,7 @@ class Experience(NamedTuple):
     def metrics(self) -> Metrics:
         return {
             "groups/zero_variance": self.zero_variance.float().mean().item() if self.rollouts else 0.0,
-            "groups/skipped": (self.used & ~self.computed).float().mean().item() if self.rollouts else 0.0,
+            "groups/skipped": (self.used & ~self.forwarded).float().mean().item() if self.rollouts else 0.0,
             "groups/dropped": float(self.dropped),
         }
 
@@ -72,8 +72,8 @@ class MiniBatch(NamedTuple):
     """The micro-batches of this data rank; empty if no rollout is used."""
     totals: Totals
     """The denominators of the loss: of all used rollouts of the optimiser step, over all data ranks."""
-    computed: Totals
-    """The denominators of metrics: of those that are computed."""
+    forwarded: Totals
+    """The denominators of metrics: of those that are forwarded."""
 
 
 MiniBatches = list[MiniBatch]
@@ -106,7 +106,7 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
         rewards=rewards,
         zero_variance=flat,
         used=used,
-        computed=used & ~idle | _samples(config, group_ids, used, used & ~idle, senior > 0),
+        forwarded=used & ~idle | _samples(config, group_ids, used, used & ~idle, senior > 0),
         weights=weights,
         response_tokens=senior + junior,
         dropped=sum(not group.rollouts for group in scored),
@@ -114,7 +114,7 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     )
 
 
-def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, has_senior: Tensor) -> Tensor:
+def _samples(config: Config, group_ids: Tensor, used: Tensor, forwarded: Tensor, has_senior: Tensor) -> Tensor:
     """One group of each mini-batch of which nothing, or no token of the senior, would be computed although it is used.
 
     So the log-probs of trainer and engine are compared in every step, and the optimiser gets a gradient of 0 as if
@@ -125,7 +125,7 @@ def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, 
     for i in mini_batch_ids.unique():
         here = used & (mini_batch_ids == i)
         compared = here & has_senior
-        if any(each.any() and not (each & computed).any() for each in (here, compared)):
+        if any(each.any() and not (each & forwarded).any() for each in (here, compared)):
             sample |= here & (group_ids == group_ids[compared if compared.any() else here][0])
     return sample
 
@@ -140,12 +140,12 @@ def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
     mini_batches = []
     for i in range(setup.config.train.prompts_per_step // prompts):
         here = experience.group_ids // prompts == i
-        computed = experience.computed & here
-        micro = pack_mini_batch(setup, experience.rollouts, computed.nonzero().squeeze(1))
+        forwarded = experience.forwarded & here
+        micro = pack_mini_batch(setup, experience.rollouts, forwarded.nonzero().squeeze(1))
         # Every process has all rollouts, so that nothing needs to be added up over them.
         counts = (
             losses.totals(experience.weights[rows], experience.response_tokens[rows])
-            for rows in (experience.used & here, computed)
+            for rows in (experience.used & here, forwarded)
         )
         mini_batches.append(MiniBatch(micro, *counts))
     return mini_batches

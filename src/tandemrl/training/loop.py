@@ -27,7 +27,7 @@ from tandemrl.selection import Strategy
 from tandemrl.tasks.rubric.server import LOG, judge_server
 from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config
-from tandemrl.training.async_rollouts import AsyncRollouts, remember
+from tandemrl.training.async_rollouts import AsyncRollouts, snapshot_policy
 from tandemrl.training.build import build
 from tandemrl.training.diagnostics import verdict, watcher
 from tandemrl.training.evaluation import evaluate, truncated_at_eval
@@ -162,7 +162,7 @@ def loop(run: Run, tracker: Tracker) -> None:
         write,
         setup.prompts,
         models.engine,
-        lambda: remember(setup, models.policy, models.engine),
+        lambda: snapshot_policy(setup, models.policy, models.engine),
         train.async_steps,
     )
     with ahead as rollouts, Signals() as signals:
@@ -170,7 +170,7 @@ def loop(run: Run, tracker: Tracker) -> None:
         if done == 0 and setup.heldout and train.eval_first:
             clock = profiler.clock(0)
             with explain_errors(0, clock, world, config.parallel.timeout_s):
-                with clock("eval"), rollouts.aside():
+                with clock("eval"), rollouts.not_counted():
                     metrics = evaluate(run, 0)
                 tracker.step(0, metrics | {"time/eval": clock.seconds["eval"]})
                 say_best(run, tracker, 0)
@@ -263,7 +263,7 @@ def train_step(
         with clock("sync"):
             sync_if_stale(models, version=step)
     if evaluates:
-        with clock("eval"), rollouts.aside():
+        with clock("eval"), rollouts.not_counted():
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)
     metrics |= rollouts.fleet_metrics(step, completions)
     tracker.samples(step, written, setup.tokenizer)

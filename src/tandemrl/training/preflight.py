@@ -49,7 +49,7 @@ from tandemrl.tasks.code.sandbox import Sandbox
 from tandemrl.tasks.code.tests import Stdin
 from tandemrl.tasks.rubric.judge import Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.disk import room
+from tandemrl.training.disk import check_disk_space
 from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
 from tandemrl.training.state import trainer_state
 
@@ -457,7 +457,7 @@ class Preflight:
         model = self.config.model
         critic = self.files.skeleton(model.critic or model.senior) if self.recipe.advantage is None else None
         trained = 0 if critic is None else size(critic)
-        return room(self.planned, policy=size(self.files.skeleton(model.senior)), critic=trained)
+        return check_disk_space(self.planned, policy=size(self.files.skeleton(model.senior)), critic=trained)
 
     def _rows(self, sources: Sequence[str]) -> list[Row]:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:

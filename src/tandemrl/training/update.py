@@ -107,7 +107,7 @@ def update_policy(
             sums[name] = sums[name] + value if name in sums else value
     sums = {name: setup.world.data_sum(value) for name, value in sums.items()}
     loss_value = setup.world.data_sum(loss_sum).item()
-    metrics = {name: value.item() for name, value in average_metrics(sums, mini.computed).items()}
+    metrics = {name: value.item() for name, value in average_metrics(sums, mini.forwarded).items()}
     if compares and (gaps := logprob_mismatch(setup.world, torch.cat(difference))):
         metrics |= gaps
         if fresh:
