@@ -75,8 +75,8 @@ DraftTokens = Annotated[int | str, Allowed("auto, 0 or positive", lambda n: n ==
 HostEvery = Annotated[int | str, Allowed("auto, or at least 1", lambda n: n == "auto" or (type(n) is int and n >= 1))]
 PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
-Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
-PositiveShare = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
+Fraction = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveFraction = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
 Address = Annotated[
     str, Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://")))
 ]

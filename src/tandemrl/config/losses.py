@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from tandemrl.config.fields import (
     Allowed,
     Fault,
+    Fraction,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveShare,
-    Share,
+    PositiveFraction,
     check_parameters,
     component,
 )
@@ -27,12 +27,12 @@ class LossConfig:
     that returns one."""
     parameters: dict[str, Any] = field(default_factory=dict, hash=False)
     """Parameters of a custom recipe that is a function."""
-    junior_weight: Share = 0.0
+    junior_weight: Fraction = 0.0
     """Loss weight of the junior's tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
     word_ends: bool = True
     """With `before_word`: a senior that ends its word, where the junior takes over, has made a choice, which is trained
     like a token of its own. false leaves it out; the gradient is then biased."""
-    clip_low: Share | None = None
+    clip_low: Fraction | None = None
     """The probability ratio is clipped at 1 - clip_low."""
     clip_high: NonNegativeFloat | None = None
     """The probability ratio is clipped at 1 + clip_high."""
@@ -71,9 +71,9 @@ class LossConfig:
     """Leave groups whose rewards are all equal out of the update."""
     kl_target: float | None = None
     """With kl_in_reward: adapt kl_coef so that the KL per trained token becomes this, in nats; null = fixed."""
-    gamma: PositiveShare = 1.0
+    gamma: PositiveFraction = 1.0
     """With ppo: discount per trained token."""
-    lam: Share = 0.95
+    lam: Fraction = 0.95
     """With ppo: λ of generalised advantage estimation."""
     value_clip: PositiveFloat | None = 0.5
     """With ppo: how far the critic's values may move per update before they are clipped; null = no clipping."""

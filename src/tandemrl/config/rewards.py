@@ -8,12 +8,12 @@ from tandemrl.config.fields import (
     Address,
     Allowed,
     Fault,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
-    PositiveShare,
-    Share,
 )
 
 
@@ -92,9 +92,9 @@ class JudgeConfig:
     mode: Literal["addon", "mixed", "tinyv_only"] = "addon"
     """How the rule's verdict r in {0, 1} and the judge's score j in [0, 1] make the reward. `addon`: 1 if r is 1, else
     weight * j; `mixed`: weight * j + (1 - weight) * r; `tinyv_only`: j."""
-    weight: Share = 1.0
+    weight: Fraction = 1.0
     """The weight of the judge in `mode`."""
-    accept: PositiveShare = 1.0
+    accept: PositiveFraction = 1.0
     """`eval verified`: the lowest score at which the judge accepts the reasoning."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge; 0 = greedy."""

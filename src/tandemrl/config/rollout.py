@@ -20,13 +20,13 @@ from tandemrl.config.fields import (
     Allowed,
     DraftTokens,
     Fault,
+    Fraction,
     HostEvery,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
-    PositiveShare,
-    Share,
     check_parameters,
     component,
 )
@@ -53,7 +53,7 @@ class VllmConfig:
     choose."""
     kv_cache_gb: PositiveFloat | None = None
     """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
-    gpu_memory_utilization: PositiveShare = 0.5
+    gpu_memory_utilization: PositiveFraction = 0.5
     """Fraction of the GPU's memory that the engine may use, models included. The trainer needs the rest."""
     sleep: bool = False
     """CUDA: release the engine's memory to the trainer between rollouts."""
@@ -83,11 +83,11 @@ class RolloutConfig:
     """Rollouts per prompt. They are the group within which advantages are computed."""
     temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
     """Sampling temperature of both authors."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveFraction = 1.0
     """Nucleus sampling: the most probable tokens that together have this probability; 1 = off."""
     top_k: NonNegativeInt = 0
     """Sample from this many most probable tokens; 0 = off."""
-    min_p: Share = 0.0
+    min_p: Fraction = 0.0
     """Leave out tokens that are less probable than this fraction of the highest probability; 0 = off."""
     max_tokens: PositiveInt = 64
     """Maximum response length, in tokens of both authors together, over all turns if there are several."""

@@ -13,8 +13,8 @@ from tandemrl.config.fields import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
-    PositiveShare,
     at_home,
 )
 from tandemrl.config.losses import LossConfig
@@ -260,7 +260,7 @@ class EvalConfig:
     """Seed of every draw. All phases and checkpoints get the same random numbers."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature with `profile: custom`; 0 = greedy."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveFraction = 1.0
     """Nucleus sampling with `profile: custom`; 1 = off."""
     top_k: NonNegativeInt = 0
     """Sample from this many most probable tokens with `profile: custom`; 0 = off."""

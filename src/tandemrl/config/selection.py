@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from tandemrl.config.fields import (
     Allowed,
     Fault,
+    Fraction,
     NonNegativeInt,
+    PositiveFraction,
     PositiveInt,
-    PositiveShare,
-    Share,
     check_parameters,
     component,
 )
@@ -35,12 +35,12 @@ class SelectionConfig:
     """Tokens that an author generates at a time, with `chunk`."""
     first: Literal["senior", "junior"] = "senior"
     """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who generates everything (`solo`)."""
-    prob_senior_final: PositiveShare | None = None
+    prob_senior_final: PositiveFraction | None = None
     """With `anneal_steps`: prob_senior moves linearly to this value."""
     draws: Literal["per_rollout", "per_group"] = "per_rollout"
     """Whether each rollout draws its authors, or all of a group draw the same: then, as far as their texts take the
     same course, the luck of the draws cancels in the advantage."""
-    max_untranslatable: Share = 0.01
+    max_untranslatable: Fraction = 0.01
     """Two vocabularies: stop if more than this share of a step's rollouts cannot be expressed in both (beyond chance,
     6σ). Such rollouts are not scored and not trained on."""
     anneal_steps: NonNegativeInt = 0
