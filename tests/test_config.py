@@ -469,8 +469,7 @@ def test_the_batch_plan_counts_by_hand() -> None:
     overrides = ["train.mini_batch_prompts=4", "rollout.max_tokens=76", "data.max_prompt_tokens=24"]
     plan = batch_plan(load(overrides=[*overrides, "train.tokens_per_micro_batch=1000"]))
     # 16 x 8 rollouts; 4 updates of 4 x 8 sequences of at most 24 + 76 tokens, 10 of which fit into 1,000 tokens
-    assert dataclasses.astuple(plan) == (16, 128, 4, 32, 100, 4)
-    assert str(plan).splitlines() == [
+    assert plan.splitlines() == [
         "batch plan per step: 16 prompts -> 128 rollouts -> 4 update(s)",
         "    an update: 32 sequences, each <= 100 tokens, in <= 4 micro-batch(es)",
     ]

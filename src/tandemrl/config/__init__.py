@@ -1,6 +1,5 @@
 """Typed configuration: frozen dataclasses, YAML files, ``key=value`` overrides. It does not import torch."""
 
-from tandemrl.config.batches import BatchPlan as BatchPlan
 from tandemrl.config.batches import batch_plan as batch_plan
 from tandemrl.config.batches import with_steps as with_steps
 from tandemrl.config.fields import ConfigError as ConfigError

@@ -1,51 +1,28 @@
 """The batch plan, which says what the batch keys mean together. It is printed before a run."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tandemrl.config.schema import Config
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """The sizes of the batches in one training step.
-
-    ``micro_batches`` is an upper bound, which is reached if every sequence has its full length.
-    """
-
-    prompts: int
-    rollouts: int
-    updates: int
-    sequences_per_update: int
-    max_tokens_per_sequence: int
-    micro_batches: int
-
-    def __str__(self) -> str:
-        return (
-            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s)\n"
-            f"    an update: {self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, "
-            f"in <= {self.micro_batches} micro-batch(es)"
-        )
-
-
-def batch_plan(config: Config) -> BatchPlan:
-    """The batch plan of one training step.
+def batch_plan(config: Config) -> str:
+    """The sizes of the batches in one training step, in words. If every sequence has its full length, there are as many
+    micro-batches as it says.
 
     Examples:
-        >>> plan = batch_plan(load(overrides=["train.prompts_per_step=16", "train.mini_batch_prompts=8"]))
-        >>> plan.rollouts, plan.updates, plan.sequences_per_update
-        (128, 2, 64)
+        >>> print(batch_plan(load(overrides=["train.prompts_per_step=16", "train.mini_batch_prompts=8"])))
+        batch plan per step: 16 prompts -> 128 rollouts -> 2 update(s)
+            an update: 64 sequences, each <= 1088 tokens, in <= 10 micro-batch(es)
     """
-    per_update = config.train.mini_batch_prompts or config.train.prompts_per_step
+    prompts = config.train.prompts_per_step
+    per_update = config.train.mini_batch_prompts or prompts
     sequences = per_update * config.rollout.group_size
-    per_micro_batch = max(1, config.train.tokens_per_micro_batch // config.longest_sequence)
-    return BatchPlan(
-        prompts=config.train.prompts_per_step,
-        rollouts=config.train.prompts_per_step * config.rollout.group_size,
-        updates=config.train.prompts_per_step // per_update,
-        sequences_per_update=sequences,
-        max_tokens_per_sequence=config.longest_sequence,
-        micro_batches=math.ceil(sequences / per_micro_batch),
+    micro = math.ceil(sequences / max(1, config.train.tokens_per_micro_batch // config.longest_sequence))
+    return (
+        f"batch plan per step: {prompts} prompts -> {prompts * config.rollout.group_size} rollouts -> "
+        f"{prompts // per_update} update(s)\n"
+        f"    an update: {sequences} sequences, each <= {config.longest_sequence} tokens, in <= {micro} micro-batch(es)"
     )
 
 

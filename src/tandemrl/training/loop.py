@@ -276,7 +276,7 @@ def opening_lines(run: Run) -> list[str]:
     """What a run says before its first step: its batches, and what is not as one might expect."""
     setup, models, progress = run
     config, done = setup.config, progress.step
-    lines = [str(batch_plan(config)) if done < config.train.steps else f"step {done} is the last one: nothing to do"]
+    lines = [batch_plan(config) if done < config.train.steps else f"step {done} is the last one: nothing to do"]
     if done:
         lines.append(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
     if progress.accepted:
