@@ -121,7 +121,8 @@ EXAMPLES = {
 def _add_examples(group: typer.Typer, path: str = "") -> None:
     for each in group.registered_commands:
         name = f"{path}{each.name or str(getattr(each.callback, '__name__', ''))}"
-        each.epilog = f"Example: tandemrl {name} {EXAMPLES[name]}" if name in EXAMPLES else each.epilog
+        if name in EXAMPLES:
+            each.epilog = f"Example: tandemrl {name} {EXAMPLES[name]}\n\n{each.epilog or ''}"
     for inner in group.registered_groups:
         if inner.typer_instance is not None:
             _add_examples(inner.typer_instance, f"{path}{inner.name} ")

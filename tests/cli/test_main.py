@@ -23,6 +23,6 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 def test_the_help_of_every_command_ends_with_an_example_that_it_takes(path: tuple[str, ...], command: Any) -> None:
     assert command.epilog, f"{' '.join(path)}: give it an example in cli/main.py: EXAMPLES"
     assert "Example: tandemrl" in CliRunner().invoke(app, [*path, "--help"]).output
-    example = shlex.split(command.epilog.partition(": ")[2])
+    example = shlex.split(command.epilog.splitlines()[0].partition(": ")[2])
     assert example[: len(path) + 1] == ["tandemrl", *path]
     command.make_context(path[-1], example[len(path) + 1 :])  # which refuses what it does not know

@@ -93,7 +93,7 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
         torch.distributed.barrier()
     with pytest.raises(CheckpointError, match="step_2 exists already"):
         checkpoint.save(output, 2, {}, Config(), 1, parts=parts, world=world)
-    with pytest.raises(CheckpointError, match="holds no 'critic'"):
+    with pytest.raises(CheckpointError, match="does not fit the model: missing critic"):
         checkpoint.load_parts(output / "checkpoints" / "step_2", {"critic": policy}, world)
 
     damaged = output / "damaged"
