@@ -112,7 +112,7 @@ EXAMPLES = {
     "data index": "corpus.jsonl --out index",
     "data serve": "index --port 8100",
     "data build": "gsm8k --out data/gsm8k",
-    "model tiny": "--out runs/tiny",
+    "model tiny": "jargon --out runs/pair",
     "model smollm2": "--out runs/smollm2-pair",
     "model warm-start": "--model Qwen/Qwen3-0.6B --data data/gsm8k/train.parquet --steps 40 --out runs/warm",
 }
