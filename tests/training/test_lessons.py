@@ -82,4 +82,4 @@ def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "config.yaml"), *overrides])
     assert result.exit_code == 0, result.output
     assert result.output.count("done: ") == 1
-    assert result.output.rstrip().endswith("b, but its rewards taught it nothing: see above")
+    assert "b, but its rewards taught it nothing: see above" in result.output
