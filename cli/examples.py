@@ -4,6 +4,7 @@ import typer
 
 EXAMPLES = {
     "train": "--config quickstart train.steps=5 output_dir=runs/first",
+    "plan": "--config deepscaler_grpo --ranks 8 --device h100 parallel.tp=2",
     "eval all": "--model runs/first/hf/best --config runs/first",
     "eval pass-at-k": "--model runs/first/hf/best --config runs/first --samples 8",
     "eval tandem": "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
@@ -42,12 +43,12 @@ EXAMPLES = {
 
 
 def add_examples(app: typer.Typer, path: str = "") -> None:
-    """Put the example of each command at the end of its help."""
+    """Put the example of each command below its options."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "")
         words = f"{path}{name}"
         if example := EXAMPLES.get(words):
-            epilogs = [command.epilog, f"E.g. tandemrl {words} {example}"]
+            epilogs = [f"E.g. tandemrl {words} {example}", command.epilog]
             command.epilog = "\n\n".join(each for each in epilogs if each)
     for group in app.registered_groups:
         if group.typer_instance is not None:

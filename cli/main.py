@@ -91,46 +91,6 @@ app.command("config")(config.config)
 app.command("check")(check.check)
 examples.add_examples(app)
 
-_EVAL = "--model runs/mine/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64 --out runs/mine/eval"
-EXAMPLES = {
-    "train": "--config quickstart train.steps=20 output_dir=runs/first",
-    "plan": "--config deepscaler_grpo --ranks 8 --device h100 parallel.tp=2",
-    "compare": "runs/mine runs/other",
-    **{f"experiment {name}": "--seeds 0,1,2 train.steps=20" for name in experiment.EXPERIMENTS},
-    "experiment retrievers": "--retriever bm25 --retriever golden --model MODEL --data musique.parquet",
-    "serve": "--senior runs/mine/hf/best --junior runs/tiny/junior",
-    "play": "--senior runs/mine/hf/best --junior runs/tiny/junior",
-    "score": "--data rows.jsonl --responses responses.jsonl --out scores.jsonl",
-    "report": "runs/mine",
-    "config": "train.lr",
-    "check": "--senior Qwen/Qwen3-1.7B --junior Qwen/Qwen3-0.6B",
-    **{f"eval {phase}": _EVAL for phase in evaluate.COMMANDS if phase != "verified"},
-    "eval verified": f"{_EVAL} judge.url=http://localhost:8000/v1",
-    "eval qa": "--config hops_tandem --model runs/hops/tandem/hf/best",
-    "eval verifier": "--data HardVerify-Math.json judge.url=http://localhost:8000/v1",
-    "data show": "synthetic:jargon:heldout:1",
-    "data index": "corpus.jsonl --out index",
-    "data serve": "index --port 8100",
-    "data build": "gsm8k --out data/gsm8k",
-    "model tiny": "jargon --out runs/pair",
-    "model smollm2": "--out runs/smollm2-pair",
-    "model warm-start": "--model Qwen/Qwen3-0.6B --data data/gsm8k/train.parquet --steps 40 --out runs/warm",
-}
-"""What follows each command in the example at the end of its help."""
-
-
-def _add_examples(group: typer.Typer, path: str = "") -> None:
-    for each in group.registered_commands:
-        name = f"{path}{each.name or str(getattr(each.callback, '__name__', ''))}"
-        if name in EXAMPLES:
-            each.epilog = f"Example: tandemrl {name} {EXAMPLES[name]}\n\n{each.epilog or ''}"
-    for inner in group.registered_groups:
-        if inner.typer_instance is not None:
-            _add_examples(inner.typer_instance, f"{path}{inner.name} ")
-
-
-_add_examples(app)
-
 
 def _print_version(asked: bool) -> None:
     if asked:

@@ -3,12 +3,10 @@
 import copy
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
