@@ -107,6 +107,7 @@ def plane(arms: Styled, name: str) -> Figure | None:
             if arm.name == JUNIOR and (alone := estimate(arm, SOLO)) is not None:
                 ax.axhline(alone.mean, color=look.colour, linestyle=look.line, linewidth=1.2, label=arm.title)
         ax.margins(0.14)
+        ax.locator_params(nbins=6)
         ax.set(xlabel=f"{SOLO.title}: the senior alone", ylabel=SENIOR_FIRST.title)
         caption = "top right: good alone and good to work with" + ("; arrows: training" if start is not None else "")
         return Figure("Solo against handoff", caption, draw(canvas, "Solo against handoff pass@1 of each arm"))
