@@ -20,28 +20,16 @@ from tandemrl.training.checkpoint.manifest import CheckpointError
 from tandemrl.training.state import Run
 
 _FREE = {
-    "data": ("monitor",),
-    "model.junior_endpoint": (
-        *("url", "api_key_env", "timeout_s", "retries", "backoff_s", "concurrency", "max_failure_rate"),
-        "leave_out",  # what a server refuses
-    ),
-    "rollout": ("ray", "worker_timeout_s"),
-    "train": (
-        *(
-            "save_every",
-            "eval_every",
-            "eval_first",
-            "keep_checkpoints",
-            "keep_exports",
-            "profile",
-        ),
-        *("log_samples", "wandb"),
-        "epochs",  # which `train.steps` is computed from
-    ),
-    "judge": ("url", "command", "wait_s", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate"),
-    "retrieval": NO_PART_OF_A_SEARCH,
+    "data": "monitor",
+    "model.junior_endpoint": "url api_key_env timeout_s retries backoff_s concurrency max_failure_rate leave_out",
+    "rollout": "ray worker_timeout_s",
+    # `train.steps` is computed from epochs
+    "train": "save_every eval_every eval_first keep_checkpoints keep_exports profile log_samples wandb epochs",
+    "judge": "url command wait_s api_key_env backoff_s timeout_s concurrency max_failure_rate",
+    "retrieval": " ".join(NO_PART_OF_A_SEARCH),
 }
-_FREE_TO_CHANGE = {"output_dir", *(f"{section}.{name}" for section, names in _FREE.items() for name in names)}
+_FREE_TO_CHANGE = {"output_dir", *(f"{section}.{name}" for section, names in _FREE.items() for name in names.split())}
+"""Keys that may differ when a run is resumed."""
 
 
 def identity(run: Run) -> Mapping[str, str]:
