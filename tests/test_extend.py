@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import agents as small
 from runs import lines, metrics
 from tandemrl import train
+from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load, stated_keys
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.envs.retrieval import make_retriever
@@ -24,7 +26,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "howto" / "extend.md").read_text()
 FILES = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.DOTALL))
 SECTION = {"my_strategy": "selection", "my_loss": "loss", "my_reward": "reward"}
 WHOLE = PAGE.replace("\\\n", "").splitlines()  # commands in a line each
-COMMANDS = {name: next(line for line in WHOLE if f"{name}:" in line and "train" in line) for name in FILES}
+COMMANDS = {name: next(line for line in WHOLE if f"{name}:" in line and line.startswith("tandemrl")) for name in FILES}
 
 
 @pytest.fixture
@@ -139,3 +141,12 @@ def test_what_cannot_work_is_refused_before_the_run(agents: Path, here: Path, ov
     mine = config(agents, here / "run", *names, extra=(override,))
     with pytest.raises((ConfigError, GraderError), match=message):
         Preflight(mine, stated=stated_keys([override])).require()
+
+
+def test_a_task_of_ones_own(here: Path) -> None:
+    for command in WHOLE:
+        if "backwards" in command and command.startswith("tandemrl "):
+            shown = CliRunner().invoke(app, shlex.split(command)[1:])
+            assert shown.exit_code == 0, shown.output
+    assert "backwards/train/0  [backwards]  ground truth: 0drow" in shown.output
+    assert "backwards: exact_match gives 1 for the ground truth" in shown.output

@@ -68,8 +68,8 @@ def test_own_rows_with_an_own_reward(reader: Path) -> None:
     [program] = blocks("data", "python")
     exec(program, {})
     rows = load_rows(["train.jsonl", "heldout.jsonl"])
-    assert (rows[0].example_id, rows[-1].example_id) == ("mine/sums/train/0", "mine/sums/heldout/127")
-    given = json.loads((reader / "train.jsonl").read_text().splitlines()[0])["prompt"]
+    assert (rows[0].example_id, rows[-1].example_id) == ("train/1", "heldout/128")
+    given = json.loads((reader / "train.jsonl").read_text().splitlines()[0])["question"]
     assert rows[0].messages == ({"role": "user", "content": given},)  # a string in the file
     checking, training = (words for words in commands("data") if "output_dir=runs/mine" in words)
     assert "my_reward:last_number" in run(checking)
@@ -114,7 +114,7 @@ def test_rows_and_rewards_of_other_libraries(reader: Path) -> None:
     exec(program, {})
     first, second = load_rows(["rows.jsonl"])
     assert (first.ground_truth, first.extra_info) == ("4", {"level": 1})
-    assert (second.ground_truth, second.extra_info) == ("15", {"level": 2})
+    assert (second.ground_truth, second.extra_info["info"]) == ("15", {"level": 2})
     scored = commands("coming_from")
     assert len(scored) == 3
     for arguments in scored:

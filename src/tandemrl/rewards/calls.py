@@ -310,7 +310,8 @@ def _of_verifiers(item: Item, prompt: Any, completion: Any) -> dict[str, Any]:
     """The arguments of verifiers."""
     row, _, transcript = item
     told = {"prompt": prompt, "completion": completion, "answer": truth_of(row), "task": row.data_source}
-    told["info"] = dict(row.extra_info)
+    info = row.extra_info.get("info")  # a column of verifiers' own rows
+    told["info"] = dict(info if isinstance(info, Mapping) else row.extra_info)
     state = transcript.state if transcript is not None and isinstance(transcript.state, Mapping) else {}
     return told | {"state": {**told, **state}}
 
