@@ -6,6 +6,7 @@ over: tokens that begin with a space (for ``word``) stand before what a turn dec
 """
 
 import re
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -61,13 +62,18 @@ def hops_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     whole = Regex("|".join(map(re.escape, pieces)))
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(whole, behavior="isolated"), to_bytes])
+    return tiny_tokenizer(backend, CHAT_TEMPLATE, additional_special_tokens=[START])
+
+
+def tiny_tokenizer(backend: Tokenizer, chat_template: str, **more: Any) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of a tiny pair."""
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS,
         pad_token=PAD,
-        additional_special_tokens=[START],
         padding_side="left",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         model_max_length=2048,
+        **more,
     )

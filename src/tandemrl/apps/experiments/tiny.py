@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import tokenizers
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -32,7 +32,7 @@ from transformers import (
 
 from tandemrl.apps.experiments.agents import solo_episodes
 from tandemrl.apps.experiments.demonstrations import lessons
-from tandemrl.apps.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
+from tandemrl.apps.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer, tiny_tokenizer
 from tandemrl.apps.experiments.packaged import unpack
 from tandemrl.apps.experiments.pair import PairError, finished, store, threads
 from tandemrl.apps.experiments.warm_start import (
@@ -276,7 +276,6 @@ def train_tokenizer(
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -288,14 +287,7 @@ def train_tokenizer(
     bpe.train_from_iterator(
         (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=EOS,
-        pad_token=PAD,
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
-    )
+    return tiny_tokenizer(bpe, CHAT_TEMPLATE)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny") -> Qwen3ForCausalLM:
