@@ -8,7 +8,7 @@ from tandemrl.config import load
 from tandemrl.config.components import ENGINES, ENVIRONMENTS, RETRIEVERS
 from tandemrl.config.strategies import KINDS as STRATEGIES
 from tandemrl.config.strategies import Kind
-from tandemrl.processes.names import named
+from tandemrl.processes.names import import_object
 from tandemrl.selection import Strategy
 
 TABLES = ("boundary", "words", "steps", "starts")
@@ -17,7 +17,7 @@ TABLES = ("boundary", "words", "steps", "starts")
 
 @pytest.mark.parametrize("kind", STRATEGIES.values(), ids=list(STRATEGIES))
 def test_a_strategy_reads_the_parameters_that_it_names(kind: Kind) -> None:
-    takes = ["first" if name == "who" else name for name in inspect.signature(named(kind.path)).parameters]
+    takes = ["first" if name == "who" else name for name in inspect.signature(import_object(kind.path)).parameters]
     assert sorted(name for name in takes if name not in TABLES) == sorted(kind.parameters)
     assert kind.draws == load(overrides=[f"selection.strategy={kind.name}"]).selection.kind.draws
 
@@ -40,4 +40,4 @@ def test_what_a_strategy_says_is_what_it_does(kind: Kind) -> None:
     "path", [each.path for each in (*ENGINES.values(), *ENVIRONMENTS.values(), *RETRIEVERS.values())]
 )
 def test_what_a_registry_names_is_there(path: str | None) -> None:
-    assert path is None or callable(named(path))
+    assert path is None or callable(import_object(path))

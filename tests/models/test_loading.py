@@ -285,19 +285,19 @@ LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 REFUSED = {
     "attention soft-capping": ("Gemma2", {}, "soft-capping"),
-    "soft-capped logits": ("Gemma2", dict(attn_logit_softcapping=None), "other logits"),
-    "scaled logits": ("Granite", dict(logits_scaling=8.0), "other logits"),
-    "multiplied logits": ("Cohere", dict(logit_scale=0.25), "other logits"),
+    "soft-capped logits": ("Gemma2", dict(attn_logit_softcapping=None), "different logits"),
+    "scaled logits": ("Granite", dict(logits_scaling=8.0), "different logits"),
+    "multiplied logits": ("Cohere", dict(logit_scale=0.25), "different logits"),
     "a window shorter than the probe": ("Mistral", dict(sliding_window=3), "sliding window 3 is shorter"),
-    "bidirectional": ("Bert", dict(is_decoder=False), "other logits"),
-    "recurrent": ("Mamba", dict(state_size=4), "other logits"),
+    "bidirectional": ("Bert", dict(is_decoder=False), "different logits"),
+    "recurrent": ("Mamba", dict(state_size=4), "different logits"),
     "partly recurrent": (
         "Qwen3Next",
         dict(layer_types=["linear_attention", "full_attention"], **LINEAR, **EXPERTS),
-        "other logits",
+        "different logits",
     ),
-    "convolutions": ("Lfm2", dict(layer_types=["conv", "full_attention"]), "other logits"),
-    "ALiBi outside of the interface": ("Bloom", dict(n_layer=2, n_head=4), "other logits|custom attention"),
+    "convolutions": ("Lfm2", dict(layer_types=["conv", "full_attention"]), "different logits"),
+    "ALiBi outside of the interface": ("Bloom", dict(n_layer=2, n_head=4), "different logits|custom attention"),
     "attention sinks": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64), "sinks"),
 }
 
@@ -324,7 +324,7 @@ def test_one_sequence_that_rounding_alone_changes_refuses_no_model(ids, accepted
     if accepted:
         assert prepare(odd) is odd
     else:
-        with pytest.raises(ModelError, match="other logits"):
+        with pytest.raises(ModelError, match="different logits"):
             prepare(odd)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tandemrl.files import pip_install
 from tandemrl.models.attention import ModelError, PackedLayout, UlyssesLayout
-from tandemrl.models.forward import gathering, hidden_states
+from tandemrl.models.forward import hidden_states, with_gathered_parameters
 
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
 LIGER_DEVICES = ("cuda",)
@@ -49,13 +49,13 @@ def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.devi
     tokens = torch.arange(7, device=device)
     positions, layout = tokens % 4, PackedLayout([np.arange(4), np.arange(4, 7)], device)
     with torch.no_grad():
-        states = gathering(hidden_states, model)
+        states = with_gathered_parameters(hidden_states, model)
         before = states(tokens, positions, layout)
         getattr(liger, f"apply_liger_kernel_to_{family}")(**LIGER_KERNELS, model=model)
         after = states(tokens, positions, layout)
     worst, scale = (after.float() - before.float()).abs().max().item(), max(1.0, before.float().abs().max().item())
     if not worst <= (1e-3 if before.dtype == torch.float32 else 0.1) * scale:
-        raise ModelError(f"{name}: Liger kernels give other hidden states (max difference {worst:.3g})")
+        raise ModelError(f"{name}: Liger kernels produce different hidden states (max difference {worst:.3g})")
     return model
 
 

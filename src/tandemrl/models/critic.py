@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from tandemrl.distributed.world import WHOLE, Shards
 from tandemrl.models.attention import Layout, ModelError
-from tandemrl.models.forward import channel_of, gathering, part_of, prefix_states
+from tandemrl.models.forward import channel_of, part_of, prefix_states, with_gathered_parameters
 from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import UNREADABLE, check_folder, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.types import Batch
@@ -98,7 +98,9 @@ def token_values(
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
-    values = gathering(packed_values, model)(part.tokens, part.positions, part.layout, part.prefixes, options)
+    values = with_gathered_parameters(packed_values, model)(
+        part.tokens, part.positions, part.layout, part.prefixes, options
+    )
     return channel_of(values, part, batch.tokens.shape[0], shards.sequence)
 
 
@@ -112,7 +114,7 @@ def packed_values(
 ) -> Float[Tensor, " i"]:
     """The value after each token ``prefixes[i]``. The head computes in float32.
 
-    This function holds everything that a pass does with the critic's parameters (see ``forward.gathering``).
+    This function holds everything that a pass does with the critic's parameters (see ``with_gathered_parameters``).
     """
     hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     _, head = value_head(model)

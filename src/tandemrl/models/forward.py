@@ -45,7 +45,7 @@ def packed_logits(
     return logits
 
 
-def gathering(function: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
+def with_gathered_parameters(function: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
     """``function`` with ``model`` bound as its first argument.
 
     A sharded model has the function as a method of the same name, around which FSDP gathers and frees the parameters
@@ -123,7 +123,7 @@ def token_scores(
         events = torch.cat([batch.taken_over.to(torch.int8), torch.full_like(ends, WORD_END, dtype=torch.int8)])
     part = part_of(batch, torch.cat([index, ends]), shards.sequence, slots)
     scored = (part.prefixes, targets.index_select(0, part.slots), options, shards.tensor)
-    packed = gathering(packed_logprobs, model)
+    packed = with_gathered_parameters(packed_logprobs, model)
     channels = packed(part.tokens, part.positions, part.layout, *scored, None if events is None else events[part.slots])
     whole = [
         channel_of(values, part, count + len(ends), shards.sequence).split([count, len(ends)]) for values in channels
@@ -191,7 +191,7 @@ def packed_logprobs(
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
     """The log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there.
 
-    This function holds everything that a scoring pass does with the model's parameters (see ``gathering``).
+    This function holds all that a scoring pass does with the model's parameters (see ``with_gathered_parameters``).
 
     Args:
         group: the processes that share the rows of the LM head, if they do.

@@ -13,7 +13,7 @@ from tandemrl.models.sampling import Truncation, kept_tokens
 REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·logit stays 0 and not NaN
 TAKEN_OVER = 1  # events that are not the drawing of a token from the whole vocabulary
 WORD_END = 2
-SMALLEST = 1e-37  # probability, relative to that of the best token, below which the log-prob of an end stays constant
+MIN_WORD_END_PROB = 1e-37  # relative to that of the best token; below it, the log-prob of an end stays constant
 LOGITS_PER_CHUNK = 2**25  # float32 logits per buffer: 128 MiB; two buffers are alive at once, without truncation
 
 
@@ -124,7 +124,7 @@ class _LinearLogprobs(torch.autograd.Function):
             normaliser[rows] = largest + log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
             if event is not None:
-                sums[2, ends] = sums[2, ends].clamp_(min=SMALLEST).log_()
+                sums[2, ends] = sums[2, ends].clamp_(min=MIN_WORD_END_PROB).log_()
             logprobs[rows] = sums[2] - log_sum
         return logprobs, entropy
 

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.files import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
-from tandemrl.models.forward import gathering, packed_logits
+from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.weight_files import stored_shapes
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -134,15 +134,15 @@ def prepare(
         try:
             model.set_attn_implementation(ATTENTION)
             spans = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-            logits = gathering(packed_logits, model)
+            logits = with_gathered_parameters(packed_logits, model)
             packed = logits(head, probe, positions, PackedLayout(spans, device)).float()
         except (ValueError, TypeError, AttributeError) as error:
             raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
     gap = (stock - packed).abs().amax(-1).view(len(_PROBES), -1).amax(-1).min().item()  # of the best of them
     if not gap <= tolerance * max(1.0, stock.abs().max().item()):
         raise ModelError(
-            f"{name}: {type(model).__name__} gives other logits through the packed path (max difference {gap:.3g}): "
-            "its attention or its LM head is not a standard one"
+            f"{name}: {type(model).__name__} produces different logits through the packed path (max difference "
+            f"{gap:.3g}): its attention or its LM head is not a standard one"
         )
     return model
 

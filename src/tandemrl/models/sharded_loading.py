@@ -66,7 +66,7 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Load the model that ``shard`` would make of ``load_model(path)``. All processes of the world must call this.
 
-    If the model cannot be read in parts (see ``obstacle``), every process loads it whole first, with a warning.
+    If it cannot be read in parts (see ``why_not_sliceable``), every process loads it whole first, with a warning.
 
     Args:
         compute: the dtype in which forwards compute.
@@ -83,7 +83,7 @@ def load_sharded(
     with _opened("model", path) as stored:
         model = meta_model(_configuration("model", path), dtype=getattr(torch, dtype))
         keys = stored_names(model, stored)
-        if reason := obstacle(model, stored, keys, world):
+        if reason := why_not_sliceable(model, stored, keys, world):
             _warn(path, reason, world)
             model = load_model(path, dtype=dtype, device=device)
             if adapters is not None:
@@ -115,7 +115,7 @@ def load_sharded_critic(
         name, head = value_head(model)
         keys = stored_names(model, stored)
         of_head = {key for key in keys if key.startswith(f"{name}.")}
-        if reason := obstacle(model, stored, keys, world, without=of_head):
+        if reason := why_not_sliceable(model, stored, keys, world, without=of_head):
             _warn(path, reason, world)
             critic = load_critic(path, device=device)
             return shard(critic, world, dtype=compute, forward=packed_values, offload=offload)
@@ -227,7 +227,7 @@ def _files(path: str | Path) -> list[str]:
     return [] if index is None else list(get_checkpoint_shard_files(path, index)[0])
 
 
-def obstacle(
+def why_not_sliceable(
     model: PreTrainedModel,
     stored: Mapping[str, Any],
     keys: Mapping[str, str],

@@ -51,7 +51,8 @@ def shard(
     Args:
         dtype: the dtype in which forwards compute. Gradients are reduced in float32.
         forward: the function of the model that the caller runs instead of ``model.forward``. It becomes a method of
-            the same name, around which FSDP gathers the parameters outside of the layers (see ``forward.gathering``).
+            the same name, around which FSDP gathers the parameters outside of the layers (see
+            ``with_gathered_parameters``).
         offload: keep parameters, gradients and optimiser state in host memory, where the optimiser steps. On a CPU they
             are there anyway, but the same code runs.
 
@@ -223,7 +224,7 @@ def trained_parts(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def exchanged(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+def swapped_weights(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
     """A context in which ``parts`` have the values of ``others``. Afterwards they have their own again, bit by bit."""
     with torch.no_grad():
         own = [part.to("cpu", copy=True) for part in parts]

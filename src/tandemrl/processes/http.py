@@ -52,8 +52,8 @@ class Service:
     service, for messages. error: the class of the errors to raise. url: the address. api_key_env: the environment
     variable with the key; None sends no key. timeout_s: the time-out of one attempt. retries: the number of further
     attempts. backoff_s: the wait before the first of them, which doubles each time. concurrency: how many requests may
-    run at once. hurried: wait no longer than that, even if the service asks for it (``Retry-After``), since something
-    else has a time limit that counts on it.
+    run at once. cap_retry_after: wait no longer than that, even if the service asks for it (``Retry-After``), since
+    something else has a time limit that counts on it.
     """
 
     section: str
@@ -65,7 +65,7 @@ class Service:
     retries: int
     backoff_s: float
     concurrency: int
-    hurried: bool = False
+    cap_retry_after: bool = False
 
 
 class Client:
@@ -193,7 +193,7 @@ class Client:
             for attempt in range(1 + service.retries):
                 if attempt:
                     longest = service.backoff_s * 2 ** (attempt - 1)
-                    asked = min(last.retry_after, longest) if service.hurried else last.retry_after
+                    asked = min(last.retry_after, longest) if service.cap_retry_after else last.retry_after
                     await asyncio.sleep(min(max(longest * _JITTER.uniform(0.5, 1.0), asked), MAX_WAIT_S))
                 if self._given_up:
                     raise _GivenUp

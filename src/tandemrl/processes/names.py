@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def named(path: str) -> Any:
+def import_object(path: str) -> Any:
     """The object that ``module:name`` names. Modules in the working directory are found, too.
 
     Raises:
@@ -47,7 +47,7 @@ def function_named(path: str, where: str, error: type[Exception]) -> Callable[..
         error: there is no such object, importing it failed, or it cannot be called.
     """
     try:
-        found = named(path)
+        found = import_object(path)
     except Exception as problem:  # a user's module may raise anything
         raise error(f"{where}: {import_failure(path, problem)}") from problem
     if not callable(found):
@@ -55,7 +55,7 @@ def function_named(path: str, where: str, error: type[Exception]) -> Callable[..
     return found
 
 
-def made(
+def instantiate(
     path: str | Callable[..., Any],
     where: str,
     error: type[Exception],
@@ -92,7 +92,7 @@ def given_to(
     parameters: Mapping[str, Any],
     offered: Mapping[str, Callable[[], Any]],
 ) -> dict[str, Any]:
-    """The arguments of a function, as in ``made``."""
+    """The arguments of a function, as in ``instantiate``."""
     takes = {name: each for name, each in inspect.signature(function).parameters.items() if each.kind not in _STARRED}
     settable = [name for name in takes if name not in offered or name in parameters]
     for name in parameters:

@@ -4,7 +4,7 @@ judge in this process loads it."""
 from typing import Any
 
 from tandemrl.config import Config
-from tandemrl.processes.names import named
+from tandemrl.processes.names import import_object
 from tandemrl.rewards.protocol import Judges
 
 CODE = "tandemrl.tasks.code.grader:code_scorer"
@@ -13,7 +13,7 @@ JUDGE = "tandemrl.tasks.rubric.in_process:judge_pool"
 
 def code_scorer(config: Config) -> Any:
     """What scores a row whose ground truth are tests of a program, with the settings ``sandbox.*``."""
-    return named(CODE)(config)
+    return import_object(CODE)(config)
 
 
 def judges(config: Config) -> Judges | None:
@@ -25,5 +25,5 @@ def judges(config: Config) -> Judges | None:
     """
     if config.judge.url is None and config.judge.model is None:
         return None
-    found: Judges | None = named(JUDGE)(config)
+    found: Judges | None = import_object(JUDGE)(config)
     return found

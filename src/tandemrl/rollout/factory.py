@@ -13,7 +13,7 @@ from tandemrl.config.components import engine_kind
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.models.loading import load_model, resolve_device, stored_eos_token_ids
 from tandemrl.models.lora import AdapterPlan
-from tandemrl.processes.names import made
+from tandemrl.processes.names import instantiate
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
@@ -133,7 +133,7 @@ def _own_engine(
 ) -> Engine:
     """The engine of this process; see ``make_engine``."""
     where = f"rollout.engine={config.engine}"
-    engine = made(
+    engine = instantiate(
         factory or engine_kind(config.engine).path,
         where,
         ConfigError,

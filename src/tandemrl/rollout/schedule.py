@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import ConfigError, SelectionConfig
 from tandemrl.config.fields import is_own
 from tandemrl.config.strategies import Kind
-from tandemrl.processes.names import function_named, made
+from tandemrl.processes.names import function_named, instantiate
 from tandemrl.selection.boundaries import start_table, step_tables, word_boundary_table, word_start_tables
 from tandemrl.selection.strategies import Strategy, annealed, linear, per_group
 from tandemrl.selection.whole_words import text_tables
@@ -61,7 +61,7 @@ def schedule_of(
 
     def make(prob_senior: float) -> Strategy:
         path = kind.by_text if by_text and kind.by_text is not None else kind.path
-        found = made(path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
+        found = instantiate(path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
         if not isinstance(found, Strategy):
             raise ConfigError(f"{where}: returned a {type(found).__name__}; return a Strategy, such as bernoulli(0.5)")
         return per_group(found) if s.draws == "per_group" else found

@@ -12,7 +12,7 @@ from tandemrl.config.fields import is_own
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, has_ratio, is_grouped, try_recipe
-from tandemrl.processes.names import import_failure, made, named
+from tandemrl.processes.names import import_failure, import_object, instantiate
 from tandemrl.rollout.factory import EngineFactory
 from tandemrl.selection import Strategy, try_strategy
 from tandemrl.training.function_records import describe
@@ -98,11 +98,11 @@ def named_recipe(loss: LossConfig) -> Recipe:
         return RECIPES[loss.recipe]
     where = f"loss.recipe={loss.recipe}"
     try:
-        found = named(loss.recipe)
+        found = import_object(loss.recipe)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{where}: {import_failure(loss.recipe, error)}") from error
     if not isinstance(found, Recipe):
-        found = made(loss.recipe, where, ConfigError, loss.parameters)
+        found = instantiate(loss.recipe, where, ConfigError, loss.parameters)
     if not isinstance(found, Recipe):
         raise ConfigError(f"{where}: is a {type(found).__name__}; name a Recipe or a function that returns one")
     return found

@@ -30,7 +30,7 @@ from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.models.batching import pack, pack_tokens
-from tandemrl.models.sharding import exchanged, trained_parts
+from tandemrl.models.sharding import swapped_weights, trained_parts
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.rollout.fleet.engine import FleetEngine
@@ -266,7 +266,7 @@ def snapshot_policy(setup: RunSetup, policy: PreTrainedModel, engine: Engine) ->
     kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
     def compare(completions: CompletionBatch) -> Metrics:
-        with exchanged(trained_parts(policy), kept):
+        with swapped_weights(trained_parts(policy), kept):
             metrics = writer_mismatch(setup, policy, completions)
         if metrics:
             check_mismatch(setup.mismatch_limit, metrics["mismatch/writer_mean_abs"])

@@ -13,7 +13,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.distributed.world import World
 from tandemrl.models.attention import PackedLayout
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.forward import gathering, packed_logits
+from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import kept_tokens
 from tandemrl.rollout.engine import Draws
@@ -131,7 +131,7 @@ def self_difference(
     batch = pack_tokens(rows, device)
     places = batch.lengths[batch.sequence_ids] - batch.positions <= SELF_TAIL
     spans = np.split(np.arange(len(batch.tokens)), batch.lengths.cumsum(0)[:-1].tolist())
-    logits, head = gathering(packed_logits, policy), policy.get_output_embeddings()
+    logits, head = with_gathered_parameters(packed_logits, policy), policy.get_output_embeddings()
 
     def logprobs() -> tuple[Tensor, Tensor]:
         """Those of all tokens, and which of them can be drawn."""

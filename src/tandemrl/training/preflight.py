@@ -29,7 +29,7 @@ from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
 from tandemrl.models.loading import check_positions, resolve_device, stored_eos_token_ids, visible_tokens
 from tandemrl.models.weight_files import check_weights
-from tandemrl.processes.names import named
+from tandemrl.processes.names import import_object
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.protocol import NO_SCORE, Score, TrainerState
@@ -165,7 +165,7 @@ class Preflight:
         searched = digests([each for each in (retrieval.model, retrieval.index) if each])
         contents = {"retrieval": ", ".join(searched.values())} if searched else {}
         if self.config.rollout.environment_kind.searches and is_own(retrieval.retriever):
-            contents["retriever"] = signature(named(retrieval.retriever))
+            contents["retriever"] = signature(import_object(retrieval.retriever))
         return {"environment": signature(self.signed_environment), **contents}
 
     @cached_property

@@ -5,7 +5,7 @@ It does not import torch, since the processes that environments answer in make i
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.components import environment_kind
-from tandemrl.processes.names import function_named, made
+from tandemrl.processes.names import function_named, instantiate
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.tools import Tool
 
@@ -24,7 +24,7 @@ def make_environment(config: Config) -> Environment | None:
     if kind.path is None:
         return None
     tools = tuple(_tool(path) for path in rollout.tools)
-    environment = made(kind.path, key, ConfigError, rollout.environment_parameters, config=lambda: config)
+    environment = instantiate(kind.path, key, ConfigError, rollout.environment_parameters, config=lambda: config)
     if not isinstance(environment, Environment):
         raise ConfigError(f"{key}: it is a {type(environment).__name__}, not an Environment; return an instance of one")
     if tools:

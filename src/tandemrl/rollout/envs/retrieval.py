@@ -14,7 +14,7 @@ from tandemrl.config import RetrievalConfig
 from tandemrl.config.components import retriever_kind
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.rows import Row
-from tandemrl.processes.names import made
+from tandemrl.processes.names import instantiate
 from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.semantic import make_relevance
@@ -36,7 +36,7 @@ def make_retriever(config: RetrievalConfig) -> Retriever:
     Raises:
         BrokenEnvironmentError: a package, a model or an index that it needs is missing.
     """
-    retriever: Retriever = made(
+    retriever: Retriever = instantiate(
         retriever_kind(config.retriever).path,
         f"retrieval.retriever={config.retriever}",
         BrokenEnvironmentError,

@@ -32,7 +32,7 @@ def service(config: RetrievalConfig) -> Retriever:
             config.retries,
             config.backoff_s,
             concurrency=64,
-            hurried=True,  # rollout.tool_timeout_s counts on retrieval.patience_s
+            cap_retry_after=True,  # rollout.tool_timeout_s counts on retrieval.patience_s
         )
     )
 

@@ -88,7 +88,7 @@ def _service(config: RetrievalConfig) -> Relevance:
             config.retries,
             config.backoff_s,
             concurrency=64,
-            hurried=True,  # rollout.tool_timeout_s counts on retrieval.patience_s
+            cap_retry_after=True,  # rollout.tool_timeout_s counts on retrieval.patience_s
         )
     )
     model = {} if config.model is None else {"model": config.model}

@@ -11,7 +11,7 @@ from tandemrl.config.fields import is_own
 from tandemrl.data.rows import Row
 from tandemrl.models.lora import base_parameters
 from tandemrl.models.sharding import full_parameters
-from tandemrl.processes.names import named
+from tandemrl.processes.names import import_object
 from tandemrl.rewards.functions import imported
 from tandemrl.rewards.routing import reward_names
 from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
@@ -83,7 +83,7 @@ def _identity(run: Run) -> dict[str, str]:
 
 def _own(component: str) -> str:
     """The signature of a custom component; "none" for one of the library's."""
-    return signature(named(component)) if is_own(component) else "none"
+    return signature(import_object(component)) if is_own(component) else "none"
 
 
 def _read_by_environment(row: Row) -> tuple[str, str]:
