@@ -267,7 +267,8 @@ def test_the_next_turn_of_a_session_computes_its_new_tokens(
     monkeypatch.setattr(decoding, "extend", counted)
     ids, headers = [2, 3, 4], {"X-Session-ID": "one"}
     for number in range(3):
-        body = {"token_ids": ids, "sampling_params": {"max_tokens": 5, "seed": 4, "ignore_eos": True}}
+        sampling = {"max_tokens": 5, "seed": 4, "ignore_eos": True, "routed_experts_prompt_start": number}  # verifiers'
+        body = {"token_ids": ids, "sampling_params": sampling}
         response = client.post(GENERATE, json=body, headers=headers if number else {})
         ids = [*ids, *response.json()["choices"][0]["token_ids"], 7, 8]
     assert computed == [2, 2]  # of both models: the last token before the new ones, which the first step reads

@@ -33,7 +33,7 @@ _READ = {
 }
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "priority", "request_id", "parallel_tool_calls"),
-    *("safety_identifier", "prompt_cache_key", "cache_salt", "include_reasoning"),
+    *("safety_identifier", "prompt_cache_key", "cache_salt", "include_reasoning", "routed_experts_prompt_start"),
 }
 
 
