@@ -1,6 +1,6 @@
 """``tandemrl serve``."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -79,7 +79,7 @@ def serve(
         raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
     keys = {"model.senior": senior, "model.junior": junior, "rollout.engine": engine}
     if draft_tokens is not None or mode in ("draft", "auto"):
-        keys["rollout.draft_tokens"] = str(_draft_of(draft_tokens or "auto"))
+        keys["rollout.draft_tokens"] = draft_tokens or "auto"
     if engine == "vllm":
         of_vllm |= {"junior_dtype": junior_dtype, "junior_device": junior_device}
         keys |= {f"rollout.vllm.{name}": value for name, value in of_vllm.items() if value is not None}
@@ -98,11 +98,3 @@ def serve(
         junior_dtype=junior_dtype,
         junior_device=junior_device,
     )
-
-
-def _draft_of(tokens: str) -> int | Literal["auto"]:
-    from tandemrl.config import ConfigError
-
-    if tokens != "auto" and not (tokens.isascii() and tokens.isdecimal() and int(tokens) > 0):
-        raise ConfigError(f"--draft-tokens: {tokens!r} is neither auto nor a positive number")
-    return "auto" if tokens == "auto" else int(tokens)

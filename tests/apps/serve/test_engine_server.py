@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
 from tandemrl.apps.serve import engine_app, engine_server
-from tandemrl.apps.serve.address import announce, check_port
+from tandemrl.apps.serve.address import listen, url_of
 from tandemrl.apps.serve.asked import Reader, TextStyle
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
@@ -689,7 +688,7 @@ def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyP
     [
         (["--mode", "draft"], "--mode requires --engine vllm"),
         (["--junior-quantization", "fp8"], "--junior-quantization requires --engine vllm"),
-        (["--draft-tokens", "none"], "'none' is neither auto nor a positive number"),
+        (["--draft-tokens", "none"], "rollout.draft_tokens=none"),
         (["--", "--max-model-len", "4"], "'--max-model-len': expected keys of model and rollout"),
         (["--", "rollout.nothing=1"], "rollout.nothing"),
         (["--strategy", "words"], "'words' is none of word"),
@@ -739,10 +738,12 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port} of 127.0.0.1 is in use; choose another one with --port"):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", port)
+            listen("127.0.0.1", port)
+    with listen("127.0.0.1", port) as listening:
+        assert url_of("127.0.0.1", listening) == f"http://127.0.0.1:{port}"
+        assert url_of("::1", listening) == f"http://[::1]:{port}"
     with pytest.raises(EngineError, match=r"--host 192\.0\.2\.1 --port"):  # an address of documentation, nobody's
-        check_port("192.0.2.1", port)
+        listen("192.0.2.1", port)
 
 
 def test_without_a_web_server_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -767,26 +768,3 @@ def test_log_probs_name_the_bytes_of_parts_of_characters(words: Any, chat: bool)
     stream = TextStream(words, TextStyle())
     pieces = [speaker.logprobs([token], [0.0], chat=False, stream=stream)["text_offset"] for token in written]
     assert [*chain(*pieces)] == whole["text_offset"]
-
-
-def test_where_it_serves_is_said_once_it_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    before, others = list[str](), {*threading.enumerate()}
-
-    class Healthy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            before.append(capsys.readouterr().out)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Healthy, bind_and_activate=False) as server:
-        server.server_bind()  # nothing listens yet
-        announce("a pair", "127.0.0.1", port := server.server_address[1], locked=False)
-        [told] = [thread for thread in threading.enumerate() if thread not in others]
-        server.server_activate()
-        server.handle_request()
-        told.join(timeout=20)
-    assert before == [""]
-    assert capsys.readouterr().out == f"serving a pair at http://127.0.0.1:{port}/v1, without an API key\n"

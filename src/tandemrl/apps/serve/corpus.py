@@ -1,7 +1,6 @@
 """Serves an index of documents by the protocol that ``retrieval.retriever=search`` asks: POST /search, as rlvr's."""
 
 import json
-import socket
 from pathlib import Path
 
 import uvicorn
@@ -12,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tandemrl.apps.asgi import LOOPBACK, limited, refused_host
-from tandemrl.apps.serve.address import check_port
+from tandemrl.apps.asgi import limited, refused_host
+from tandemrl.apps.serve.address import hosts_of, listen, url_of
 from tandemrl.data.documents import with_title
 from tandemrl.rollout.envs.bm25 import Corpus
 
@@ -27,7 +26,7 @@ def application(corpus: Corpus, host: str = "127.0.0.1") -> Starlette:
     Args:
         host: where it listens, for the names under which it is asked.
     """
-    names = {*LOOPBACK, socket.gethostname(), socket.getfqdn(), host}
+    names = hosts_of(host)
 
     async def search(request: Request) -> Response:
         if (other := refused_host(request.scope, names)) is not None:
@@ -70,10 +69,7 @@ def serve(index: Path, *, host: str, port: int) -> None:
         BrokenEnvironmentError: the folder has no index. EngineError: nothing can listen at the port.
     """
     app = application(Corpus(index), host)
-    check_port(host, port)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listening:
-        where = f"[{host}]" if ":" in host else host
-        address = f"http://{where}:{listening.getsockname()[1]}"
-        print(f"serving {index}: retrieval.retriever=search retrieval.url={address} (Ctrl-C ends it)", flush=True)
+    with listen(host, port) as listening:
+        url = url_of(host, listening)
+        print(f"serving {index}: retrieval.retriever=search retrieval.url={url} (Ctrl-C ends it)", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])

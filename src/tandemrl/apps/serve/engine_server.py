@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from tandemrl.apps.serve.address import API_KEY, announce, check_port, hosts_of
+from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, url_of
 from tandemrl.apps.serve.asked import SAMPLED, OtherReader, Reader
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
@@ -83,7 +83,7 @@ def serve(
         _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    check_port(host, port)
+    listen(host, port).close()  # also before
     device = str(resolve_device(model.device))
     load = partial(load_model, dtype=model.dtype, device=device)
     partner = partial(load_model, dtype=junior_dtype or model.dtype, device=junior_device or device)
@@ -119,12 +119,13 @@ def serve(
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )
-    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     where = junior_dtype or model.dtype if endpoint is None else f"at {endpoint.url}"
     models = f"{model.senior} ({model.dtype}) and its junior {junior} ({where})"
-    announce(models, host, port, locked=key is not None)
-    with suppress(KeyboardInterrupt):
-        server.run()
+    with listen(host, port) as listening, suppress(KeyboardInterrupt):
+        locked = "without" if key is None else "with"
+        print(f"serving {models} at {url_of(host, listening)}/v1, {locked} an API key", flush=True)
+        server.run(sockets=[listening])
     engine.close()
 
 
