@@ -50,7 +50,7 @@ from tandemrl.config import Config, load
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
-from tandemrl.rewards.math.boxed import Score
+from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Answer, Graded, Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request
 from tandemrl.training.build import build

@@ -43,7 +43,7 @@ def name_of(source, **options):
             ["numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_cn_k12", "numina_olympiads"],
         ),
         ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime", "polaris"]),  # TinyV's
-        ("math_verify", ["polaris_mathverify"]),
+        ("math", ["polaris_mathverify"]),
         ("judge", ["polaris_tinyv", "HardVerify-Math", "zhangchenxu/HardVerify-Math", "gsm8k_tinyv"]),
         ("grade", ["grade", " Grade "]),
         ("code", ["codecontests", "apps", "codeforces", "taco", "humaneval", "openai/openai_humaneval"]),
@@ -103,9 +103,7 @@ def test_unknown_data_sources_get_the_list_of_what_is_known():
         score_text(row("bird songs"), "7")
     message = str(error.value)
     assert message.startswith("row r: no scorer for data_source 'bird songs'; name one in reward.scorers")
-    assert all(
-        name in message for name in ("openai/gsm8k", "*countdown*", "*_tinyv*", "math_verify", "module:function")
-    )
+    assert all(name in message for name in ("openai/gsm8k", "*countdown*", "*_tinyv*", "math", "module:function"))
 
 
 # ---- rewards of no use -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.routing import score_text
 from tandemrl.rewards.scoring import Scorer
 
-BOMB = r"\boxed{\int_0^{9^{9^9}} x^{x^x} dx}"
+BOMB = r"\boxed{\int_0^{999} x^{x^x} dx}"
 """Something that a computer algebra system does not finish, and that is not decided before it."""
 EIGHT = r"\boxed{\int_0^4 t \, dt}"
 """8, but only math-verify says so."""
@@ -44,17 +44,17 @@ import os, sys, time
 from tandemrl.rewards.worker import serve
 
 def grade(path, gold, answer):
-    if answer == "a > 0 crash":
+    if answer == "a > 2":
         os._exit(3)
-    if answer == "a > 0 raise":
+    if answer == "a > 3":
         raise MemoryError("too much")
-    if answer == "a > 0 exit":
+    if answer == "a > 4":
         sys.exit(1)
-    if "sleep" in answer:
+    if answer == "a > 60" or "+" in answer:
         time.sleep(float(answer.split()[2]))
-    if answer == "a > 0 print":
+    if answer == "a > 5":
         print("noise")
-    return "right" in answer
+    return answer in ("a > 1", "b > 1") or answer.endswith("+ 1")
 
 serve(grade)
 """
@@ -132,7 +132,7 @@ def test_pool_and_in_process_scores_agree():
 
 
 def test_crashes_and_errors_are_counted_and_scored_zero(worker):
-    answers = (*(f"a > 0 {what}" for what in ("right", "crash", "raise", "exit", "print", "miss")), "b > 0 right")
+    answers = (*(f"a > {i}" for i in range(1, 7)), "b > 1")
     with Scorer(RewardConfig(workers=2), worker=worker) as scorer:
         scores = scorer.score(boxed(*answers))
         assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
@@ -141,7 +141,7 @@ def test_crashes_and_errors_are_counted_and_scored_zero(worker):
 
 
 def test_order_is_kept_when_items_finish_out_of_order(worker):
-    answers = [f"a > {0.2 if i == 0 else 0.001 * i:.3f} sleep {'right' if i % 3 == 0 else 'long'}" for i in range(12)]
+    answers = [f"a > {0.2 if i == 0 else 0.001 * i:.3f} + {1 if i % 3 == 0 else 2}" for i in range(12)]
     with Scorer(RewardConfig(workers=3), worker=worker) as scorer:
         scores = scorer.score(boxed(*answers))
     assert [score.answer for score in scores] == answers
@@ -151,7 +151,7 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
 def test_repeated_answers_are_graded_once_but_counted_each(worker):
     with Scorer(RewardConfig(workers=1, timeout_s=5.0), worker=worker) as scorer:
         start = time.monotonic()
-        scores = scorer.score(boxed(*["a > 60 sleep"] * 6, "a > 0 right"))
+        scores = scorer.score(boxed(*["a > 60"] * 6, "a > 1"))
         assert time.monotonic() - start < 6 * 5.0
         assert scorer.timeouts == 6
         assert [score.parts.get("timeout", 0.0) for score in scores] == [1.0] * 6 + [0.0]
@@ -160,8 +160,8 @@ def test_repeated_answers_are_graded_once_but_counted_each(worker):
 def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
     with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
         with pytest.raises(GraderError, match="none of 2 responses could be scored"):
-            scorer.score(boxed("a > 0 crash", "a > 0 crash"))
-        assert scorer.score(boxed("a > 0 right"))[0].value == 1.0
+            scorer.score(boxed("a > 2", "a > 2"))
+        assert scorer.score(boxed("a > 1"))[0].value == 1.0
 
 
 def test_easy_items_start_no_process():
@@ -322,7 +322,7 @@ def test_a_bug_in_a_users_scorer_stops_the_run(mine):
         ("my_scorers_for_tests:scroe", "has no attribute 'scroe'"),
         ("my_scorers_for_tests:NOT_A_FUNCTION", "is a int, not a function"),
         ("no_such_module:score", "No module named 'no_such_module'"),
-        ("scroe", r"'scroe' is neither module:function nor one of the library's scorers, which are boxed, "),
+        ("scroe", r"'scroe' is neither module:function nor one of the library's scorers, which are math, "),
     ],
 )
 def test_a_users_scorer_that_is_not_there_is_named(mine, path, message):

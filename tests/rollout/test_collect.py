@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.models.batching import pack
-from tandemrl.rewards.math.boxed import Score
+from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rollout.collect import CompletionBatch, generate
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling

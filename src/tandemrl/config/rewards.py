@@ -52,9 +52,8 @@ class RewardConfig:
     tasks/qa/grader.py."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
-    DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's and MATH's, as it
-    always is to PRIME's; stray `<answer>` tags are overlooked (`tinyzero` and `cohlem`, too). `gsm8k` is verl's for all
-    rows, not only those of GSM8K.
+    DAPO's grader with rewards of ±1, MATH by its string grader); stray `<answer>` tags are overlooked (`tinyzero` and
+    `cohlem`, too).
     `tinyzero`: GSM8K's first `####`; Countdown answers on the last line, with `**`, `//` and decimals. `cohlem`:
     Countdown numbers in any multiplicity."""
 

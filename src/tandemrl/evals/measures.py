@@ -9,7 +9,7 @@ import numpy as np
 
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.rewards.calls import OF_K
-from tandemrl.rewards.math.equality import quick_equal
+from tandemrl.rewards.scoring import surely_equal
 from tandemrl.rollout.engine import LOST
 from tandemrl.types import Author, Metrics, Response
 
@@ -191,7 +191,7 @@ Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
 def votes(answers: Sequence[str | None], correct: Sequence[bool]) -> list[str | None]:
     r"""The answers by which ``maj@K`` votes: one for all that the grader calls equal, None for one without content.
 
-    Correct answers are equal. Wrong ones are if `quick_equal` says so, directly or over others.
+    Correct answers are equal. Wrong ones are if `surely_equal` says so, directly or over others.
 
     Examples:
         >>> votes(["5", "5.0", "7", r"\frac{14}{2}", " ", None], [True, True, False, False, False, False])
@@ -211,7 +211,7 @@ def votes(answers: Sequence[str | None], correct: Sequence[bool]) -> list[str | 
 
 
 def _equal(a: str, b: str) -> bool:
-    return max(len(a), len(b)) <= MAX_COMPARED and bool(quick_equal(a, b) or quick_equal(b, a))
+    return max(len(a), len(b)) <= MAX_COMPARED and (surely_equal(a, b) or surely_equal(b, a))
 
 
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:

@@ -36,11 +36,12 @@ from tandemrl.rewards.functions import (
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score, TrainerState
 
 SCORERS: dict[str, str] = {
+    "math": "tandemrl.rewards.math.boxed:math",
     "boxed": "tandemrl.rewards.math.boxed:boxed",
-    "hendrycks": "tandemrl.rewards.math.boxed:hendrycks",
-    "dapo": "tandemrl.rewards.math.boxed:dapo",
-    "dapo_boxed": "tandemrl.rewards.math.boxed:dapo_boxed",
-    "math_verify": "tandemrl.rewards.math.boxed:math_verified",
+    "math_verify": "tandemrl.rewards.math.boxed:math",
+    "hendrycks": "tandemrl.rewards.math.published:hendrycks",
+    "dapo": "tandemrl.rewards.math.published:dapo",
+    "dapo_boxed": "tandemrl.rewards.math.published:dapo_boxed",
     "prime": "tandemrl.rewards.math.prime:prime",
     "gsm8k": "tandemrl.rewards.math.answers:gsm8k",
     "countdown": "tandemrl.rewards.math.countdown:countdown",
@@ -60,13 +61,13 @@ def scorers() -> dict[str, str]:
 
 
 IDEAL: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("boxed", "hendrycks", "dapo_boxed", "math_verify", "prime"), (r"\boxed{", "}")),
+    **dict.fromkeys(("boxed", "hendrycks", "dapo_boxed", "math", "math_verify", "prime"), (r"\boxed{", "}")),
     **{"gsm8k": ("#### ", ""), "dapo": ("Answer: ", "")},
     **dict.fromkeys(("integer", "exact_match", "gym"), ("<answer>", "</answer>")),
 }
 """What stands before and after the ground truth in an ideal response, of scorers for which that is known."""
 
-SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math_verify", "*_prime*": "prime"}
+SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math", "*_prime*": "prime"}
 """Suffixes of a data source that name the scorer, whatever the data, as in TinyV."""
 
 TABLE: dict[str, str] = {

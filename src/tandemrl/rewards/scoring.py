@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from tandemrl.data.rows import Row
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.child import Child, cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
-from tandemrl.rewards.math.boxed import require_math_verify
+from tandemrl.rewards.math.boxed import EQUIVALENT
+from tandemrl.rewards.math.equality import quick_equal
+from tandemrl.rewards.math.verify import require_math_verify
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
 from tandemrl.rewards.routing import Kind, begun, check_rewards, terms_of
 
@@ -338,6 +341,17 @@ class Scorer:
                 scores.append(score)
                 stamp()
             return scores
+
+
+def surely_equal(a: str, b: str) -> bool:
+    """Whether the default grader calls two answers equal, by math-verify in a process that it kills if need be."""
+    decided = quick_equal(a, b)
+    return _voters().call([(EQUIVALENT, a, b)])[0] is True if decided is None else decided
+
+
+@cache
+def _voters() -> "_Processes":
+    return _Processes(RewardConfig(workers=1), WORKER)
 
 
 def _call_here(payloads: Sequence[tuple[Callable[[], Any]]]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from tandemrl.processes.child import READY, Parent
 from tandemrl.rewards.calls import MAX_ERROR_CHARS
 from tandemrl.rewards.functions import call as call_by_name
-from tandemrl.rewards.math.boxed import equivalent
+from tandemrl.rewards.math.equality import equal
 from tandemrl.rewards.protocol import GraderError, number
 
 MAX_MEMORY_BYTES = 4 * 2**30
@@ -34,7 +34,7 @@ def serve(call: Callable[..., Any] | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     parent = Parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    equivalent("1", "2 - 1")
+    equal("1", "2 - 1")
     parent.send(READY)
     while True:
         (path, *arguments), limit_s = parent.receive()

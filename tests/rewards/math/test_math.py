@@ -1,4 +1,4 @@
-r"""Answers in LaTeX: extraction, equality, and the graders of MATH, DAPO and math-verify, by tables written by hand."""
+r"""Answers in LaTeX: extraction, and equality by tables written by hand."""
 
 import importlib.util
 
@@ -6,18 +6,10 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.boxed import (
-    GraderError,
-    boxed,
-    equivalent,
-    extract_boxed,
-    normalise_dapo,
-    normalise_math,
-    require_math_verify,
-)
+from tandemrl.rewards.math.boxed import boxed, extract_boxed
 from tandemrl.rewards.math.equality import quick_equal
-from tandemrl.rewards.math.notation import normalise
-from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.math.verify import require_math_verify
+from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.routing import score_text
 
 
@@ -29,68 +21,22 @@ def row(gold, source="math500"):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "loose"),
+    ("text", "answer"),
     [
-        (r"\boxed{5}", "5", "5"),
-        (r"\boxed{1} then \boxed{ 2 }", "2", "2"),
-        (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right.", r"\left\{ x \right."),
-        (r"\boxed{\boxed{5}}", "5", "5"),
-        ("\\boxed{a\nb}", "a\nb", "a\nb"),
-        (r"\boxed{}", None, None),
-        (r"\boxed 5", None, "5"),
-        (r"$\boxed 5$ done", None, "5"),
-        (r"\boxed5{x}", None, None),
-        (r"\fbox{5}", None, "5"),
-        (r"\fbox{5} \boxed{6}", "6", "6"),
-        (r"\boxed{5", None, None),
-        (r"\boxed{1} and \boxed{", None, None),
-        ("5", None, None),
-        ("", None, None),
+        (r"\boxed{5}", "5"),
+        (r"\boxed{1} then \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{\boxed{5}}", "5"),
+        ("\\boxed{a\nb}", "a\nb"),
+        (r"\fbox{5} \boxed{6}", "6"),
+        *((text, None) for text in (r"\boxed{}", r"\boxed 5", r"\boxed5{x}", r"\fbox{5}", r"\boxed{5", "5", "")),
+        (r"\boxed{1} and \boxed{", None),
     ],
 )
-def test_extract_boxed(text, answer, loose):
+def test_extract_boxed(text, answer):
     assert extract_boxed(text) == answer
-    assert extract_boxed(text, loose=True) == loose
-
-
-@pytest.mark.parametrize(
-    ("answer", "normal"),
-    [
-        (r" \dfrac12 ", r"\frac{1}{2}"),
-        (r"\tfrac{1}2", r"\frac{1}{2}"),
-        (r"\frac\pi2", r"\frac{\pi}{2}"),
-        (r"\sqrt3", r"\sqrt{3}"),
-        (r"\left( 1,\, 2 \right)", "(1,2)"),
-        (r"90^\circ", "90"),
-        (r"90^{\circ}", "90"),
-        (r"\$ 5", "5"),
-        (r"$5$", "5"),
-        (r"\(5\)", "5"),
-        (r"50\%", "50"),
-        ("50 percent", "50"),
-        (r".5", "0.5"),
-        (r"{.5}", "0.5"),
-        (r"5 \text{ cm}^2", "5"),
-        (r"5\,\mathrm{cm}", "5"),
-        ("5 square units", "5"),
-        ("30 miles per hour", "30"),
-        (r"3+4\mathrm{i}", "3+4i"),
-        (r"\text{Monday}", "Monday"),
-        (r"4{:}30", "4:30"),
-        (r"1{,}000", "1000"),
-        (r"1\,000", "1000"),
-        ("1 000 000", "1000000"),
-        ("1 2", "1␣2"),
-        ("7 3/4", r"7\frac{3}{4}"),
-        (r"5.", "5"),
-        (r"a \rightarrow b", r"a\rightarrowb"),
-        (r"1\\ 2", r"1\\2"),  # a row of a matrix, not a space
-    ],
-)
-def test_normalise(answer, normal):
-    assert normalise(answer) == normal
 
 
 EQUAL = [
@@ -132,7 +78,7 @@ EQUAL = [
     *(("x>3", r"(3,\infty)"), (r"(-\infty,3]", r"x \le 3"), ("[1,3)", r"3 > x \ge 1"), ("1<x<3", "(1,3)")),
     # names and roundings
     *((r"\pi", r"\pi \approx 3.14"), ("3.14", r"\pi ≈ 3.14"), ("1.414", r"x = \sqrt{2} \approx 1.414")),
-    *(("4.5", r"p(3) \approx 4.5"), (r"\pi r^2", r"\pi r^2 \approx 3.14 r^2"), ("(1,2)", r"(1, 2) \approx (1.01, 2)")),
+    *(("4.5", r"p(3) \approx 4.5"), ("(1,2)", r"(1, 2) \approx (1.01, 2)")),
     *((r"x \equiv 3 \pmod{7}", r"x ≡ 3 \pmod{7}"), ("5", r"\approx 5")),
     # left to math-verify
     *(("x > 3", r"x \in (3, \infty)"), (r"\int_0^1 x\,dx", r"\frac{1}{2}")),
@@ -181,16 +127,6 @@ def test_different_answers(gold, answer):
     assert score.value == score.parts["acc"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [(gold, answer) for gold, answer in EQUAL if quick_equal(extract_boxed(gold) or gold, answer)][::3],
-)
-def test_a_quick_yes_holds_in_both_directions(gold, answer):
-    gold = extract_boxed(gold) or gold
-    # A base may be left out of an answer only, and only an answer may give its rounding as well.
-    assert quick_equal(answer, gold) or "_" in gold + answer or {"≈", r"\approx"} & set(answer.split())
-
-
 def test_the_answer_must_be_boxed():
     assert score_text(row("42"), "The answer is 42.") == (0.0, {"acc": 0.0, "answer_present": 0.0}, None)
 
@@ -200,18 +136,19 @@ def test_the_answer_must_be_boxed():
     [
         "7",
         "8",
+        "9^{9^{9^9}}",
         r"\frac{7}{1}",
         "7.0",
         "x=7",
         r"7\text{ apples}",
         "1e9",
         "7" * 5000,
-        r"\sqrt{49}",
-        "9^{9^{9^9}}",
+        "not 7",
+        "7 or 8",
         "(7, 8)",
     ],
 )
-def test_numbers_and_formulas_never_need_math_verify(answer):
+def test_numbers_and_words_never_need_math_verify(answer):
     assert isinstance(boxed(row("7" if "(" not in answer else "(7, 9)"), rf"\boxed{{{answer}}}", RewardConfig()), Score)
 
 
@@ -220,110 +157,12 @@ def test_long_hostile_text_is_cheap():
         assert boxed(row("7"), text, RewardConfig()).value == 0.0  # type: ignore[union-attr]
 
 
-def test_math_verify_alone_would_be_wrong_or_slow_where_we_decide_before_it():
-    assert equivalent("5 cm", "5 meters")  # it drops units
-    assert not equivalent("7", "12_5")
+@pytest.mark.parametrize("answer", [r"\sqrt{49}", "x + 7 - x"])
+def test_formulas_are_left_to_math_verify(answer):
+    assert quick_equal("7", answer) is None
 
 
-# ---- MATH, DAPO, math-verify ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answer", "normal"),
-    [
-        ("1\\!\n5", "15"),
-        (r"\tfrac{1}{2}", r"\frac{1}{2}"),
-        (r"\left( 1, 2 \right)", "(1,2)"),
-        (r"90^{\circ}", "90"),
-        (r"\$5", "5"),
-        (r"5\text{ cm}", "5"),
-        (r"5\text{cm}", r"5\text{cm}"),
-        (r"50\%", "50"),
-        (".5", r"\frac{1}{2}"),
-        ("3 .5", "30.5"),
-        ("k = 5", "5"),
-        ("area = 5", "area=5"),
-        ("a=b=5", "a=b=5"),
-        (r"\sqrt3", r"\sqrt{3}"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\frac1{72}", r"\frac{1}{72}"),
-        ("1/2", r"\frac{1}{2}"),
-        ("x/2", "x/2"),
-        ("7 3/4", "7_3/4"),
-        ("", ""),
-    ],
-)
-def test_the_normal_form_of_math(answer, normal):
-    assert normalise_math(answer) == normal
-
-
-@pytest.mark.parametrize(
-    ("gold", "text", "value"),
-    [
-        (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
-        (r"\frac{1}{4}", r"\boxed{0.25}", 0.0),  # strings only
-        ("5", r"\boxed 5$", 1.0),
-        ("5", r"\fbox{5}", 1.0),
-        ("5", "5", 0.0),
-        (r"\boxed{5}", r"\boxed{5}", 1.0),
-        ("5", r"\boxed{" + "5" * 5000 + "}", 0.0),
-    ],
-)
-def test_math_grader(gold, text, value):
-    assert score_text(row(gold), text, RewardConfig(scorers={"math500": "hendrycks"})).value == value
-
-
-@pytest.mark.parametrize(
-    ("answer", "normal"),
-    [
-        ("x = 5", "5"),
-        (r"$5$", "5"),
-        ("the value $5$ of it", "5"),
-        (r"5\text{ cm}", "5"),
-        ("5 dollars", "5"),
-        (r"\textbf{5}", "5"),
-        (r"\overline{5}", "5"),
-        (r"\boxed{5}", "5"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\sqrt3", r"\sqrt{3}"),
-        ("1,000", "1000"),
-        ("(1,2)", "(1,2)"),
-        (r"90^\circ", "90"),
-        (r"3,\text{and}4x", "3,4x"),
-        ("3, 4", "3,4"),
-    ],
-)
-def test_the_normal_form_of_dapo(answer, normal):
-    assert normalise_dapo(answer) == normal
-
-
-@pytest.mark.parametrize(("answer", "normal"), [("3, 4", "34"), ("x + 3 = 4", "4"), ("1 = 2 = 5", "5")])
-def test_the_published_normal_form_of_dapo_drops_more(answer, normal):
-    assert normalise_dapo(answer, published=True) == normal
-
-
-@pytest.mark.parametrize(
-    ("gold", "text", "value", "answer"),
-    [
-        ("34", "Answer: 34", 1.0, "34"),
-        ("34", "answer : $34$", 1.0, "34"),
-        ("34", "Answer: 33\nAnswer: 34", 1.0, "34"),
-        ("34", "Answer: 34\nAnswer: 33", -1.0, "33"),
-        ("34", r"\boxed{34}", -1.0, None),
-        ("34", "Answer: 34" + "x" * 300, -1.0, None),
-        ("0.5", r"Answer: \frac12", -1.0, r"\frac{1}{2}"),  # strings only
-        ("34", "", -1.0, None),
-    ],
-)
-def test_dapo_rewards_are_plus_and_minus_one(gold, text, value, answer):
-    score = score_text(row(gold, "math_dapo"), text)
-    assert (score.value, score.parts["acc"], score.answer) == (value, float(value > 0), answer)
-
-
-def test_dapo_strict_wants_the_literal_box_at_the_end():
-    options = RewardConfig(scorers={"mine": "dapo_boxed"})
-    for text, value in [(r"\boxed{34}", 1.0), (r"\boxed{34.0}", -1.0), (r"\boxed{34}" + "x" * 100, -1.0), ("34", -1.0)]:
-        assert score_text(row("34", "mine"), text, options).value == value
+# ---- free text -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -338,7 +177,7 @@ def test_dapo_strict_wants_the_literal_box_at_the_end():
         ("5", "", 0.0),
     ],
 )
-def test_math_verify_reads_free_text(gold, text, value):
+def test_math_reads_free_text(gold, text, value):
     assert score_text(row(gold, "polaris_mathverify"), text).value == value
 
 

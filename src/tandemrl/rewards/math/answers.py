@@ -7,23 +7,13 @@ from typing import Literal
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.math.boxed import SEARCH_CHARS, extract_boxed, stated_answer
-from tandemrl.rewards.math.equality import quick_equal
-from tandemrl.rewards.math.notation import visible
 from tandemrl.rewards.protocol import Score
 
 CLIP_CHARS = 300
 """GSM8K answers are looked for in the last 300 characters only, as in verl."""
-PUBLISHED = ("openai/gsm8k", "synthetic/word_problems")
-"""Data sources that `gsm8k` scores as verl (``strict``, ``flexible``) and Tandem-RLVR (``tandem``) do."""
 MAX_ANSWER_TAGS = 10
 """Search-R1 gives a right answer a quarter if more ``<answer>`` or ``</answer>`` tags than this are in the response."""
 
-_PROSE_FIRST = re.compile(r"[A-Za-z]{2,} [^\d]*[A-Za-z]{2,}|[Aa]nswer\b")
-_NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+])?(?:\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?: ?/ ?\d+|[eE][-+]?\d+|%)?"
-    r"(?: (?:dozen|hundred|thousand|[mbtr]+illion))?"
-)
 _ANSWER_TAG = re.compile(r"</?answer>")
 
 Gsm8kMode = Literal["strict", "flexible", "tandem", "first"]
@@ -33,20 +23,13 @@ Gsm8kMode = Literal["strict", "flexible", "tandem", "first"]
 
 
 def gsm8k(row: Row, text: str, options: RewardConfig) -> Score:
-    """GSM8K: 1 for the number of the ground truth, ``reward.format_score`` for another answer in the right place, else
-    0.
+    """GSM8K as published by verl (``strict``, ``flexible``), Tandem-RLVR (``tandem``) and TinyZero (``reward.compat``):
+    1 for the string of the ground truth, ``reward.format_score`` for another answer in the right place, else 0.
 
-    Rows of GSM8K itself (`PUBLISHED`), and all rows with ``reward.compat`` = ``verl`` or ``tinyzero``, are scored as
-    published, where strings are compared: "18.0" and "18." are not "18", and "5/6" is 5. For rows of your own the whole
-    answer counts, as a number: "$18.00" is 18.
+    Strings are compared: "18.0" and "18." are not "18", and "5/6" is 5.
     """
-    published = options.compat in ("verl", "tinyzero") or row.data_source.lower().startswith(PUBLISHED)
-    if published:
-        answer = gsm8k_answer(text, "first" if options.compat == "tinyzero" else options.gsm8k)
-        correct = answer == row.ground_truth
-    else:
-        answer = gsm8k_statement(text, options.gsm8k)
-        correct = answer is not None and quick_equal(row.ground_truth, answer) is True
+    answer = gsm8k_answer(text, "first" if options.compat == "tinyzero" else options.gsm8k)
+    correct = answer == row.ground_truth
     score = graded(correct, answer, options, 0.1 if options.gsm8k == "tandem" else 0.0)
     score.parts["has_guillemets"] = float(has_guillemets(text))
     return score
@@ -104,36 +87,11 @@ def gsm8k_answer(text: str, mode: Gsm8kMode) -> str | None:
     if mode != "first":
         text = text[-CLIP_CHARS:]
     if mode == "flexible":
-        numbers = [number for number in re.findall(r"-?[0-9.,]+", text) if number not in ("", ".")]
-        return numbers[-1] if numbers else None
+        numbers = re.findall(r"-?[0-9.,]+", text)
+        return next((number for number in reversed(numbers) if number != "."), "." if numbers else None)
     pattern = r"#### [^0-9\-]*(-?[0-9.,]+)" if mode == "tandem" else r"#### (-?[0-9.,]+)"
     marked = re.findall(pattern, text)
     return marked[0 if mode == "first" else -1].replace(",", "").replace("$", "") if marked else None
-
-
-def gsm8k_statement(text: str, mode: Gsm8kMode) -> str | None:
-    """All that stands after the last ``####``, to the end of the line; None without a digit.
-
-    Without a ``####``, ``flexible`` takes the last number, with what belongs to it, as in "5/6" or "5 million".
-    """
-    before, marker, rest = text.rpartition("####")
-    if marker:
-        line = rest.strip().partition("\n")[0].strip()
-        for bold in ("**", "__", "*", "_"):
-            if before.endswith(bold) and line.endswith(bold):  # "**#### 5**"
-                line = line.removesuffix(bold).strip()
-        answer = extract_boxed(line) if r"\boxed" in line else line
-        if answer and _PROSE_FIRST.match(answer):  # "The answer is 5"
-            answer = stated_answer(answer)
-        return answer if answer and any(map(str.isnumeric, answer)) else None
-    if mode != "flexible":
-        return None
-    numbers = list(_NUMBER.finditer(visible(text[-SEARCH_CHARS:]).replace("\N{MINUS SIGN}", "-")))
-    return (
-        numbers[-1][0]
-        if numbers and not re.search(r"(?:\bor|not|n['’]t|\bnever)(?: be)? ?$", text[: numbers[-1].start()])
-        else None
-    )
 
 
 def has_guillemets(text: str) -> bool:

@@ -19,7 +19,9 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.boxed import normalise_math, settled
+from tandemrl.rewards.math.boxed import settled
+from tandemrl.rewards.math.published import normalise_math
+from tandemrl.rewards.math.verify import NeedsSympy
 from tandemrl.rewards.protocol import Deferred, Lost, Score
 
 TOLERANCE = 1e-4
@@ -43,7 +45,7 @@ def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
 
     try:
         return score(equal(gold, answer, symbolic=False))
-    except _NeedsSympy:
+    except NeedsSympy:
         return Deferred("symbolic", (EQUIVALENT, gold, answer), score)
 
 
@@ -70,7 +72,7 @@ def equal(gold: str, answer: str, symbolic: bool = True) -> bool:
         symbolic: sympy may be used. It can run for ever.
 
     Raises:
-        _NeedsSympy: it would be needed, and is not to be used.
+        NeedsSympy: it would be needed, and is not to be used.
     """
     if len(answer) > MAX_ANSWER:
         return gold == answer
@@ -133,7 +135,10 @@ _THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=$|\D)")
 def _mathd(answer: str) -> str:
     answer = answer.strip()
     text = re.search(r"^\\text\{(.+?)\}$", answer)
-    return normalise_math(text[1].strip() if text else answer, published=True)
+    try:
+        return normalise_math(text[1].strip() if text else answer)
+    except ValueError:
+        return answer
 
 
 def _entries(answer: str) -> list[str]:
@@ -248,7 +253,7 @@ def _as_interval(answer: str) -> str:
 
 def _symbols_equal(gold: str, answer: str, symbolic: bool) -> bool:
     if not symbolic:
-        raise _NeedsSympy
+        raise NeedsSympy
     a, b = _formula(answer), _formula(gold)
     if a is None or b is None:
         return False
@@ -265,13 +270,9 @@ def _symbols_equal(gold: str, answer: str, symbolic: bool) -> bool:
 # ---- sympy ---------------------------------------------------------------------------------------------------------
 
 
-class _NeedsSympy(Exception):
-    """Only sympy can decide."""
-
-
 def _is_zero(difference: Callable[[], Any], symbolic: bool) -> bool:
     if not symbolic:
-        raise _NeedsSympy
+        raise NeedsSympy
     try:
         from sympy import simplify
 
@@ -414,18 +415,20 @@ _FRACTION = re.compile(rf"\\[td]?frac(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
 _ROOT = re.compile(rf"\\sqrt(?![A-Za-z])\s*(?:\[[^\[\]]*\])?{_ARGUMENT}")
 _GROUP = re.compile(r"(?<!frac)(?<!sqrt)(?<!frac )(?<!\})\{([^{}]*)\}(?!\s*\{)")
 _LAST_GROUP = re.compile(r"(?<!frac)(?<!sqrt)\{([^{}]*)\}(?=[^{}]*$)")
-_MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([bp]?matrix|array)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}", re.DOTALL)
 _SYMBOLS = dict(
     re.findall(
         r"(\w+):(\S+)",
         """
-        alpha:α beta:β gamma:γ delta:δ epsilon:ϵ varepsilon:ε zeta:ζ eta:η theta:θ iota:ι kappa:κ lambda:λ mu:μ nu:ν
-        xi:ξ rho:ρ sigma:σ tau:τ phi:ϕ varphi:φ chi:χ psi:ψ omega:ω Gamma:Γ Delta:Δ Theta:Θ Lambda:Λ Xi:Ξ Pi:Π Sigma:Σ
-        Phi:Φ Psi:Ψ Omega:Ω cap:∩ div:÷ pm:± mp:∓ leq:≤ le:≤ geq:≥ ge:≥ neq:≠ in:∈ notin:∉ subset:⊂ subseteq:⊆
-        setminus:∖ emptyset:∅ varnothing:∅ to:→ rightarrow:→ circ:∘ angle:∠ dots:… ldots:… cdots:⋯ approx:≈ equiv:≡
-        sum:∑ prod:∏ int:∫ partial:∂ lfloor:⌊ rfloor:⌋ lceil:⌈ rceil:⌉ mid:| prime:' pi:pi infty:inf cup:U cdot:*
-        times:* lvert:| rvert:| vert:| sin:sin cos:cos tan:tan log:log ln:ln exp:exp lim:lim max:max min:min
-        arcsin:arcsin arccos:arccos arctan:arctan
+        alpha:α beta:β gamma:γ delta:δ epsilon:ϵ varepsilon:ε zeta:ζ eta:η theta:θ iota:ι kappa:κ lambda:λ mu:μ
+        nu:ν xi:ξ rho:ρ sigma:σ tau:τ phi:ϕ varphi:φ chi:χ psi:ψ omega:ω Gamma:Γ Delta:Δ Theta:Θ Lambda:Λ Xi:Ξ
+        Pi:Π Sigma:Σ Phi:Φ Psi:Ψ Omega:Ω cap:∩ div:÷ pm:± mp:∓ leq:≤ le:≤ geq:≥ ge:≥ neq:≠ in:∈ notin:∉ subset:⊂
+        subseteq:⊆ setminus:∖ emptyset:∅ varnothing:∅ to:→ rightarrow:→ circ:∘ angle:∠ dots:… ldots:… cdots:⋯
+        approx:≈ equiv:≡ sum:∑ prod:∏ int:∫ partial:∂ lfloor:⌊ rfloor:⌋ lceil:⌈ rceil:⌉ mid:| prime:' sim:∼
+        simeq:≃ cong:≅ perp:⊥ parallel:∥ propto:∝ star:⋆ ast:∗ bullet:∙ langle:⟨ rangle:⟩ oplus:⊕ otimes:⊗
+        wedge:∧ vee:∨ forall:∀ exists:∃ dotsb:… dotsc:… leftarrow:← leftrightarrow:↔ pi:pi infty:inf cup:U
+        cdot:* times:* lvert:| rvert:| vert:| sin:sin cos:cos tan:tan log:log ln:ln exp:exp lim:lim max:max
+        min:min arcsin:arcsin arccos:arccos arctan:arctan
         """,
     )
 )
@@ -438,9 +441,11 @@ _RULES = ((_ROOT, "sqrt({})"), (_FRACTION, " {}/{}"), (_GROUP, f"{_EDGE}{{}}{_ED
 def _text(latex: str) -> str:
     r"""LaTeX as plain text, as far as answers have it: ``\frac{x+1}{2}`` is x+1/2, an unknown macro is nothing."""
     latex = latex.replace(r"\{", _OPEN).replace(r"\}", _CLOSE)
-    latex = re.sub(r"\\(?:text)?color(?:\[[^\[\]]*\])?\{[^{}]*\}|\\(?:[hv]space\*?|mbox)\{[^{}]*\}", "", latex)
+    latex = re.sub(
+        r"\\(?:text)?color(?:\[[^\[\]]*\])?\{[^{}]*\}|\\(?:[hv]space\*?|mbox|text(?:up|md|sf|tt))\{[^{}]*\}", "", latex
+    )
     latex = re.sub(r"\\mathbb ?\{?([RZQNC])\}?", lambda letter: "ℝℤℚℕℂ"["RZQNC".index(letter[1])], latex)
-    latex = _MATRIX.sub(_rows, latex)
+    latex = re.sub(r"\\(?:begin|end)\{\w+\}", "", _MATRIX.sub(_rows, latex)).replace("&", "   ")
     before = None
     while before != latex:
         before = latex
