@@ -159,34 +159,27 @@ def strategies(
         episodes: whether the authors take turns with an environment.
         by_text: whether the models have two vocabularies.
     """
+    if phase not in ("tandem", "handoff"):
+        return {"solo": solo("senior")}
+    texts = text_tables(tokenizer, vocabulary) if by_text else None
     if phase == "tandem":
         chosen = selection or SelectionConfig()
-        if by_text and draws_turns(chosen):
-            return {chosen.strategy: text_turn(chosen.prob_senior, text_tables(tokenizer, vocabulary))}
-        if by_text:
-            return {"before_word": before_text_word(chosen.prob_senior, text_tables(tokenizer, vocabulary))}
+        prob = chosen.prob_senior
         if draws_turns(chosen):
-            return {chosen.strategy: turn(chosen.prob_senior)}
-        return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
-    if phase == "handoff" and by_text:
-        texts = text_tables(tokenizer, vocabulary)
-        by_words = {"senior_first": text_sentence("senior", texts), "junior_first": text_sentence("junior", texts)}
-        by_whole_turns = {
-            "senior_first_turns": text_alternating_turns("senior", texts),
-            "junior_first_turns": text_alternating_turns("junior", texts),
-            "senior_then_junior": text_first_turn("senior", texts),
-        }
-        return by_words | (by_whole_turns if episodes else {})
-    if phase == "handoff":
-        tables = step_tables(tokenizer, vocabulary)
-        by_steps = {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}
-        by_turns = {
-            "senior_first_turns": alternating_turns("senior"),
-            "junior_first_turns": alternating_turns("junior"),
-            "senior_then_junior": first_turn("senior"),
-        }
-        return by_steps | (by_turns if episodes else {})
-    return {"solo": solo("senior")}
+            return {chosen.strategy: turn(prob) if texts is None else text_turn(prob, texts)}
+        if texts is not None:
+            return {"before_word": before_text_word(prob, texts)}
+        return {"word": word(prob, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
+    if texts is None:
+        steps = step_tables(tokenizer, vocabulary)
+        by_steps, by_turns, first = (lambda who: sentence(who, steps)), alternating_turns, first_turn
+    else:
+        by_steps, by_turns, first = (
+            partial(each, texts=texts) for each in (text_sentence, text_alternating_turns, text_first_turn)
+        )
+    arms = {"senior_first": by_steps("senior"), "junior_first": by_steps("junior")}
+    turns = {"senior_first_turns": by_turns("senior"), "junior_first_turns": by_turns("junior")}
+    return arms | (turns | {"senior_then_junior": first("senior")} if episodes else {})
 
 
 def draws_turns(selection: SelectionConfig) -> bool:

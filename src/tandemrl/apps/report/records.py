@@ -286,24 +286,19 @@ def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
     Raises:
         ReportError: the file cannot be read, or another line is not a JSON object.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{file}: not readable as JSON lines: {error}") from None
     steps: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    try:
+        whole, _, rest = file.read_bytes().rpartition(b"\n")
+    except OSError as error:
+        raise ReportError(f"{file}: not readable as JSON lines: {error}") from None
+    for number, line in enumerate(whole.split(b"\n"), 1):
         try:
-            step = json.loads(line)
-            if not isinstance(step, dict):
+            steps += [json.loads(line)] if line.strip() else []
+            if steps and not isinstance(steps[-1], dict):
                 raise ValueError("not an object")
         except ValueError as error:
-            if number == len(lines):  # no line break follows it
-                return steps, True
             raise ReportError(f"{file}: not readable as JSON lines: line {number}: {error}") from None
-        steps.append(step)
-    return steps, False
+    return steps, bool(rest.strip())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
