@@ -97,7 +97,7 @@ def test_what_grades_nothing_needs_no_ground_truths(phase, tmp_path):
     unscored = {name: phase(name, data=[str(file)])["metrics"]["macro"] for name in ("legibility", "drift")}
     assert [metrics["samples"] for metrics in unscored.values()] == [2, 2]
     for name in ("pass-at-k", "tandem", "junior"):
-        with pytest.raises(DataError, match=r"rows\.jsonl, line 1, field 'reward_model'"):
+        with pytest.raises(DataError, match=r"rows\.jsonl, line 1, field 'ground_truth'"):
             phase(name, data=[str(file)])
 
 
