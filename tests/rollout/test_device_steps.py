@@ -107,6 +107,19 @@ def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_sessions_go_on_with_what_was_kept_of_them(way: str, make: Any) -> None:
+    """Every other request has one."""
+    asked = [replace(each, keys=each.keys[:1]) for each in batch(strategies()["word"])]
+    asked = [replace(each, session=str(i) if i % 2 else None) for i, each in enumerate(asked)]
+    by_host, alone = make(), make(*WAYS[way])
+    for _ in range(3):
+        found = flat(alone.generate(asked))
+        same(found, flat(by_host.generate([replace(each, session=None) for each in asked])))
+        texts = [[*each.prompt, *c.tokens.tolist(), 3, 4] for each, c in zip(asked, found, strict=True)]
+        asked = [replace(each, prompt=text) for each, text in zip(asked, texts, strict=True)]
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_requests_join_at_a_look(static: bool, make: Any) -> None:
     """Longer ones and more of them than the call began with."""

@@ -180,7 +180,7 @@ def turns_of(running: TorchEngine, session: str | None, strategies: Sequence[Str
         turn = replace(turn, prompt=further, history=(*turn.history, own), sampling=KINDS["cold"])
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_tokens": 3}], ids=["steps", "drafts"])
+@pytest.mark.parametrize("options", [{}, {"draft_tokens": 3}, {"host_every": 4}], ids=["steps", "drafts", "alone"])
 def test_a_session_computes_its_new_tokens_alone(options: dict[str, int], computed: list[int]) -> None:
     """Two models, at each turn 3 further tokens and the last one before them; other requests keep nothing."""
     running, both = engine(**options), [bernoulli(0.5)] * 3
