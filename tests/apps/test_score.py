@@ -9,9 +9,10 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from tandemrl.apps.score import _add, _means, score_file
+from tandemrl.apps.score import _add, _batches, _Line, _means, score_file
 from tandemrl.cli.main import app
 from tandemrl.config import load
+from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import Score
 
@@ -172,3 +173,33 @@ def test_a_program_earns_a_fraction_or_nothing(credit: str, earned: float, tmp_p
     file = responses(tmp_path, {"response": program, "index": 0})
     score_file(config, [str(tmp_path / "rows.parquet")], file, out=tmp_path / "out")
     assert [line["score"] for line in read(tmp_path / "out")] == [earned]
+
+
+COMPARES = """
+def longest(completions, **columns):
+    '''1 for the longest response to a prompt, which only who sees all of them can tell; the number of them in 0.1.'''
+    most = max(map(len, completions))
+    return [(len(text) == most) + len(completions) / 10 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 100])
+def test_a_batch_never_ends_within_the_responses_to_a_prompt(
+    batch: int, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where responses to several prompts alternate; of the last two, one is alone."""
+    (tmp_path / "compares_all.py").write_text(COMPARES)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = [("math500/1", "a"), ("math500/2", "abc"), ("math500/1", "abcd"), ("math500/2", "a")]
+    named += [("math500/1", "ab"), ("openai/gsm8k/test/0", "x")]
+    file = responses(tmp_path, *({"example_id": name, "text": text} for name, text in named))
+    own = ["reward.scorers.math500=compares_all:longest", "reward.scorers[openai/gsm8k]=compares_all:longest"]
+    score_file(load(None, own), [data], file, out=tmp_path / "scores.jsonl", batch=batch)
+    assert [line["score"] for line in read(tmp_path / "scores.jsonl")] == [0.3, 1.2, 1.3, 0.2, 0.3, 1.1]
+
+
+def test_batches_are_as_small_as_their_groups_allow() -> None:
+    lines = [_Line(ROWS[0], Response("", "", ids=()), None, group) for group in "aabbabccd"]
+    last = {group: "aabbabccd".rindex(group) for group in "abcd"}
+    assert ["".join(line.group for line in batch) for batch in _batches(lines, 1, last)] == ["aabbab", "cc", "d"]
+    assert ["".join(line.group for line in batch) for batch in _batches(lines, 7, last)] == ["aabbabcc", "d"]

@@ -13,6 +13,7 @@ import tandemrl.training.build
 from runs import SMALL, config, metrics
 from tandemrl.cli.main import app
 from tandemrl.config import load
+from tandemrl.rollout.factory import torch_engine
 from tandemrl.training import loop
 from tandemrl.training.gates import TrainError
 
@@ -95,6 +96,16 @@ def test_a_folder_with_a_run_of_another_config_is_refused_before_anything_is_loa
         )
     never = run("train", "-c", "quickstart", *given, "--resume", "never", *([mode] if mode else []))
     assert (never.exit_code, "already holds a run" in " ".join(never.output.split())) == (2, True)
+
+
+def test_a_run_goes_on_with_what_was_passed_by_name_or_as_an_object(tiny_pair: Path, tmp_path: Path) -> None:
+    """Which its stored config names, and the config that is passed does not."""
+    given = ["train.save_every=1", "train.eval_every=0"]
+    for steps in (1, 2):
+        mine = config(tiny_pair, tmp_path, *given, f"train.steps={steps}")
+        loop.train(mine, recipe="rloo", strategy="bernoulli", engine=torch_engine, quiet=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    assert load(tmp_path).loss.recipe == "rloo"
 
 
 def test_a_step_without_any_score_stops_and_names_the_function(tiny_pair: Path, tmp_path: Path) -> None:

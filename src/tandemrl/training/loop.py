@@ -26,7 +26,7 @@ from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
 from tandemrl.tasks.rubric.server import LOG, judge_server
 from tandemrl.training import checkpoint
-from tandemrl.training.arguments import StrategyFunction, require_config
+from tandemrl.training.arguments import StrategyFunction, require_config, resolve_arguments
 from tandemrl.training.async_rollouts import AsyncRollouts, snapshot_policy
 from tandemrl.training.build import build
 from tandemrl.training.diagnostics import verdict, watcher
@@ -112,7 +112,7 @@ def train(
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()  # before anything is started
     with locked:
-        checkpoint.check_folder(config, where, accepted)
+        checkpoint.check_folder(resolve_arguments(config, recipe, strategy, engine).config, where, accepted)
         if config.judge.command is not None and world.main and not quiet:
             say = (console or Console()).print
             say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
