@@ -47,8 +47,8 @@ def stays_on_device(runner: Any, step: Round, depth: int, forward: ForwardPass) 
     - with attention backends other than ``BACKENDS``;
     - if layers skip prompt tokens by sharing a KV cache, or if experts move between passes.
 
-    ``settings.check_config`` refuses pipeline, data and context parallelism, vLLM's own speculation, LoRA and
-    connectors. The loop never asks for cascade attention.
+    Pipeline, data and context parallelism, vLLM's own speculation, LoRA and connectors are never on. The loop never
+    asks for cascade attention.
 
     Args:
         runner: the junior's model runner, which has just launched ``forward``.

@@ -41,25 +41,16 @@ def options_of(config: VllmConfig) -> TandemOptions:
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse settings of vLLM that tandem decoding does not support.
+    """Refuse models that tandem decoding does not support, and vLLM's other model runner.
 
     Raises:
-        EngineError: a setting is not supported. The message names it and the value it needs.
+        EngineError: the message names the setting and the value it needs.
     """
-    parallel, scheduler = config.parallel_config, config.scheduler_config
     rules = [
-        (not scheduler.async_scheduling, "async_scheduling", "off: the next author depends on the sampled token"),
-        (config.speculative_config is None, "speculative_config", "unset: drafts have no author"),
-        (parallel.pipeline_parallel_size == 1, "pipeline_parallel_size", "1: the planner sees one stage"),
-        (parallel.data_parallel_size == 1, "data_parallel_size", "1: run one engine per rank"),
-        (parallel.decode_context_parallel_size == 1, "decode_context_parallel_size", "1"),
         (not config.use_v2_model_runner, "VLLM_USE_V2_MODEL_RUNNER", "0: written against the V1 model runner"),
-        (config.lora_config is None, "enable_lora", "off: merge the adapter first"),
-        (config.kv_transfer_config is None, "kv_transfer_config", "unset"),
         (not config.model_config.is_multimodal_model, "model", "text-only"),
         (not config.model_config.is_encoder_decoder, "model", "decoder-only"),
-        (not config.model_config.enable_prompt_embeds, "enable_prompt_embeds", "off"),
-    ]  # fmt: skip
+    ]
     for ok, name, needed in rules:
         if not ok:
             raise EngineError(f"tandem decoding needs {name} to be {needed}")
