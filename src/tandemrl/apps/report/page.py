@@ -243,7 +243,8 @@ def _sentence(setting: Setting) -> str:
     numbers = list[str]()
     for arm in _measured(setting):
         values = [(column, value) for column in HEADLINE if (value := estimate(arm, column)) is not None]
-        numbers += [f"{arm.title}: " + ", ".join(f"{c.title} {c.shown(v.mean)}" for c, v in values)] if values else []
+        told = ", ".join(f"{column.title} {column.shown(v.mean)} {column.unit}".rstrip() for column, v in values)
+        numbers += [f"{arm.title}: {told}"] if values else []
     for arm in [] if numbers else setting.arms:
         rewards = [(step["step"], step["reward/mean"]) for step in arm.runs[0].steps if "reward/mean" in step]
         reached = [f"{value:.3f} at step {step}" for step, value in dict([*rewards[:1], *rewards[-1:]]).items()]
