@@ -36,7 +36,7 @@ def test_a_file_is_the_copy_whatever_its_name(tmp_path, suffix):
     file = put(tmp_path / f"mine{suffix}", 1, 2, 3)
     assert values(TRAIN, file) == [1, 2, 3]
     assert values(TRAIN, tmp_path) == [1, 2, 3]
-    assert next(read(TRAIN, file)).where == f"{file}, {'row' if suffix == '.parquet' else 'line'} 1"
+    assert next(read(TRAIN, file)).where == f"{file}, {'line' if suffix == '.jsonl' else 'row'} 1"
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import hashlib
 import math
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tandemrl.data.loading import load_hub, read_records
 from tandemrl.data.rows import DataError, object_of
 
+Made = TypeVar("Made")
 ExpectRows = Mapping[str, int] | Literal[0]
 """How many rows each split must have; 0 accepts any number."""
 
@@ -87,7 +88,7 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
         return
     for path in local_files(origin, source, alone=alone):
         for line, record in read_records(path):
-            where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
+            where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
             yield Record(where, object_of(record, where))
 
 
@@ -133,6 +134,33 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         f"{source}: expected the {origin.split or 'only'} split of {origin.repo} as Parquet, JSONL or JSON; files "
         f"found: {names}; --source can be one of them"
     )
+
+
+def split_rows(
+    origins: Mapping[str, Origin],
+    copies: Mapping[str, Path | None],
+    row: Callable[[Record, str, int], Made],
+    where: str,
+    expect_rows: ExpectRows = 0,
+) -> dict[str, Iterator[Made]]:
+    """What ``row(record, split, index)`` makes of each record, by split; see `read` and `expect`.
+
+    Args:
+        copies: the local copy of each split.
+    """
+
+    def rows(split: str) -> Iterator[Made]:
+        count = 0
+        for count, record in enumerate(read(origins[split], copies[split]), 1):
+            yield row(record, split, count - 1)
+        expect(where, count, expect_rows, split)
+
+    return {split: rows(split) for split in origins}
+
+
+def copy_of(source: Path | None, file: str) -> Path | None:
+    """The file of that name in a local copy, as authors publish a split, or else the copy itself."""
+    return source / file if source is not None and (source / file).is_file() else source
 
 
 def expect(where: str, count: int, expect_rows: ExpectRows, split: str) -> None:

@@ -83,7 +83,7 @@ def test_bad_rows_are_named(file: Path, tmp_path: Path) -> None:
     ):
         load_pairs(str(file))
     file.write_text("{}")
-    with pytest.raises(DataError, match="expected a list of rows, found dict"):
+    with pytest.raises(DataError, match="row 1, field 'source': expected a non-empty string"):
         load_pairs(str(file))
     with pytest.raises(DataError, match=r"benchmarks/HardVerify-Math\.json of https://github\.com/uw-nsl/TinyV"):
         load_pairs("no/such/set.json")

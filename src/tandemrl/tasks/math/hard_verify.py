@@ -6,13 +6,12 @@ wrong (a false negative), and ``tn_output``, a wrong answer (a true negative). T
 rows in verl's schema, as TinyV writes them, can be read, too. The module does not import torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.data.loading import load_hub, read_list, read_records
-from tandemrl.data.rows import DataError, Row, object_of
-from tandemrl.data.sources import SUFFIXES, flattened
+from tandemrl.data.rows import DataError, Row
+from tandemrl.data.sources import Origin, flattened, read
 from tandemrl.files import hint
 
 HARD_VERIFY = "HardVerify-Math"
@@ -34,31 +33,27 @@ def load_pairs(source: str) -> list[AnswerPair]:
     Raises:
         DataError: there is no such file, or a row lacks a field; the message names the row (from 1) and the field.
     """
-    pairs = [_pair(record, f"{source}, row {number}") for number, record in _records(source)]
+    path = Path(source)
+    if source.startswith("hf:"):
+        _, *parts = source.split(":")
+        if len(parts) != 3 or not all(parts):
+            raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT")
+        records = read(Origin(parts[0], parts[2], parts[1]), None)
+    elif not path.is_file():
+        raise DataError(
+            f"{source}: no such file{hint(path)}; the published rows are benchmarks/HardVerify-Math.json of "
+            "https://github.com/uw-nsl/TinyV"
+        )
+    else:
+        records = read(Origin(HARD_VERIFY), path)
+    pairs = [_pair(each.fields, each.where) for each in records]
     if not pairs:
         raise DataError(f"{source}: no rows")
     return pairs
 
 
-def _records(source: str) -> Iterator[tuple[int, Any]]:
-    if source.startswith("hf:"):
-        _, *parts = source.split(":")
-        if len(parts) != 3 or not all(parts):
-            raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT")
-        return iter(enumerate(load_hub(parts[0], parts[1], parts[2], where=source), 1))
-    path = Path(source)
-    if not path.is_file():
-        raise DataError(
-            f"{source}: no such file{hint(path)}; the published rows are benchmarks/HardVerify-Math.json of "
-            "https://github.com/uw-nsl/TinyV"
-        )
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{source}: expected a .json, .jsonl or .parquet file, or hf:REPO:CONFIG:SPLIT")
-    return read_list(path) if path.suffix == ".json" else read_records(path)
-
-
-def _pair(record: Any, where: str) -> AnswerPair:
-    fields = flattened(object_of(record, where))
+def _pair(record: Mapping[str, Any], where: str) -> AnswerPair:
+    fields = flattened(record)
     fields = {"id": fields.get("index"), **fields} if "index" in fields else fields
     texts = {name: fields.get(name) for name in ("source", "question", "ground_truth", "fn_output", "tn_output")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str) or not text.strip()]:

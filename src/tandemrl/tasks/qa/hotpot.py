@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError
-from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+from tandemrl.data.sources import ExpectRows, Origin, Record, copy_of, provenance, split_rows
 from tandemrl.tasks.qa.rows import question_record
 
 
@@ -51,24 +52,16 @@ def build_hotpot(name: str, source: Path | None, out: Path, *, expect_rows: Expe
         DataError: the data is missing or malformed, or a split has another number of rows than published.
     """
     published = SETS[name]
-    splits: dict[str, list[dict[str, Any]]] = {}
     origins = {split: Origin(published.repo, split, published.config) for split in published.rows}
-    copies = {split: _local(source, published.files[split]) for split in origins}
-    for split, origin in origins.items():
-        splits[split] = [_row(name, record, split, index) for index, record in enumerate(read(origin, copies[split]))]
-        expected = published.rows if expect_rows is None else expect_rows
-        expect(str(source or published.repo), len(splits[split]), expected, split)
+    copies = {split: copy_of(source, published.files[split]) for split in origins}
+    expected = published.rows if expect_rows is None else expect_rows
+    where = str(source or published.repo)
+    splits = split_rows(origins, copies, partial(_row, name), where, expected)
     official = any(copy != source for copy in copies.values())
-    where = {"source": str(source)} if official else provenance([*origins.values()], source)
-    return write_splits(out, name, splits, where)
+    return write_splits(out, name, splits, {"source": where} if official else provenance([*origins.values()], source))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _local(source: Path | None, name: str) -> Path | None:
-    """The authors' file of a split, if ``source`` has one."""
-    return source / name if source is not None and (source / name).is_file() else source
 
 
 def _row(name: str, record: Record, split: str, index: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError, record_of
-from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+from tandemrl.data.sources import ExpectRows, Origin, Record, copy_of, provenance, split_rows
 
 MUSIQUE = "bdsaglam/musique"
 MUSIQUE_ROWS: Mapping[str, int] = {"train": 19_938, "validation": 2417}
@@ -42,20 +42,22 @@ def build_musique(
     if not 0 <= noise_rate <= 1:
         raise DataError(f"noise rate {noise_rate}: must be in [0, 1]")
     dropped: Counter[str] = Counter()
-    splits: dict[str, list[dict[str, Any]]] = {}
-    origins = [Origin(MUSIQUE, split, "answerable") for split in MUSIQUE_ROWS]
-    for number, (split, origin) in enumerate(zip(MUSIQUE_ROWS, origins, strict=True)):
-        splits[split] = rows = []
-        for index, record in enumerate(read(origin, _local(source, split))):
-            row = _row(record, split, index)
-            noise = np.random.default_rng([seed, number, index])
-            docs = row["extra_info"]["docs"]
-            kept = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
-            dropped["paragraphs"] += len(docs) - len(kept)
-            row["extra_info"]["docs"] = kept
-            rows.append(row)
-        expect(str(source or MUSIQUE), len(rows), expect_rows, split)
-    where = provenance(origins, source) if _local(source, "train") == source else {"source": str(source)}
+    numbers = {split: number for number, split in enumerate(MUSIQUE_ROWS)}
+
+    def thinned(record: Record, split: str, index: int) -> dict[str, Any]:
+        row = _row(record, split, index)
+        noise = np.random.default_rng([seed, numbers[split], index])
+        docs = row["extra_info"]["docs"]
+        kept = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
+        dropped["paragraphs"] += len(docs) - len(kept)
+        row["extra_info"]["docs"] = kept
+        return row
+
+    origins = {split: Origin(MUSIQUE, split, "answerable") for split in MUSIQUE_ROWS}
+    copies = {split: copy_of(source, OFFICIAL_FILES[split]) for split in origins}
+    splits = split_rows(origins, copies, thinned, str(source or MUSIQUE), expect_rows)
+    official = copies["train"] != source
+    where = {"source": str(source)} if official else provenance([*origins.values()], source)
     return write_splits(out, "musique", splits, where | {"noise_rate": noise_rate, "seed": seed, "dropped": dropped})
 
 
@@ -86,12 +88,6 @@ def question_record(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _local(source: Path | None, split: str) -> Path | None:
-    """The authors' file of a split, if ``source`` has one."""
-    official = source / OFFICIAL_FILES[split] if source is not None else None
-    return official if official is not None and official.is_file() else source
 
 
 def _row(record: Record, split: str, index: int) -> dict[str, Any]:

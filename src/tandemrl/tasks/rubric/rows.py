@@ -2,13 +2,13 @@
 that a judge should give them. Also what a judge's template is. No torch."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError, messages_of, record_of
-from tandemrl.data.sources import ANSWER, PROBLEM, Origin, Record, checksum, flattened, local_files, read
+from tandemrl.data.sources import ANSWER, PROBLEM, Origin, Record, checksum, flattened, local_files, split_rows
 
 RUBRIC_SETS = "Youliang/rrm"
 """Where the authors put ``train_polaris``, ``test_polaris``, ``train_rrm`` and ``test_rrm`` (.parquet)."""
@@ -74,13 +74,9 @@ def _build(source: Path, out: Path, name: str, row: Callable[[Record, str, int],
     origins = {split: Origin(RUBRIC_SETS, split) for split in ("train", "test")}
     copies = {split: next(iter(sorted(source.glob(f"{split}_{name}.*"))), source) for split in origins}
 
-    def rows(split: str) -> Iterator[dict[str, Any]]:
-        for index, record in enumerate(read(origins[split], copies[split])):
-            yield row(record, split, index)
-
     files = [path for split, origin in origins.items() for path in local_files(origin, copies[split])]
     where = {"source": str(source), "source_sha256": {str(path): checksum(path) for path in files}}
-    return write_splits(out, name, {split: rows(split) for split in origins}, where)
+    return write_splits(out, name, split_rows(origins, copies, row, str(source)), where)
 
 
 def _polaris(record: Record, split: str, index: int) -> dict[str, Any]:
