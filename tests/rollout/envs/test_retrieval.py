@@ -392,7 +392,11 @@ def test_a_service_that_asks_for_patience_gets_the_limit_of_tools(
     """``rollout.tool_timeout_s`` is held against ``retrieval.patience_s``, which knows of no ``Retry-After``."""
     waits: list[float] = []
     client = http.Client(http.Service("retrieval", "x", OSError, "http://127.0.0.1:1", None, 1.0, 2, 0.5, 1, True))
-    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waits.append(seconds) or False)
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(http.asyncio, "sleep", wait)
     monkeypatch.setattr(client, "_send", lambda path, body: (_ for _ in ()).throw(http.RetryableError("429", 60.0)))
     with pytest.raises(OSError, match="failed 3 time"):
         client.post("/", {}, lambda response: response)
