@@ -29,7 +29,7 @@ def tiny(
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
-    """Unpack a tiny senior/junior pair, or train it. What comes with the library is not trained unless you ask."""
+    """Unpack a tiny senior/junior pair, or train it. Those of seed 0 come with the library."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
     from tandemrl.tasks.generated import hops
 
