@@ -74,7 +74,7 @@ def test_what_is_no_query_is_refused(client: Any, asked: dict[str, Any], status:
 def test_a_run_finds_by_the_service_what_it_finds_on_disk(client: Any, index: Path, monkeypatch: Any) -> None:
     from tandemrl.processes import http
 
-    def send(self: Any, path: str, body: Any) -> Any:
+    async def send(self: Any, path: str, body: Any) -> Any:
         reply = client.post(path, json=body)
         return http.Response(reply.status_code, reply.content)
 

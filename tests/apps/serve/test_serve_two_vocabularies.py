@@ -42,7 +42,7 @@ def settings(senior: Path, junior: Path, *more: str) -> Config:
 def serve(config: Config, monkeypatch: pytest.MonkeyPatch, use: Callable[[TestClient], object]) -> None:
     """Run `serve`, with a client in place of a web server."""
     monkeypatch.setattr(
-        uvicorn.Server, "run", lambda self: use(TestClient(self.config.app, base_url="http://127.0.0.1"))
+        uvicorn.Server, "run", lambda self, sockets: use(TestClient(self.config.app, base_url="http://127.0.0.1"))
     )
     engine_server.serve(config, port=0)
 
