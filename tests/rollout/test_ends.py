@@ -13,7 +13,8 @@ from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, bernoulli, solo
+from tandemrl.selection import Strategy, before_word, bernoulli, solo
+from tandemrl.selection.boundaries import start_table
 
 WRITTEN = ["!", "a", "Ġb", PAD, "c", "d", "e", "f", "g", "h"]
 """What both models write after the first; the junior's own end is the senior's padding."""
@@ -94,5 +95,20 @@ def test_so_it_does_on_vllm(tmp_path, mode, drafts):
     try:
         assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
         assert len(written(engine, STRATEGIES[0], ignore_eos=True)[0]) == 8
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+def test_whole_words_end_so_where_each_model_has_a_vllm_engine(tmp_path):
+    pytest.importorskip("vllm")
+    folder = save_pair(tmp_path, "number")
+    config = RolloutConfig(engine="vllm", vllm=VllmConfig(kv_cache_gb=0.05, enforce_eager=True))
+    senior, junior = (ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior"))
+    words = load_tokenizer(folder / "senior")
+    engine = make_engine(config, senior, junior._replace(whole_words=True), words, longest=128)
+    starts = start_table(words, engine.vocabulary)
+    try:
+        assert [written(engine, before_word(p, starts)) for p in (0.0, 0.5, 1.0)] == [(ENDED, "eos")] * 3
     finally:
         engine.close()

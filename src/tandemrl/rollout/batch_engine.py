@@ -163,7 +163,8 @@ class BatchCall(OpenCall[Row]):
                 events += [NewTokens(*each) for each in batch.news()]
             if self._turns:
                 events += [self._turn(batch, row) for row in ended]
-            self._drop_ended(batch)
+            if int(batch.live.sum()) < len(self._inside):
+                self._drop_ended(batch)
         over, self._over = self._over, []
         return [*events, *(Finished(row.number) for row in over)]
 

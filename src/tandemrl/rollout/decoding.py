@@ -74,7 +74,7 @@ class DecodingBatch:
         self.shaping = Shaping()
         self.stops = StopTable(decoder)
         self.starts = StartTable(decoder)
-        self.device = decoder.heads[1].weight.device
+        self.device = decoder.device
         # What follows the prompts, one row per completion of the call.
         self.tokens = torch.empty(0, 0, dtype=torch.int64)
         self.authors = torch.empty(0, 0, dtype=torch.int8)

@@ -28,6 +28,11 @@ class Decoder:
     tokenizer: PreTrainedTokenizerBase
     """It is used for stop strings only."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are drawn: that of the senior; the CPU where another process draws them."""
+        return self.heads[1].weight.device if self.heads else torch.device("cpu")
+
 
 @dataclass(slots=True, eq=False)
 class Row:

@@ -190,7 +190,7 @@ class DeviceSteps:
         self, decoder: Decoder, every: int, max_rows: int, context: int, *, static: bool | None = None
     ) -> None:
         self._decoder, self.every, self._max_rows, self._context = decoder, every, max_rows, context
-        self._device = decoder.heads[1].weight.device
+        self._device = decoder.device
         on_cuda = self._device.type == "cuda"
         self._static = on_cuda if static is None else static
         self._caches: dict[int, StaticCache] = {}

@@ -1,10 +1,10 @@
 """The engine that ``rollout.*`` of a config asks for. vLLM is imported only if the config asks for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -91,22 +91,14 @@ def make_engine(
             own cannot be made.
         EngineError, ModelError: the models or the settings do not fit together.
     """
+    given = {"tokenizer": tokenizer, "dtype": dtype, "longest": longest, "ends": ends}
     if config.workers == 0:
-        engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest, factory, ends)
+        engine = _own_engine(factory, config, {**given, "senior": senior, "junior": junior, "device": device})
         return engine if config.units is None else UnitEngine(engine, config.units)
     there = device.partition(":")[0]  # of the cards that Ray gives it, a worker takes the first
-    make = partial(
-        _own_engine,
-        replace(config, workers=0, unit_groups=None),
-        senior.elsewhere(dtype, there),
-        None if junior is None else junior.elsewhere(dtype, there),
-        tokenizer,
-        dtype,
-        there,
-        longest,
-        factory,
-        ends,
-    )
+    models = {"senior": senior, "junior": junior}
+    given |= {name: None if model is None else model.elsewhere(dtype, there) for name, model in models.items()}
+    make = partial(_own_engine, factory, replace(config, workers=0, unit_groups=None), {**given, "device": there})
     on_cards = resolve_device(device).type == "cuda"
     stored = sum(file.stat().st_size for file in Path(senior.path).glob("*.safetensors"))
     cluster = Cluster(
@@ -120,18 +112,8 @@ def make_engine(
     return FleetEngine(workers, size=config.workers, unit_groups=config.units)
 
 
-def _own_engine(
-    config: RolloutConfig,
-    senior: ModelSource,
-    junior: ModelSource | None,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: str,
-    device: str,
-    longest: int | None,
-    factory: EngineFactory | None,
-    ends: Sequence[int] | None,
-) -> Engine:
-    """The engine of this process; see ``make_engine``."""
+def _own_engine(factory: EngineFactory | None, config: RolloutConfig, given: Mapping[str, Any]) -> Engine:
+    """The engine of this process; see ``make_engine``. ``given``: its further arguments by name."""
     where = f"rollout.engine={config.engine}"
     engine = instantiate(
         factory or engine_kind(config.engine).path,
@@ -139,13 +121,7 @@ def _own_engine(
         ConfigError,
         config.engine_parameters,
         config=lambda: config,
-        senior=lambda: senior,
-        junior=lambda: junior,
-        tokenizer=lambda: tokenizer,
-        dtype=lambda: dtype,
-        device=lambda: device,
-        longest=lambda: longest,
-        ends=lambda: ends,
+        **{name: partial(given.get, name) for name in given},
     )
     if not isinstance(engine, Engine):
         raise ConfigError(f"{where}: returned a {type(engine).__name__}, not an Engine; see rollout/engine.py: Engine")

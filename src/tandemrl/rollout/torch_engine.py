@@ -97,14 +97,14 @@ class TorchEngine(BatchEngine):
             make_partner=make_partner,
         )
         self._adapted = frozenset(adapted_layers(senior))
-        on_cuda = ours.heads[1].weight.device.type == "cuda"
+        on_cuda = ours.device.type == "cuda"
         every = (CUDA_STEPS if on_cuda else 1) if host_every == "auto" else int(host_every)
         one_place = len({head.weight.device for head in ours.heads.values()}) == 1
         alone = every > 1 and one_place and make_partner is None
         self._alone = DeviceSteps(ours, every, max_rows, self.context) if alone else None
         if draft_tokens and junior is not None:
             tokens = None if draft_tokens == "auto" else int(draft_tokens)
-            costs = CPU if ours.heads[1].weight.device.type == "cpu" else CUDA
+            costs = CUDA if on_cuda else CPU
             self._draft_length = DraftLength(tokens, Size.of(senior), Size.of(junior), costs)
 
     @property

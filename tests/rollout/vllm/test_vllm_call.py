@@ -126,3 +126,14 @@ def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines):
             call.submit([batch[0], Request((-1,), (1,), Sampling(), batch[0].strategy)])
         assert call.idle
     assert engine.stats()["requests"] <= 1
+
+
+def test_an_abort_before_the_first_step_is_kept(engines):
+    engine = engines(PAIR)
+    batch = mixed(prompts(3, seed=31), changed(KINDS[0], max_tokens=10, ignore_eos=True), seed=31)
+    with engine.open() as call:
+        left = set(numbers := call.submit(batch))
+        call.abort([batch[1].keys[0]])
+        done = ended(call, left, numbers, {})
+    assert [c.stop_reason for c in done] == ["length", "abort", "length"]
+    assert len(done[1].tokens) <= 1

@@ -5,9 +5,10 @@ from urllib.parse import urlencode
 from tandemrl.config import RetrievalConfig
 from tandemrl.data.documents import Document, document, documents_of
 from tandemrl.data.rows import DataError, Row
-from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
+from tandemrl.processes.http import PermanentError, Response, RetryableError, excerpt
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.retrieval import Retriever
+from tandemrl.rollout.envs.semantic import client_of
 
 
 def service(config: RetrievalConfig) -> Retriever:
@@ -20,21 +21,7 @@ def service(config: RetrievalConfig) -> Retriever:
         BrokenEnvironmentError: the key of the service is not set. When it searches: the service fails, or calls another
             document by the id of one of the row's documents, so that sources could not be scored.
     """
-    assert config.url is not None  # a rule of the config
-    client = Client(
-        Service(
-            "retrieval",
-            "a service with POST /search",
-            BrokenEnvironmentError,
-            config.url,
-            config.api_key_env,
-            config.timeout_s,
-            config.retries,
-            config.backoff_s,
-            concurrency=64,
-            cap_retry_after=True,  # rollout.tool_timeout_s counts on retrieval.patience_s
-        )
-    )
+    client = client_of(config, "a service with POST /search")
 
     def search(row: Row, query: str, count: int) -> list[Document]:
         asked = {"query": query, "top_n": count}

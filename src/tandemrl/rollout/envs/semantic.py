@@ -75,22 +75,17 @@ def make_relevance(config: RetrievalConfig) -> Relevance:
 # ---- a service -----------------------------------------------------------------------------------------------------
 
 
+def client_of(config: RetrievalConfig, start: str) -> Client:
+    """The client of the service at ``retrieval.url``, which ``start`` would start."""
+    assert config.url is not None  # a rule of the config
+    patience = (config.timeout_s, config.retries, config.backoff_s, 64)
+    key = config.api_key_env
+    service = Service("retrieval", start, BrokenEnvironmentError, config.url, key, *patience, cap_retry_after=True)
+    return Client(service)  # capped, since rollout.tool_timeout_s counts on retrieval.patience_s
+
+
 def _service(config: RetrievalConfig) -> Relevance:
-    assert config.url is not None
-    client = Client(
-        Service(
-            "retrieval",
-            "text-embeddings-router --model-id MODEL",
-            BrokenEnvironmentError,
-            config.url,
-            config.api_key_env,
-            config.timeout_s,
-            config.retries,
-            config.backoff_s,
-            concurrency=64,
-            cap_retry_after=True,  # rollout.tool_timeout_s counts on retrieval.patience_s
-        )
-    )
+    client = client_of(config, "text-embeddings-router --model-id MODEL")
     model = {} if config.model is None else {"model": config.model}
 
     def relevance(query: str, texts: tuple[str, ...]) -> np.ndarray:

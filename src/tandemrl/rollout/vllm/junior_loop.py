@@ -22,7 +22,6 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.outputs import LogprobsTensors
 
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.planner import ForwardPass
@@ -79,7 +78,7 @@ class _Drawn(NamedTuple):
     """
 
     tokens: Tensor
-    logprobs: LogprobsTensors | None
+    logprobs: Tensor
     ready: Any | None
 
 
@@ -133,11 +132,8 @@ class JuniorLoop:
         if ready is not None:
             ready.synchronize()
         going = self._going[number]
-        if logprobs is not None and not going.all():
-            logprobs = logprobs.filter(torch.from_numpy(going))
-        lists = None if logprobs is None else logprobs.tolists()
         rows = self._order[going]
-        return Draws(rows, np.full_like(rows, depth), tokens.numpy()[going], lists)
+        return Draws(rows, np.full_like(rows, depth), tokens.numpy()[going], logprobs.numpy()[going])
 
     # ---------------------------------------------------------------------------------------------------------- details
 
@@ -147,10 +143,10 @@ class JuniorLoop:
         sampler.topk_topp_sampler.token_keys = self._keys[len(self._drawn)]
         output = sampler(logits=logits, sampling_metadata=self._runner.input_batch.sampling_metadata)
         self._tokens = output.sampled_token_ids[:, 0]
-        tokens, logprobs, ready = self._tokens, output.logprobs_tensors, None
+        tokens, logprobs, ready = self._tokens, output.logprobs_tensors.logprobs[:, 0], None
         if tokens.device.type == "cuda":
             tokens, ready = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
-            logprobs = None if logprobs is None else logprobs.to_cpu_nonblocking()
+            logprobs = logprobs.to("cpu", non_blocking=True)
             ready.record()
         self._drawn.append(_Drawn(tokens, logprobs, ready))
 

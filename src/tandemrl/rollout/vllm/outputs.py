@@ -1,6 +1,6 @@
 """The tokens that the authors write in one engine step, in the form that vLLM's scheduler expects."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,28 +15,27 @@ class TandemOutput(ModelRunnerOutput):
 
     chosen: Chosen | None = None
     """How far the junior drafts in the next step. None means as far as before."""
+    handed: Collection[str] = ()
+    """The requests that hand over to the model of another engine."""
 
 
-def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, LogprobsLists | None]:
-    """The tokens that a stock model runner has sampled for some requests, with their log-probs.
+def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The token that a stock model runner has sampled for each of some requests, and its log-prob.
 
     Args:
         output: the output of the runner, with exactly one token for each of the requests.
         ids: the requests.
-
-    Returns:
-        One token per request, in the order of ``ids``, and their log-probs, or None if none were asked for.
     """
     at = [output.req_id_to_index[id] for id in ids]
     tokens = np.array([output.sampled_token_ids[i][0] for i in at], dtype=np.int64)
-    if output.logprobs is None:
-        return tokens, None
-    token_ids, logprobs, ranks, _ = output.logprobs
-    return tokens, LogprobsLists(token_ids[at], logprobs[at], ranks[at])
+    if not at:
+        return tokens, np.zeros(0, np.float32)
+    assert output.logprobs is not None  # every request asks for them (``call.sampling_params``)
+    return tokens, output.logprobs.logprobs[at, 0]
 
 
 class Written:
-    """The tokens that are written in a step, by (row of the step, depth), with the log-probs that were asked for.
+    """The tokens that are written in a step and their log-probs, by (row of the step, depth).
 
     Depth 0 is the first token that a row writes in the step.
 
@@ -46,61 +45,28 @@ class Written:
     """
 
     def __init__(self, rows: int, depths: int) -> None:
-        self.tokens = np.zeros((rows, depths), np.int64)
+        self.tokens, self._logprobs = np.zeros((rows, depths), np.int64), np.zeros((rows, depths), np.float32)
         self.count = np.zeros(rows, np.int64)
         """How many tokens each row has written. They are those at its first depths."""
-        self._logprobs: LogprobsLists | None = None  # by row, depth and place
 
-    def put(
-        self, rows: np.ndarray, depths: np.ndarray | int, tokens: np.ndarray, logprobs: LogprobsLists | None
-    ) -> None:
-        """Store one token, with its log-probs, at each of some places.
+    def put(self, rows: np.ndarray, depths: np.ndarray | int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Store one token with its log-prob at each of some places, or at one depth of some rows."""
+        self.tokens[rows, depths], self._logprobs[rows, depths] = tokens, logprobs
 
-        Args:
-            rows: the row of each place.
-            depths: the depth of each place, or one depth for all of them.
-            tokens: the token at each place.
-            logprobs: the log-probs at each place, or None if none were asked for.
-        """
-        self.tokens[rows, depths] = tokens
-        if logprobs is None or not len(rows):
-            return
-        own = logprobs.logprobs.shape[1]
-        ids, values, ranks, _ = self._logprobs = self._room(own)
-        ids[rows, depths, :own], values[rows, depths, :own] = logprobs.logprob_token_ids, logprobs.logprobs
-        ranks[rows, depths] = logprobs.sampled_token_ranks
-
-    def output(self, ids: list[str], chosen: Chosen | None) -> TandemOutput:
-        """The output of the step. A request with fewer log-probs than others is filled up with ids of 0 and -inf.
+    def output(self, ids: list[str], chosen: Chosen | None, handed: Collection[str]) -> TandemOutput:
+        """The output of the step.
 
         Args:
             ids: the request of each row.
-            chosen: how far the junior drafts in the next step; None means as far as before.
+            chosen, handed: see `TandemOutput`.
         """
         kept = np.arange(self.tokens.shape[1]) < self.count[:, None]
-        logprobs = None
-        if self._logprobs is not None:
-            begin = np.concatenate([[0], self.count.cumsum()]).tolist()
-            token_ids, values, ranks, _ = self._logprobs
-            logprobs = LogprobsLists(token_ids[kept], values[kept], ranks[kept], begin)
+        tokens, begin = self.tokens[kept].astype(np.int32), np.concatenate([[0], self.count.cumsum()]).tolist()
         return TandemOutput(
             req_ids=ids,
             req_id_to_index={id: i for i, id in enumerate(ids)},
             sampled_token_ids=[row[:n] for row, n in zip(self.tokens.tolist(), self.count.tolist(), strict=True)],
-            logprobs=logprobs,
+            logprobs=LogprobsLists(tokens[:, None], self._logprobs[kept][:, None], np.zeros_like(tokens), begin),
             chosen=chosen,
+            handed=handed,
         )
-
-    def _room(self, width: int) -> LogprobsLists:
-        """The log-probs so far, in arrays with room for ``width`` log-probs at each place."""
-        had = 0 if self._logprobs is None else self._logprobs.logprobs.shape[2]
-        if self._logprobs is not None and had >= width:
-            return self._logprobs
-        shape = (*self.tokens.shape, width)
-        room = LogprobsLists(
-            np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32), np.zeros(shape[:2], np.int64)
-        )
-        if self._logprobs is not None:
-            room.logprob_token_ids[..., :had], room.logprobs[..., :had] = self._logprobs[:2]
-            room.sampled_token_ranks[:] = self._logprobs.sampled_token_ranks
-        return room

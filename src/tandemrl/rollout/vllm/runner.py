@@ -274,7 +274,8 @@ class TandemModelRunner:
                 set_outputs(runner, ids[row], int(outputs[row]), tokens)
         planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
         going = [ids[row] for row in np.flatnonzero(written.count).tolist()]
-        return written.output(ids, planner.choose(going) if going else None)
+        handed = () if self.spans is None else self.spans.handed
+        return written.output(ids, planner.choose(going) if going else None, handed)
 
     def _draft(self, written: Written) -> np.ndarray:
         """Run a round of drafts for the rows in ``planner.drafting``, and return how many tokens each has written.

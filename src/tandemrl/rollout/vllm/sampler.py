@@ -79,8 +79,6 @@ class TandemSampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        if num_logprobs > 0:
-            return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
         index = token_ids[:, None]
         # The drawn token alone: no top-k, and no rank, which stock vLLM compiles a kernel for.
         return LogprobsTensors(index.to(torch.int32), logprobs.gather(-1, index), torch.zeros_like(token_ids))

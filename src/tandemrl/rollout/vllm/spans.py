@@ -2,8 +2,8 @@
 
 Another engine writes the text, too, maybe in another vocabulary (``two_engines``). Whoever asks says how many words the
 draws give this model, or that it is to finish a step. The first token is then drawn from those that begin a word, after
-a handover. The proposal that begins a word too many is dropped: in its place the request ends with an EOS whose
-log-prob is above 0, so that it stands for the handover (``HANDOVER``).
+a handover. The proposal that begins a word too many is dropped: the request ends with an EOS in its place, which has
+the log-prob that a word ends, and ``HANDED_OVER`` as its reason to stop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,8 @@ from tandemrl.selection.whole_words import TextTables, TextTails
 
 SPAN = "span"
 """The name of the strategy of these requests: in its own engine, each model writes alone."""
-HANDOVER = 1.0
-"""In place of a proposal that was dropped, this much more than the negative log-prob that a word ends. Up to rounding,
-the log-prob of a token is at most 0."""
+HANDED_OVER = "handover"
+"""The ``stop_reason`` of a request whose last token stands for a proposal that was dropped."""
 
 
 @dataclass(slots=True)
@@ -66,6 +65,9 @@ class Spans:
     def __init__(self, tables: TextTables) -> None:
         self._tables, self._tails = tables, TextTails(tables)
         self._spans: dict[str, Span] = {}
+        self.handed = set[str]()
+        """The requests that have handed over in this step."""
+        self._ids: list[str] = []
         self._rows: list[Span] = []
         self._drawing = torch.empty(0, dtype=torch.int64)  # the rows whose token counts
 
@@ -75,6 +77,7 @@ class Spans:
 
     def update(self, scheduled: Any) -> None:
         """Hear of the requests that end and of those that begin with a step of the scheduler."""
+        self.handed = set()
         for id in scheduled.finished_req_ids:
             self._spans.pop(id, None)
         for new in scheduled.scheduled_new_reqs:
@@ -90,7 +93,7 @@ class Spans:
             forward: the pass after which they are drawn. What is drawn of a row that it does not finish is ignored.
         """
         finished = {id for id, ends in zip(forward.ids, forward.ends.tolist(), strict=True) if ends}
-        self._rows = rows = [self._spans[id] for id in ids]
+        self._ids, self._rows = list(ids), (rows := [self._spans[id] for id in ids])
         self._drawing = torch.tensor([i for i, id in enumerate(ids) if id in finished], dtype=torch.int64)
         streams = [row.opening if row.opens else row.stream for row in rows]
         return fold_in(torch.tensor(streams), torch.tensor([row.counter + row.written for row in rows]))
@@ -132,12 +135,13 @@ class Spans:
         told = output.logprobs_tensors
         for i in over:
             output.sampled_token_ids[i, 0] = told.logprob_token_ids[i, 0] = self._rows[i].end
-            told.logprobs[i, 0] = HANDOVER
+            told.logprobs[i, 0] = 0.0
+        self.handed |= {self._ids[i] for i in over}
         if over and logprobs is not None:
             ids = torch.arange(logprobs.shape[-1])
             other = ~self._tables.starts[ids.clamp(max=len(self._tables.starts) - 1)] | (
                 ids >= len(self._tables.starts)
             )
             mass = log_mass(logprobs[over], other.to(logprobs.device).expand(len(over), -1))
-            told.logprobs[over, 0] = HANDOVER - mass
+            told.logprobs[over, 0] = mass
         return output

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import cloudpickle
 import torch
 from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import RolloutConfig
@@ -29,7 +29,7 @@ from tandemrl.rollout.two_vocabularies import Half, TwoVocabularies, disagreemen
 from tandemrl.rollout.vllm.backend import platform_device
 from tandemrl.rollout.vllm.call import death_reported, sampling_params
 from tandemrl.rollout.vllm.engine import VllmEngine
-from tandemrl.rollout.vllm.spans import HANDOVER, Span
+from tandemrl.rollout.vllm.spans import HANDED_OVER, Span
 from tandemrl.selection import Who, draws
 from tandemrl.selection.boundaries import start_table, token_bytes
 from tandemrl.selection.draws import stream
@@ -103,9 +103,9 @@ class SpanWriter:
             number, span = int(output.request_id), output.outputs[0]
             _, greedy = self._flying.pop(number)
             tokens, logprobs, over = list(span.token_ids), list(span.logprobs.logprobs), None
-            if logprobs[-1] > HANDOVER / 2:
+            if span.stop_reason == HANDED_OVER:
                 tokens.pop()
-                over = HANDOVER - logprobs.pop()
+                over = logprobs.pop()
             if greedy:
                 logprobs, over = [0.0] * len(tokens), None if over is None else 0.0
             whole[number] = Written(tokens, logprobs, over)
@@ -450,4 +450,4 @@ class VllmTwoEngines(BatchEngine):
 
 def _decoder(engine: VllmEngine) -> Decoder:
     """What a half has to know of a model that is elsewhere."""
-    return Decoder({}, {1: nn.Linear(1, 1)}, {}, engine.vocabulary, engine.eos, engine.tokenizer)
+    return Decoder({}, {}, {}, engine.vocabulary, engine.eos, engine.tokenizer)

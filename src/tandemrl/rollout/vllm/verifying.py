@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -23,13 +22,13 @@ LOGITS_AT_ONCE = 256
 class Draws(NamedTuple):
     """The tokens drawn at some places, with their log-probs.
 
-    rows: the row of each place in the round. depths: the depth of each place. logprobs: None if none were asked for.
+    rows: the row of each place in the round. depths: the depth of each place.
     """
 
     rows: np.ndarray
     depths: np.ndarray
     tokens: np.ndarray
-    logprobs: LogprobsLists | None
+    logprobs: np.ndarray
 
 
 def draws(runner: Any, forward: ForwardPass, step: Round) -> list[Draws]:
@@ -60,9 +59,8 @@ def draws(runner: Any, forward: ForwardPass, step: Round) -> list[Draws]:
         sampler.topk_topp_sampler.min_p = _min_p(runner, rows, device)
         output = sampler(logits=logits, sampling_metadata=metadata)
         sampler.topk_topp_sampler.min_p = None
-        logprobs = output.logprobs_tensors
-        lists = None if logprobs is None else logprobs.tolists()
-        return Draws(order[rows], depths, output.sampled_token_ids[:, 0].cpu().numpy(), lists)
+        tokens, logprobs = output.sampled_token_ids, output.logprobs_tensors.logprobs
+        return Draws(order[rows], depths, *(each[:, 0].cpu().numpy() for each in (tokens, logprobs)))
 
     each = [drawn(final, state.logits)]  # by row of the batch, as `row` is
     for some in np.split(further, range(LOGITS_AT_ONCE, len(further), LOGITS_AT_ONCE)):

@@ -28,7 +28,7 @@ from tandemrl.rollout.vllm.modes import SchedulingMode
 from tandemrl.rollout.vllm.outputs import TandemOutput
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
-from tandemrl.rollout.vllm.spans import SPAN, Spans
+from tandemrl.rollout.vllm.spans import HANDED_OVER, SPAN, Spans
 from tandemrl.rollout.vllm.weights import fingerprint_of, receive_weights
 from tandemrl.selection import Strategy, Who, solo
 from tandemrl.selection.whole_words import TextTables
@@ -162,10 +162,10 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler with two additions.
+    """vLLM's scheduler with three additions.
 
-    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. And it splits outputs
-    with several tokens, if the request has stop strings.
+    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. It splits outputs with
+    several tokens, if the request has stop strings. And it says which spans have ended by a handover.
     """
 
     _ahead = 0
@@ -189,8 +189,12 @@ class TandemScheduler(Scheduler):
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if isinstance(model_runner_output, TandemOutput) and model_runner_output.chosen is not None:
-            self._follow(model_runner_output.chosen)
+        if isinstance(model_runner_output, TandemOutput):
+            if model_runner_output.chosen is not None:
+                self._follow(model_runner_output.chosen)
+            for output in [each for client in outputs.values() for each in client.outputs]:
+                if output.request_id in model_runner_output.handed:
+                    output.stop_reason = HANDED_OVER
         for each in outputs.values() if with_strings else ():
             each.outputs = [
                 one
