@@ -3,7 +3,7 @@
 An engine with stale weights would look like training that does not work.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -74,6 +74,23 @@ def _weighted_sum(words: Tensor, odd: Tensor, first: int) -> int:
     high = words.bitwise_right_shift(32).bitwise_and_(2**32 - 1)  # the shift repeats the sign
     high.add_(words)
     return int((high * odd).sum() + 2 * first * high.sum())
+
+
+def check_shapes(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the names and shapes of sent weights.
+
+    Raises:
+        EngineError: they are not those of ``shapes``.
+    """
+    if different := sorted(sent.keys() ^ shapes.keys()):
+        first = different[0]
+        fault = "the engine's model has no such weight" if first in sent else "it was not sent"
+        raise EngineError(
+            f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
+        )
+    for name, shape in shapes.items():
+        if sent[name] != shape:
+            raise EngineError(f"weight {name}: shape {sent[name]}, expected {shape}")
 
 
 def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:

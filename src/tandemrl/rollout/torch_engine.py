@@ -25,7 +25,7 @@ from tandemrl.rollout.engine import (
 from tandemrl.rollout.kv_cache import compiled_step, eager_step
 from tandemrl.rollout.local_partner import LocalPartner
 from tandemrl.rollout.partner import MakePartner
-from tandemrl.rollout.sync import fingerprint
+from tandemrl.rollout.sync import check_shapes, fingerprint
 from tandemrl.rollout.two_vocabularies import TwoVocabularies
 from tandemrl.selection import Who
 from tandemrl.selection.boundaries import token_bytes
@@ -121,14 +121,7 @@ class TorchEngine(BatchEngine):
         if not isinstance(weights, SentWeights):
             new = dict(weights)
             weights = SentWeights({name: tuple(tensor.shape) for name, tensor in new.items()}, iter(new.items()))
-        if own.keys() != weights.shapes.keys():
-            missing = sorted(own.keys() ^ weights.shapes.keys())
-            raise EngineError(
-                f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
-            )
-        for name, parameter in own.items():
-            if parameter.shape != weights.shapes[name]:
-                raise EngineError(f"weight {name}: shape {weights.shapes[name]}, expected {tuple(parameter.shape)}")
+        check_shapes(weights.shapes, {name: tuple(parameter.shape) for name, parameter in own.items()})
         with self.exclusive(), torch.no_grad():
             self._half_loaded = True
             self.sessions.clear()

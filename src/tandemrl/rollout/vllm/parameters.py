@@ -28,6 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.sync import check_shapes
 
 _PROBES = 512  # how many rows of the identity matrix a packed layer is read with at once
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
@@ -206,23 +207,6 @@ def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
     layers = [(path, layer) for path, layer in named if type(layer) in _VOCABULARY]
     tables = {id(layer.weight): path for path, layer in reversed(layers) if type(layer) is VocabParallelEmbedding}
     return [(path, layer) for path, layer in layers if tables.get(id(layer.weight), path) != path]
-
-
-def check_shapes(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the names and shapes of sent weights.
-
-    Raises:
-        EngineError: they are not those of ``shapes``.
-    """
-    if different := sorted(sent.keys() ^ shapes.keys()):
-        first = different[0]
-        fault = "the engine's model has no such weight" if first in sent else "it was not sent"
-        raise EngineError(
-            f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
-        )
-    for name, shape in shapes.items():
-        if sent[name] != shape:
-            raise EngineError(f"weight {name}: shape {sent[name]}, expected {shape}")
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -23,11 +23,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from vllm.config import set_current_vllm_config
 
 from tandemrl.rollout.engine import EngineError, SentWeights
-from tandemrl.rollout.sync import fingerprint
+from tandemrl.rollout.sync import check_shapes, fingerprint
 from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.parameters import (
-    check_shapes,
     checked,
     hf_parameters,
     parameters_of,
