@@ -125,7 +125,7 @@ HOUSE = ROOT / "src" / "tandemrl"
 
 @pytest.mark.parametrize("page", DOCUMENTS)
 def test_every_path_that_a_document_names_is_there_and_holds_what_it_names(page: str) -> None:
-    """`models/loading.py`, `rewards/math/`, `training/loop.py: train_step` and `training/loop.py`: `train_step`."""
+    """`models/loading.py`, `tasks/math/`, `training/loop.py: train_step` and `training/loop.py`: `train_step`."""
     text = " ".join((ROOT / page).read_text().split())
     paths = re.findall(r"`((?:[\w*{},-]+/)*[\w-]+\.pyi?|(?:[\w-]+/)+)(?:: (\w+)`|`: `(\w+)`|`)", text)
     for path, *names in paths:

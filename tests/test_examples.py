@@ -13,7 +13,7 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.countdown import countdown
+from tandemrl.tasks.countdown.grader import countdown
 from tandemrl.tasks.generated.synthetic import generate
 from tandemrl.training.checkpoint import CheckpointError
 

@@ -18,12 +18,12 @@ from tandemrl.data.rows import Row
 from tandemrl.distributed.world import World
 from tandemrl.evals.measures import Sample, graded
 from tandemrl.evals.protocol import grade
-from tandemrl.rewards.math import prime
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws
+from tandemrl.tasks.math import prime
 from tandemrl.tasks.rubric.judge import JudgeError, JudgePool, Messages
 from tandemrl.training import update as update_module
 from tandemrl.training.build import build

@@ -36,17 +36,17 @@ from tandemrl.rewards.functions import (
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score, TrainerState
 
 SCORERS: dict[str, str] = {
-    "math": "tandemrl.rewards.math.boxed:math",
-    "boxed": "tandemrl.rewards.math.boxed:boxed",
-    "math_verify": "tandemrl.rewards.math.boxed:math",
-    "hendrycks": "tandemrl.rewards.math.published:hendrycks",
-    "dapo": "tandemrl.rewards.math.published:dapo",
-    "dapo_boxed": "tandemrl.rewards.math.published:dapo_boxed",
-    "prime": "tandemrl.rewards.math.prime:prime",
-    "gsm8k": "tandemrl.rewards.math.answers:gsm8k",
-    "countdown": "tandemrl.rewards.math.countdown:countdown",
-    "integer": "tandemrl.rewards.math.answers:integer",
-    "exact_match": "tandemrl.rewards.math.answers:exact_match",
+    "math": "tandemrl.tasks.math.boxed:math",
+    "boxed": "tandemrl.tasks.math.boxed:boxed",
+    "math_verify": "tandemrl.tasks.math.boxed:math",
+    "hendrycks": "tandemrl.tasks.math.published:hendrycks",
+    "dapo": "tandemrl.tasks.math.published:dapo",
+    "dapo_boxed": "tandemrl.tasks.math.published:dapo_boxed",
+    "prime": "tandemrl.tasks.math.prime:prime",
+    "gsm8k": "tandemrl.tasks.gsm8k.grader:gsm8k",
+    "countdown": "tandemrl.tasks.countdown.grader:countdown",
+    "integer": "tandemrl.tasks.math.tagged:integer",
+    "exact_match": "tandemrl.tasks.math.tagged:exact_match",
     "musique": "tandemrl.tasks.qa.grader:musique",
     "code": "tandemrl.tasks.code.grader:code",
     "judge": "tandemrl.tasks.rubric.grader:judged",
@@ -59,6 +59,9 @@ def scorers() -> dict[str, str]:
     """The scorers of the library and of its tasks, each as ``module:function``."""
     return SCORERS | {name: task.grader for name, task in TASKS.items() if task.grader is not None}
 
+
+EQUALITY = "tandemrl.tasks.math.equality"
+"""The module that says whether two answers are equal."""
 
 IDEAL: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("boxed", "hendrycks", "dapo_boxed", "math", "math_verify", "prime"), (r"\boxed{", "}")),

@@ -23,11 +23,9 @@ from tandemrl.data.rows import Row
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.child import Child, cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
-from tandemrl.rewards.math.boxed import EQUIVALENT
-from tandemrl.rewards.math.equality import quick_equal
-from tandemrl.rewards.math.verify import require_math_verify
+from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
-from tandemrl.rewards.routing import Kind, begun, check_rewards, terms_of
+from tandemrl.rewards.routing import EQUALITY, Kind, begun, check_rewards, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 START_LIMIT_S = 120.0
@@ -99,7 +97,7 @@ class Scorer:
     ) -> None:
         if reward.workers is not None and reward.workers < 1:
             raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
-        require_math_verify()
+        call_by_name(f"{EQUALITY}:require_math_verify")
         self.functions = dict(functions or {})
         self.timeouts = 0
         self.failures = 0
@@ -345,8 +343,9 @@ class Scorer:
 
 def surely_equal(a: str, b: str) -> bool:
     """Whether the default grader calls two answers equal, by math-verify in a process that it kills if need be."""
-    decided = quick_equal(a, b)
-    return _voters().call([(EQUIVALENT, a, b)])[0] is True if decided is None else decided
+    quick, symbolic = (f"{EQUALITY}:{name}" for name in ("quick_equal", "equal"))
+    decided = call_by_name(quick, a, b)
+    return _voters().call([(symbolic, a, b)])[0] is True if decided is None else bool(decided)
 
 
 @cache

@@ -6,8 +6,8 @@ import pytest
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
-from tandemrl.rewards.math.answers import targets
 from tandemrl.tasks.generated.hops import ALIASES, JARGON, NAMES, RELATIONS, search, split_of, uses_jargon
+from tandemrl.tasks.math.tagged import targets
 
 
 def solve(question: str, texts: list[str]) -> tuple[str, list[str]]:

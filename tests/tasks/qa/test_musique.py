@@ -11,7 +11,7 @@ from tandemrl.data import sources
 from tandemrl.data.documents import documents_of, hops, supporting_ids
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
-from tandemrl.rewards.math.answers import targets
+from tandemrl.tasks.math.tagged import targets
 from tandemrl.tasks.qa.rows import MUSIQUE_ROWS, build_musique
 
 

@@ -31,9 +31,9 @@ from tandemrl.apps.experiments.warm_start import (
 )
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import SOLUTION, DataError, Row
-from tandemrl.rewards.math.answers import gsm8k
 from tandemrl.tasks.generated.rows import generated_rows
 from tandemrl.tasks.generated.word_problems import DEFAULT_COUNTS, MAX_TOKENS, uses_shorthand
+from tandemrl.tasks.gsm8k.grader import gsm8k
 
 MAX_PROMPT_TOKENS = 96
 ROWS = 1024

@@ -10,8 +10,8 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.documents import hops, supporting_ids
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.answers import targets
 from tandemrl.rewards.protocol import Score
+from tandemrl.tasks.math.tagged import targets
 from tandemrl.tasks.qa.answers import exact_match, f1, set_f1, with_figures
 from tandemrl.tasks.qa.transcripts import completed, retrieved_ids
 

@@ -9,7 +9,7 @@ from tandemrl.data.documents import documents_of
 from tandemrl.data.rows import Row
 from tandemrl.evals.measures import EvalError, Sample
 from tandemrl.files import write_text
-from tandemrl.rewards.math.answers import targets
+from tandemrl.tasks.math.tagged import targets
 from tandemrl.tasks.qa.answers import Judged, official_scores
 from tandemrl.tasks.qa.transcripts import completed
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.prime import prime
 from tandemrl.rewards.protocol import Deferred, Score
+from tandemrl.tasks.math.prime import prime
 from tandemrl.tasks.rubric.judge import grade_score
 
 

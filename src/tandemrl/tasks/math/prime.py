@@ -19,10 +19,10 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.boxed import settled
-from tandemrl.rewards.math.published import normalise_math
-from tandemrl.rewards.math.verify import NeedsSympy
 from tandemrl.rewards.protocol import Deferred, Lost, Score
+from tandemrl.tasks.math.boxed import settled
+from tandemrl.tasks.math.published import normalise_math
+from tandemrl.tasks.math.verify import NeedsSympy
 
 TOLERANCE = 1e-4
 MAX_CHARS = 1000

@@ -6,9 +6,9 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.prime import equal, extract_answer, normalise
 from tandemrl.rewards.routing import score_text
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.tasks.math.prime import equal, extract_answer, normalise
 
 
 def row(gold, source="numina_olympiads"):

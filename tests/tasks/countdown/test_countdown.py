@@ -8,8 +8,8 @@ import pytest
 
 from tandemrl.config import ConfigError, RewardConfig, load
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.math.countdown import ExpressionError, evaluate
 from tandemrl.rewards.routing import score_text
+from tandemrl.tasks.countdown.grader import ExpressionError, evaluate
 
 TINYZERO, COHLEM = RewardConfig(), RewardConfig(countdown="cohlem")
 OLD_TINYZERO = RewardConfig(compat="tinyzero")

@@ -4,8 +4,8 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.published import normalise_dapo, normalise_math
 from tandemrl.rewards.routing import score_text
+from tandemrl.tasks.math.published import normalise_dapo, normalise_math
 
 
 def scored(scorer, gold, text):

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tandemrl.rewards.math.notation import TEXT, clean, hidden, split, without_thousands
-from tandemrl.rewards.math.verify import (
+from tandemrl.tasks.math.notation import TEXT, clean, hidden, split, without_thousands
+from tandemrl.tasks.math.verify import (
     LETTER,
     ROUNDED,
     NeedsSympy,
@@ -22,11 +22,14 @@ from tandemrl.rewards.math.verify import (
     number,
     numbers_equal,
     relations,
+    require_math_verify,
     rounds_to,
     verified,
     with_base,
 )
-from tandemrl.rewards.math.words import is_changing, quantity
+from tandemrl.tasks.math.words import is_changing, quantity
+
+__all__ = ["equal", "identical", "quick_equal", "require_math_verify"]
 
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from tandemrl.rewards.math.notation import NUMBER_WORDS, TEXT
+from tandemrl.tasks.math.notation import NUMBER_WORDS, TEXT
 
 
 class Quantity(NamedTuple):

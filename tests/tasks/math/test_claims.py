@@ -7,8 +7,8 @@ from test_math import EQUAL
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.boxed import extract_boxed, stated_answer
 from tandemrl.rewards.routing import score_text
+from tandemrl.tasks.math.boxed import extract_boxed, stated_answer
 from tandemrl.tasks.math.rows import AMC_DROPS
 
 SCORERS = ("boxed", "math")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_claims import answered, right, value, wrong
 
-from tandemrl.rewards.math.equality import equal
-from tandemrl.rewards.math.notation import without_thousands
+from tandemrl.tasks.math.equality import equal
+from tandemrl.tasks.math.notation import without_thousands
 
 RNG_SEEDS = range(40)
 SEPARATORS = (",", ", ", "{,}", r"\,", " ", r",\!", r"\ ")

@@ -6,11 +6,11 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.boxed import boxed, extract_boxed
-from tandemrl.rewards.math.equality import quick_equal
-from tandemrl.rewards.math.verify import require_math_verify
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.routing import score_text
+from tandemrl.tasks.math.boxed import boxed, extract_boxed
+from tandemrl.tasks.math.equality import quick_equal
+from tandemrl.tasks.math.verify import require_math_verify
 
 
 def row(gold, source="math500"):

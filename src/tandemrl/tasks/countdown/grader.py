@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.math.answers import graded, tagged_answer
 from tandemrl.rewards.protocol import Score
+from tandemrl.tasks.math.tagged import graded, tagged_answer
 
 MAX_EXPRESSION_CHARS = 500
 MAX_BITS = 2000

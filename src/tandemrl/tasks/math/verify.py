@@ -8,8 +8,8 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
 
-from tandemrl.rewards.math.notation import without_thousands
 from tandemrl.rewards.protocol import GraderError
+from tandemrl.tasks.math.notation import without_thousands
 
 
 class NeedsSympy(Exception):

@@ -7,8 +7,9 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.math.answers import gsm8k_answer, has_guillemets, tagged_answer
 from tandemrl.rewards.routing import score_text
+from tandemrl.tasks.gsm8k.grader import gsm8k_answer, has_guillemets
+from tandemrl.tasks.math.tagged import tagged_answer
 
 
 def row(gold, source="openai/gsm8k"):

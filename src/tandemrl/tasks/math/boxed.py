@@ -10,10 +10,10 @@ import re
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.math.equality import equal, quick_equal
-from tandemrl.rewards.math.published import verdict
-from tandemrl.rewards.math.words import harmless
 from tandemrl.rewards.protocol import Deferred, Lost, Score
+from tandemrl.tasks.math.equality import equal, quick_equal
+from tandemrl.tasks.math.published import verdict
+from tandemrl.tasks.math.words import harmless
 
 SEARCH_CHARS = 2000
 """How much of the end of a response without a box is searched for the answer."""
