@@ -411,6 +411,9 @@ def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> 
             ConfigError, match=r"rollout\.in_flight was removed in 0\.2; leave it out: train\.async_steps=1"
         ):
             load(**source)
+    file.write_text("train: {wandb_name: 007}\n")  # as a value it could be read in two ways
+    with pytest.raises(ConfigError, match=r"train\.wandb_name was removed in 0\.2; leave it out"):
+        load(file)
 
 
 def test_a_mandatory_value_is_asked_for_until_it_is_given() -> None:

@@ -225,7 +225,13 @@ def _drop_removed(source: Any, where: str) -> None:
     """
     for key, (default, instead) in REMOVED_KEYS.items():
         parent, name = _parent(source, key)
-        if name in parent and free(parent.pop(name)) != default:
+        if name not in parent:
+            continue
+        try:
+            ignored = free(parent.pop(name)) == default
+        except ConfigError:  # it can be read in two ways: then it is not the default
+            ignored = False
+        if not ignored:
             raise ConfigError(f"{where}: {key} was removed in 0.2; leave it out: {instead}")
 
 
