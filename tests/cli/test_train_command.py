@@ -2,6 +2,8 @@
 
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +125,10 @@ def test_a_step_without_any_score_stops_and_names_the_function(tiny_pair: Path, 
 def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 90}\n{"step": 2, "time/step": 36}\n')
     more = ["train.steps=500", "--ranks", "2", "--device", "h200", "--times-of", str(tmp_path)]
-    result = run("plan", "-c", "quickstart", *more)
-    assert result.exit_code == 0, result.output
+    # in a process of its own: one that belongs to a group cannot imagine another
+    planned = [sys.executable, "-m", "tandemrl", "plan", "-c", "quickstart", *more]
+    result = subprocess.run(planned, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
     batches, _, page = result.stdout.partition("\n\n")
     assert batches.startswith("batch plan per step: 16 prompts -> ")
     assert page.startswith("plan of 2 process(es) on h200 ")

@@ -39,7 +39,7 @@ def test_a_run_asks_its_held_out_problems_and_grades_as_it_trained(tmp_path: Pat
     problems = Problems(*known_problems(str(model)))
     assert problems.prompts == ["2 + 2? Say it."]  # the page cannot ask the other
     assert problems.verdict("2 + 2? Say it.", "Answer: 4") == Verdict(True, "4", "4")
-    assert problems.verdict("2 + 2? Say it.", r"\boxed{4}") == Verdict(False, None, "4")
+    assert problems.verdict("2 + 2? Say it.", "It is 4.") == Verdict(False, None, "4")
     assert problems.verdict("2 + 2?", "Answer: 4") is None
 
     acting = [*mine, "rollout.environment=multihop"]

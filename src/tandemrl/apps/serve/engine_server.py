@@ -31,6 +31,7 @@ from tandemrl.rollout.envs.parsing import CallFormat
 from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
 from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.vllm import require_vllm
 from tandemrl.selection import Strategy
 
 PARSERS: Mapping[str, CallFormat] = {"hermes": "hermes", "llama3_json": "json"}
@@ -71,6 +72,8 @@ def serve(
         EngineError: the port is in use, or the engine does not start.
         ModelError: a model cannot be loaded.
     """
+    if config.rollout.engine == "vllm":  # before the hub is asked for models
+        require_vllm("rollout.engine=vllm")
     model, junior = config.model, config.model.junior or config.model.senior
     tokenizer = load_tokenizer(model.senior)
     endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
