@@ -170,17 +170,25 @@ def score_of(response: str) -> int:
     return sum(response.encode()) % 11
 
 
-def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def solvers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain pair that comes with the library: right often enough that rule and judge both have something to do."""
+    pair = tmp_path_factory.mktemp("solvers") / "pair"
+    tiny.build_tiny_pair(pair)
+    return pair
+
+
+def test_addon_trains_for_three_steps_with_a_judge_over_http(solvers: Path, problems: Path, tmp_path: Path) -> None:
     def judged(prompt: str, number: int) -> str | Reply:
         if number % 7 == 0:
             return Reply(503, b"busy")
         return f"Well.\nTotal Score: {score_of(prompt.partition('Answer:')[2].strip())}/10"
 
     with FakeJudge(judged, models=("rrm",)) as judge:
-        out = train(policy(tiny_pair, problems, tmp_path / "out", judge.url), quiet=True)
+        out = train(policy(solvers, problems, tmp_path / "out", judge.url), quiet=True)
         judge.models = ("another",)
         with pytest.raises(CheckpointError, match="another judge"):
-            train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "train.steps=4"), quiet=True)
+            train(policy(solvers, problems, tmp_path / "out", judge.url, "train.steps=4"), quiet=True)
     metrics, samples = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
     assert len(samples) == 3 * 16
     asked = 0
@@ -199,10 +207,10 @@ def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, pr
     assert judge.most_at_once <= 3
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert sum(line["reward/judge_asked"] for line in metrics) * 16 == pytest.approx(asked)
-    assert changed(tiny_pair / "senior", out / "hf" / "step_3")
+    assert changed(solvers / "senior", out / "hf" / "step_3")
     with FakeJudge(judged, models=("rrm",)) as moved:  # the same judge at another address may go on
         changes = ["train.steps=4", "judge.concurrency=2", "judge.timeout_s=30"]
-        train(policy(tiny_pair, problems, tmp_path / "out", moved.url, *changes), quiet=True)
+        train(policy(solvers, problems, tmp_path / "out", moved.url, *changes), quiet=True)
     assert [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
