@@ -12,7 +12,6 @@ process); ratios are taken within a round. Each part is written when it is done;
   p 0.5, K 32, a junior of the same weights), and `tandem auto N` and `solo auto N`: with drafts by the senior's first
   N layers.
 - bfloat16: tokens per CPU second of `solo` in bfloat16 and in float32.
-- update: packing, forward, backward and AdamW on 8 prompts x 8 made-up rollouts, as a share of the matmul peak.
 - sync: a weight sync, whose version and checksum are verified, and copying alone.
 - step: GRPO steps in turn with TRL's GRPOTrainer (`step_time.py`, `peers/trl.py`), solo and tandem.
 
@@ -38,7 +37,6 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import step_time
 import torch
-import update
 from _common import about, cpu_seconds, over_rounds, ratios, write_lines
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -65,9 +63,7 @@ Contestant = Callable[[list[list[int]], int], Passes | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="+", choices=["rollout", "bfloat16", "update", "sync", "step"], help="default: all"
-    )
+    parser.add_argument("--parts", nargs="+", choices=["rollout", "bfloat16", "sync", "step"], help="default: all")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-tokens", type=int, default=44)
     parser.add_argument("--layers", type=int, default=10, help="of the cut junior")
@@ -88,7 +84,6 @@ def main() -> None:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         **{f"rollout {rows}": partial(rollout, fetched.folder, rows, options) for rows in options.rows},
         "bfloat16": partial(measure_bfloat16, fetched.folder, options),
-        "update": partial(measure_update, fetched.folder, options),
         "sync": partial(measure_sync, fetched.folder, options),
         "step": partial(step, fetched.folder, options),
     }
@@ -306,34 +301,7 @@ def machine() -> dict[str, float]:
     return {"peak_flops": max(peaks), "bytes_per_s": 4 * len(much) / best(much.sum)}
 
 
-# ------------------------------------------------------------------------------------------------------ update and sync
-
-
-def measure_update(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """`update.py` on rollouts of the rollout part's size."""
-    asked = argparse.Namespace(
-        name=folder.name,
-        groups=options.completions // GROUP,
-        group_size=GROUP,
-        prompt=56,
-        shortest=56 + options.max_tokens // 2,
-        longest=56 + options.max_tokens,
-        micro_batch=2048,
-        dtype="float32",
-        compile=False,
-        rounds=options.rounds,
-    )
-    with tempfile.TemporaryDirectory() as output:
-        flags = [f"--group-size={GROUP}", f"--completions={options.completions}"]
-        run = step_time.prepare(folder, step_time.parser().parse_args(flags), output)
-        line = update.measure(run, asked)
-    peak = machine()["peak_flops"]
-    names = ("sequences", "tokens", "response_tokens", "micro_batch", "gflop", "median_cpu_s")
-    return {name: line[name] for name in names} | {
-        "rounds": options.rounds,
-        "peak_gflops": round(peak / 1e9, 1),
-        "mfu_cpu": round(1e9 * line["gflop"] / line["median_cpu_s"] / peak, 3),
-    }
+# ----------------------------------------------------------------------------------------------------------------- sync
 
 
 def measure_sync(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

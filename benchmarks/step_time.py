@@ -112,7 +112,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         wait = wait_for_turn if options.turns else lambda: None
         with Stopwatch(folder, run.setup.config, wait) as tracker, run.setup.scorer:
-            loop(run, tracker, ())
+            loop(run, tracker)
         train_s = time.perf_counter() - start
 
     steps = tracker.steps
