@@ -86,7 +86,7 @@ def test_the_ends_of_a_pair_are_those_of_both(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.parametrize(("mode", "drafts"), [("lazy", 0), ("draft", 4)])
 def test_so_it_does_on_vllm(tmp_path, mode, drafts):
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs the vllm extra")
     folder = save_pair(tmp_path, "list")
     own = VllmConfig(multiprocess=True, kv_cache_gb=0.25, enforce_eager=True, mode=mode)
     config = RolloutConfig(engine="vllm", draft_tokens=drafts, vllm=own)
@@ -101,7 +101,7 @@ def test_so_it_does_on_vllm(tmp_path, mode, drafts):
 
 @pytest.mark.vllm
 def test_whole_words_end_so_where_each_model_has_a_vllm_engine(tmp_path):
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs the vllm extra")
     folder = save_pair(tmp_path, "number")
     config = RolloutConfig(engine="vllm", vllm=VllmConfig(kv_cache_gb=0.05, enforce_eager=True))
     senior, junior = (ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior"))

@@ -80,7 +80,7 @@ def test_refusals_name_what_is_wrong(pair, options, says):
 
 @pytest.mark.vllm
 def test_vllm_writes_what_torch_does(pair):
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs the vllm extra")
     own = RolloutConfig(vllm=VllmConfig(multiprocess=True, kv_cache_gb=0.25, enforce_eager=True))
     options = dict(strategy=bernoulli(0.5), n=4, seed=1, max_tokens=8)
     torch = tandemrl.generate(*pair, of_all_kinds(), **options)

@@ -13,7 +13,7 @@ from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import DataError, Row, object_of
 from tandemrl.rewards.functions import Term
 from tandemrl.rewards.protocol import GraderError, Score
-from tandemrl.rewards.routing import IDEAL
+from tandemrl.rewards.routing import ideal_texts
 from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rewards.services import code_scorer, judges
 
@@ -110,9 +110,7 @@ def own_answers(config: Config, rows: Iterable[Row]) -> dict[str, str]:
 
 def _own_answer(scorer: Scorer, row: Row) -> str:
     def to_try(term: Term) -> list[Response]:
-        plain = row.ground_truth and isinstance(row.raw_ground_truth, str | int | float | None)
-        forms = [("", ""), *IDEAL.values()] if term.own else [IDEAL[term.name]] if plain and term.name in IDEAL else []
-        return [Response.of(text) for text in dict.fromkeys(row.ground_truth.join(form) for form in forms)]
+        return [Response.of(text) for text in ideal_texts(term, row)] if term.own or row.ground_truth else []
 
     try:
         terms = {term.name: term for term in scorer.terms_of(row)}

@@ -163,6 +163,15 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
     )
 
 
+def ideal_texts(term: Term, row: Row) -> list[str]:
+    """The responses with the ground truth of a row that a reward is tried on: in the form that a scorer of the library
+    reads, in all of them for one of the user's. None if right answers are no ground truths, as with tests of a
+    program."""
+    plain = isinstance(row.raw_ground_truth, str | int | float | None)
+    forms = [("", ""), *IDEAL.values()] if term.own else [IDEAL[term.name]] if plain and term.name in IDEAL else []
+    return [*dict.fromkeys(row.ground_truth.join(form) for form in forms)]
+
+
 def check_rewards(
     kinds: Iterable[Kind],
     options: RewardConfig,

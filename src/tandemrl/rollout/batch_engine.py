@@ -174,7 +174,7 @@ class BatchCall(OpenCall[Row]):
             if not live and row.number in self._inside:
                 self._inside.remove(row.number)
                 if row.number not in self._awaited:
-                    if row.kept:
+                    if row.kept and row.request.session is not None:
                         self.engine.sessions.keep(row.request, batch.text(row), row.kept)
                     row.over, row.kept = True, {}
                     self._over.append(row)

@@ -22,6 +22,7 @@ from tandemrl.models.sharded_loading import load_sharded, meta_model
 from tandemrl.models.trainable import load_policy, load_value_model, make_optimizer, self_paired
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.services import code_scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -32,7 +33,6 @@ from tandemrl.rollout.fleet.shared import SharedFleet
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
-from tandemrl.tasks.code.grader import code_scorer
 from tandemrl.tasks.rubric.in_process import make_judge
 from tandemrl.tasks.rubric.judge import JudgePool
 from tandemrl.training.arguments import StrategyFunction, facts_of, resolve_arguments, strategy_at

@@ -533,9 +533,8 @@ def _tried(scorer: Scorer, row: Row, forms: Sequence[Response], state: TrainerSt
     def to_try(term: Term) -> Sequence[Response]:
         if term.own:
             return forms if thorough or term.group is not None else forms[:1]
-        around = routing.IDEAL.get(term.name, ("", ""))
-        known = thorough and any(around) and isinstance(row.raw_ground_truth, str | int | float | None)
-        return [form for form in forms if known and form.text == row.ground_truth.join(around)]
+        known = routing.ideal_texts(term, row) if thorough else []
+        return [form for form in forms if form.text in known]
 
     said, doubt, terms = [], False, {term.name: term for term in scorer.terms_of(row)}
     for name, scores in scorer.tried(row, to_try, state).items():

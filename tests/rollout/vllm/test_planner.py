@@ -219,7 +219,7 @@ def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> No
     not its own, and a row's authors go on from turn to turn."""
     blocks = 48
     planner = Planner(
-        budget=9, block_size=BLOCK, num_blocks=blocks, prefix_caching=caching, mode=mode, record=True, capacity=2,
+        budget=9, block_size=BLOCK, num_blocks=blocks, mode=mode, record=True, capacity=2,
         drafts=Drafts(None, Pair(Size(12, 57_000_000), Size(4, 5_000_000), VLLM_CPU)),
     )  # fmt: skip
     simulation = Simulation(seed, planner, blocks, caching=caching)

@@ -24,10 +24,9 @@ class KVState:
         capacity: for how many requests there is room at first.
         block_size: tokens in a block of the KV cache.
         num_blocks: blocks in the KV cache.
-        prefix_caching: whether vLLM caches prefixes. If not, nobody need know which blocks are filled.
     """
 
-    def __init__(self, capacity: int, *, block_size: int, num_blocks: int, prefix_caching: bool) -> None:
+    def __init__(self, capacity: int, *, block_size: int, num_blocks: int) -> None:
         one, two = (capacity,), (2, capacity)
         self.prompt = np.zeros(one, np.int64)
         """How many tokens the prompt has."""
@@ -56,13 +55,12 @@ class KVState:
         """By author: whether it may write in the request."""
         self.reads = np.zeros(two, bool)
         """By author: whether it computes the prompt, to write or to draft."""
-        """Whether the tokens of the request may be drafted."""
         self._by_slot = list(vars(self))
         self.blocks: list[list[int]] = [[] for _ in range(capacity)]
         """The block ids of each slot."""
         self.filled = np.zeros((2, num_blocks), dtype=bool)
         """By author and block id: whether this model has filled the block."""
-        self.block_size, self.prefix_caching = block_size, prefix_caching
+        self.block_size = block_size
 
     def grow(self) -> None:
         """Double the number of slots."""
@@ -111,17 +109,16 @@ class KVState:
         size = self.block_size
         self.changed[:, slots[[i for i, _ in allocated]]] = True
         replaced = {i for i, _ in allocated if first[i] or i in resumed}
-        if self.prefix_caching:
-            # Before any hit is looked at: a request can hit a block that another one was given in this very step.
-            fresh = [b for i, new in allocated for b in (new[start[i] // size :] if i in replaced else new)]
-            self.filled[:, fresh] = False
+        # Before any hit is looked at: a request can hit a block that another one was given in this very step.
+        fresh = [b for i, new in allocated for b in (new[start[i] // size :] if i in replaced else new)]
+        self.filled[:, fresh] = False
         for i, new in allocated:
             slot = int(slots[i])
             if i in replaced:
                 self._reallocate(slot, new, start[i] // size)
             else:
                 self.blocks[slot] += new
-            if self.prefix_caching and (first[i] or count[i] > 1):
+            if first[i] or count[i] > 1:
                 # What this step computes counts for the rows behind it: they come later in a pass, or in a later one.
                 full = self.blocks[slot][: (start[i] + count[i]) // size]
                 for who in (JUNIOR, SENIOR):
@@ -140,8 +137,6 @@ class KVState:
 
     def fill(self, who: int, slots: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
         """Remember which blocks a model has filled by computing the tokens from ``start`` to ``end`` of each slot."""
-        if not self.prefix_caching:
-            return
         full: list[int] = []
         old, new = start // self.block_size, end // self.block_size
         crossed = (new > old).nonzero()[0]

@@ -97,7 +97,6 @@ class Planner:
         budget: how many tokens one forward pass can take. A longer catch-up is split.
         block_size: tokens in a block of the KV cache.
         num_blocks: blocks in the KV cache.
-        prefix_caching: whether vLLM caches prefixes. If not, the planner need not remember which blocks are filled.
         mode: which model computes which tokens (see the module).
         drafts: chooses how far the junior drafts, in the modes in which it drafts.
         record: whether to record the authors of every request by its key (``recorded``), for tests.
@@ -110,7 +109,6 @@ class Planner:
         budget: int,
         block_size: int,
         num_blocks: int,
-        prefix_caching: bool = True,
         mode: SchedulingMode = "lazy",
         drafts: Drafts = NO_DRAFTS,
         record: bool = False,
@@ -120,7 +118,7 @@ class Planner:
         self.chooser = DraftChooser(drafts)
         self.drafting = np.empty(0, np.int64)
         """The rows of the planned step whose tokens are to be drafted. No pass of ``schedule`` contains them."""
-        self.state = KVState(capacity, block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
+        self.state = KVState(capacity, block_size=block_size, num_blocks=num_blocks)
         self.slots: dict[str, int] = {}
         self.stats = Stats()
         self.recorded: dict[int, list[int]] | None = {} if record else None

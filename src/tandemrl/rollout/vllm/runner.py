@@ -171,7 +171,6 @@ class TandemModelRunner:
             budget=config.scheduler_config.max_num_batched_tokens,
             block_size=block_size,
             num_blocks=kv_cache_config.num_blocks,
-            prefix_caching=config.cache_config.enable_prefix_caching,
             record=self.options.record,
             capacity=config.scheduler_config.max_num_seqs,
         )
