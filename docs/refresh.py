@@ -50,13 +50,15 @@ def headline(name: str) -> str:
     """A row per arm with 95 % intervals, and what made the file: command, commit, date, what the numbers are over."""
     content = content_of(name)
     asked, revisions = content["experiment"], content["evaluated_by"]
-    seeds = sorted({row["seed"] for row in content["rows"]})
+    seeds = {row["seed"] for row in content["rows"]}
     named = " and ".join(f"`{each['git_revision'][:7]}`" for each in revisions)
     [setting] = read_results(DOCS / name)
+    table = headline_table(setting.arms, (SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE))
+    for old, new in {"KL-regularised GRPO": "GRPO, KL", "tandem GRPO": "tandem"}.items():  # titles when it was run
+        table = table.replace(f"| {old} |", f"| {new} |")
     return (
-        headline_table(setting.arms, (SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE))
-        + f"\n`{content['command']}` at commit{'s' if len(revisions) > 1 else ''} {named}, {content['date']}; "
-        f"means over seeds {', '.join(map(str, seeds))}, with 95 % intervals; {asked['problems']} held-out problems × "
+        f"{table}\n`{content['command']}` at commit{'s' if len(revisions) > 1 else ''} {named}, {content['date']}; "
+        f"means over {len(seeds)} seeds, with 95 % intervals; {asked['problems']} held-out problems × "
         f"{asked['samples']} samples: [{name}](docs/{name}).\n"
     )
 
@@ -70,7 +72,7 @@ def smollm2_sentence() -> str:
     )
     return (
         "[SmolLM2-135M](docs/howto/pretrained.md) after 12 steps, 3 seeds: "
-        f"solo pass@1 from {before} to {grpo} by GRPO, {tandem} by\ntandem GRPO with its copy; "
+        f"solo pass@1 from {before} to {grpo} by GRPO, {tandem} by\ntandem beside its copy; "
         "**no gain in handoff is shown** ([intervals](docs/results.md#a-pretrained-model))."
     )
 
