@@ -83,7 +83,8 @@ def over_seeds(
 
 
 def of_arm(content: Mapping[str, Any], title: str, measure: str) -> list[float]:
-    names = {arm["title"]: arm["name"] for arm in content["experiment"]["arms"]} | {"before training": "base"}
+    names = {arm["title"]: arm["name"] for arm in content["experiment"]["arms"]}
+    names |= {"before training": "base", "GRPO, KL": "kl", "tandem": "tandem"}  # the last two are titles of today
     rows = [row for row in content["rows"] if row["arm"] == names[title]]
     return [row[measure] for row in sorted(rows, key=lambda row: row["seed"])]
 
