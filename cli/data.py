@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandemrl.catalogue import TASKS, Task
+from tandemrl.config.catalogue import TASKS, Task
 
 app = typer.Typer(help="Look at data, build data sets.", no_args_is_help=True)
 

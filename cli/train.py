@@ -43,7 +43,7 @@ def train(
         typer.echo(f"{to_yaml(resolved) if verbose else _changed(resolved)}\n{batch_plan(resolved)}\n")
         _check(resolved, resume, accepted, stated)
         return
-    from tandemrl.distributed.world import destroy_world, launched, rank
+    from tandemrl.processes.world import destroy_world, launched, rank
     from tandemrl.training import loop as training
     from tandemrl.training.faults import Stopped
 
@@ -139,7 +139,7 @@ def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Col
 
     from tandemrl.cli.errors import is_users, one_line
     from tandemrl.cli.lines import echo
-    from tandemrl.distributed.world import launched
+    from tandemrl.processes.world import launched
     from tandemrl.training import checkpoint
     from tandemrl.training.function_records import with_records
     from tandemrl.training.preflight import Doubt, NotHereError, Preflight

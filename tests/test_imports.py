@@ -14,10 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = """
-catalogue files selection
+files selection
 config
-data distributed
-types processes
+data processes
+types
 losses models rewards
 rollout
 evals
@@ -154,7 +154,7 @@ def test_only_the_workers_import_ray_and_only_when_they_start() -> None:
 def test_the_command_line_imports_heavy_things_inside_commands(name: str) -> None:
     for other in imported(MODULES[name], top_level_only=True):
         light = other.startswith("tandemrl.cli") or other in (
-            "tandemrl.catalogue",
+            "tandemrl.config.catalogue",
             "tandemrl.files",
             "tandemrl.apps.experiments.arms",
         )

@@ -398,7 +398,7 @@ def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path)
 
 
 def test_data_build_lists_its_sets_and_refuses_what_is_not_of_one(tmp_path: Path) -> None:
-    from tandemrl.catalogue import TASKS
+    from tandemrl.config.catalogue import TASKS
 
     lines = CliRunner().invoke(app, ["data", "build", "--help"], terminal_width=80).output.splitlines()
     assert {line.split()[0] for line in lines[lines.index("  NAME:") + 1 :]} == {

@@ -12,11 +12,11 @@ from helpers import VOCABULARY, qwen3
 from processes import run
 from runs import metrics
 from tandemrl.config import ParallelConfig, load
-from tandemrl.distributed.world import World, init_world
 from tandemrl.losses import adapt_kl_coef, value_loss
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
 from tandemrl.models.sharding import shard
+from tandemrl.processes.world import World, init_world
 from tandemrl.training.loop import train
 
 LENGTHS = [9, 5, 12, 3]

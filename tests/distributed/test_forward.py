@@ -17,7 +17,6 @@ from helpers import _build, _common, with_head_bias
 from processes import run
 from tandemrl.config import ParallelConfig
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.distributed.world import World, init_world
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_logprobs
@@ -25,6 +24,7 @@ from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
 from tandemrl.models.sharding import clip_gradients, full_parameters, shard
+from tandemrl.processes.world import World, init_world
 from tandemrl.training.gates import self_difference
 from tandemrl.types import Batch, Rollout
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _world
 
-import tandemrl.distributed.world
+import tandemrl.processes.world
 from processes import run
 from tandemrl.config import Config, ParallelConfig, load
-from tandemrl.distributed.watchdog import EXIT_CODE, WATCHDOG
-from tandemrl.distributed.world import init_world
+from tandemrl.processes.watchdog import EXIT_CODE, WATCHDOG
+from tandemrl.processes.world import init_world
 from test_restarts import overrides
 
 LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
@@ -40,7 +40,7 @@ def train(config: Config, function: str, call: int, stopped: Path, collectives_s
         stopped: is written then; collectives_s: their time-out; None = ``parallel.timeout_s``.
     """
     if collectives_s is not None:
-        tandemrl.distributed.world.timedelta = lambda seconds: timedelta(seconds=collectives_s)
+        tandemrl.processes.world.timedelta = lambda seconds: timedelta(seconds=collectives_s)
     module, _, name = function.rpartition(".")
     try:
         owner: Any = importlib.import_module(module)

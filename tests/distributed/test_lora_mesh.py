@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from helpers import prepared, prompts, qwen3, tokenizer
 from processes import run
 from tandemrl.config import LoraConfig, ParallelConfig
-from tandemrl.distributed.world import World, init_world
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.lora import adapter_free, attach, merged_parameters
 from tandemrl.models.sharding import shard
+from tandemrl.processes.world import World, init_world
 from tandemrl.training.checkpoint.export import export_hf
 
 MESHES = [ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2), ParallelConfig(sp=2), ParallelConfig(tp=2)]

@@ -21,7 +21,6 @@ from tandemrl.apps.planning.rehearsal import (
     rehearse,
 )
 from tandemrl.config import Config, load
-from tandemrl.distributed.world import imagined_world, init_world
 from tandemrl.models.critic import load_critic, packed_values, token_values
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.head import ForwardOptions
@@ -29,6 +28,7 @@ from tandemrl.models.loading import load_model
 from tandemrl.models.lora import attach
 from tandemrl.models.sharding import shard
 from tandemrl.models.trainable import checkpoint_gradients, make_optimizer
+from tandemrl.processes.world import imagined_world, init_world
 
 VOCABULARY = 301  # not a multiple of anything: parts are uneven
 SHAPE = dict(

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from helpers import qwen3, tokenizer
 from processes import run
 from tandemrl.config import Config, ParallelConfig
-from tandemrl.distributed.world import World, destroy_world, init_world
 from tandemrl.models.sharding import full_parameters, parameter_groups, shard
+from tandemrl.processes.world import World, destroy_world, init_world
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.checkpoint import storage as checkpoint
 from tandemrl.training.checkpoint.export import export_hf

@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from helpers import _build, _common, prompts, qwen3
 from processes import run, status
 from tandemrl.config import LoraConfig, ParallelConfig
-from tandemrl.distributed.world import World, init_world
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values
@@ -23,6 +22,7 @@ from tandemrl.models.loading import load_model
 from tandemrl.models.lora import attach
 from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic
 from tandemrl.models.sharding import shard
+from tandemrl.processes.world import World, init_world
 
 PLAIN = dict(compute=torch.float32)
 ADAPTERS = Adapters(LoraConfig(rank=3, alpha=6.0), 5)

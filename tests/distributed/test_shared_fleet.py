@@ -16,7 +16,7 @@ from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strat
 from local_workers import LocalWorkers
 from processes import run
 from tandemrl.config import ParallelConfig
-from tandemrl.distributed.world import World, init_world
+from tandemrl.processes.world import World, init_world
 from tandemrl.rollout.engine import Completion, Engine, EngineError, Request, Sampling
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
 from tandemrl.rollout.fleet.shared import SharedFleet

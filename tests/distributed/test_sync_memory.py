@@ -11,9 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from helpers import tokenizer
 from processes import run, status
 from tandemrl.config import ParallelConfig
-from tandemrl.distributed.world import init_world
 from tandemrl.models.loading import prepare
 from tandemrl.models.sharding import shard
+from tandemrl.processes.world import init_world
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 

@@ -16,9 +16,9 @@ from fake_judge import FakeJudge
 from helpers import prepared, qwen3, tokenizer
 from tandemrl.config import JudgeConfig, ParallelConfig, RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.distributed import world as parallel
-from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, StallTimer, Watchdog
 from tandemrl.processes import http as http_client
+from tandemrl.processes import world as parallel
+from tandemrl.processes.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, StallTimer, Watchdog
 from tandemrl.rewards import scoring
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
@@ -75,7 +75,7 @@ def test_a_process_that_was_stopped_itself_may_go_on() -> None:
 
 HANGS = """
 import threading, time
-from tandemrl.distributed import watchdog
+from tandemrl.processes import watchdog
 
 watchdog.GRACE_S = watchdog.POLL_S = 0.05
 watchdog.WATCHDOG.begin(0.2, "process 1 of 2")

@@ -9,7 +9,7 @@ import pytest
 from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import Row
-from tandemrl.distributed.world import World
+from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import GraderError, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer

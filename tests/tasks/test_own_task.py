@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tandemrl.catalogue import TASKS, Task
 from tandemrl.cli.main import app
+from tandemrl.config.catalogue import TASKS, Task
 
 ROWS = """
 from tandemrl.data.parquet import write_splits

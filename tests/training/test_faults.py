@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from runs import assert_same_run, config, metrics
-from tandemrl.distributed.world import World
+from tandemrl.processes.world import World
 from tandemrl.rollout.engine import EngineError
 from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import (

@@ -24,11 +24,11 @@ from real_model import smollm2
 from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weights
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.distributed.world import World
 from tandemrl.evals import EvalResult
 from tandemrl.losses import RECIPES
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
+from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Draws, EngineError

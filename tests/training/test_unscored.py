@@ -15,9 +15,9 @@ import pytest
 
 from tandemrl.config import JudgeConfig, RewardConfig, load
 from tandemrl.data.rows import Row
-from tandemrl.distributed.world import World
 from tandemrl.evals.measures import Sample, graded
 from tandemrl.evals.protocol import grade
+from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tandemrl.catalogue import TASKS
+from tandemrl.config.catalogue import TASKS
 from tandemrl.data.messages import MEDIA
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines

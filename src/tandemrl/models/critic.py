@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.distributed.world import WHOLE, Shards
 from tandemrl.models.attention import Layout, ModelError
 from tandemrl.models.forward import channel_of, part_of, prefix_states, with_gathered_parameters
 from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import UNREADABLE, check_folder, no_progress_bars, prepare, refusal, resolve_device
+from tandemrl.processes.world import WHOLE, Shards
 from tandemrl.types import Batch
 
 

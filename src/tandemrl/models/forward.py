@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tandemrl.distributed.world import WHOLE, Shards
 from tandemrl.models.attention import Layout, PackedLayout, SharedSum, UlyssesLayout, share_contexts
 from tandemrl.models.head import PLAIN, WORD_END, ForwardOptions, HeadSettings, linear_logprobs
+from tandemrl.processes.world import WHOLE, Shards
 from tandemrl.types import Batch
 
 

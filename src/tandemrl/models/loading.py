@@ -28,11 +28,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.distributed.watchdog import stamp
 from tandemrl.files import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.weight_files import stored_shapes
+from tandemrl.processes.watchdog import stamp
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")

@@ -30,13 +30,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from tandemrl.config import LoraConfig
-from tandemrl.distributed.watchdog import stamp
-from tandemrl.distributed.world import World
 from tandemrl.models.critic import load_critic, packed_values, value_head, without_dropout
 from tandemrl.models.loading import check_folder, load_model, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
 from tandemrl.models.weight_files import is_converted, stored_names
+from tandemrl.processes.watchdog import stamp
+from tandemrl.processes.world import World
 
 
 class Adapters(NamedTuple):

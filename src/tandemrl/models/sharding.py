@@ -32,10 +32,10 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from tandemrl.distributed.watchdog import stamp
-from tandemrl.distributed.world import World
 from tandemrl.models.attention import ModelError
 from tandemrl.models.forward import hidden_states, packed_logits, packed_logprobs
+from tandemrl.processes.watchdog import stamp
+from tandemrl.processes.world import World
 
 # ------------------------------------------------------------------------------------------------------------- sharding
 

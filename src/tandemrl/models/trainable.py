@@ -6,12 +6,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, ModelConfig, TrainConfig
-from tandemrl.distributed.world import World
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.critic import load_critic
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic
 from tandemrl.models.sharding import parameter_groups
+from tandemrl.processes.world import World
 
 
 def load_policy(model: ModelConfig, world: World, *, seed: int, offload: bool = False) -> PreTrainedModel:

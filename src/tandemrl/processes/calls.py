@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Child
+from tandemrl.processes.watchdog import stamp
 
 START_LIMIT_S = 600.0
 """How long a process may take to start, in which it may load an index or a model."""

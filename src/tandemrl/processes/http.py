@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tandemrl.distributed.watchdog import WATCHDOG, stamp
+from tandemrl.processes.watchdog import WATCHDOG, stamp
 
 RETRYABLE = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from tandemrl.catalogue import TASKS
 from tandemrl.config import ConfigError, RewardConfig
+from tandemrl.config.catalogue import TASKS
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.names import function_named
@@ -52,7 +52,7 @@ SCORERS: dict[str, str] = {
     "judge": "tandemrl.tasks.rubric.grader:judged",
     "grade": "tandemrl.tasks.rubric.grader:graded",
 }
-"""The library's scorers by name, each as ``module:function``; `scorers` has those of `catalogue`, too."""
+"""The library's scorers by name, each as ``module:function``; `scorers` has those of `config.catalogue`, too."""
 
 
 def scorers() -> dict[str, str]:

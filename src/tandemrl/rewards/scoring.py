@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
-from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.child import Child, cores
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState

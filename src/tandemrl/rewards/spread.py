@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 from tandemrl.config import RewardConfig
-from tandemrl.distributed.world import World
+from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import Item, Judges, TrainerState
 from tandemrl.rewards.scoring import Graded, Scorer
 

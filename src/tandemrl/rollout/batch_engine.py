@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tandemrl.distributed.watchdog import stamp
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row

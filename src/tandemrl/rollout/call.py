@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from tandemrl.distributed.watchdog import stamp
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.engine import Completion, Reply, Request, Responder, Turn
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
 from tandemrl.rollout.partner import Ask, Ended, Span

@@ -7,7 +7,7 @@ weights, so it does not matter which process wrote it.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tandemrl.distributed.world import World
+from tandemrl.processes.world import World
 from tandemrl.rollout.engine import Completion, Engine, EngineAround, Passes, Request, Responder
 
 

@@ -1,4 +1,4 @@
 """What a problem is and what a right answer is: a folder for each family, with its rows and its grader or judge.
 
-The rest knows them by ``module:name`` (``catalogue``, ``rewards.routing.SCORERS``).
+The rest knows them by ``module:name`` (``config.catalogue``, ``rewards.routing.SCORERS``).
 """

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
-from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import swapped_weights, trained_parts
+from tandemrl.processes.watchdog import WATCHDOG
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.rollout.fleet.engine import FleetEngine

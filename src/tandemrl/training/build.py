@@ -12,7 +12,6 @@ from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import LoraConfig
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
-from tandemrl.distributed.world import World
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers
@@ -20,6 +19,7 @@ from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
 from tandemrl.models.sharded_loading import load_sharded, meta_model
 from tandemrl.models.trainable import load_policy, load_value_model, make_optimizer, self_paired
+from tandemrl.processes.world import World
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tandemrl.distributed.world import World
+from tandemrl.processes.world import World
 from tandemrl.training import checkpoint
 from tandemrl.training.gates import TrainError
 from tandemrl.training.profiling import Clock

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.rows import Prompt
-from tandemrl.distributed.world import World
 from tandemrl.models.attention import PackedLayout
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import kept_tokens
+from tandemrl.processes.world import World
 from tandemrl.rollout.engine import Draws
 from tandemrl.selection import Strategy
 

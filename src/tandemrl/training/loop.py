@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 from tandemrl.config import Config, batch_plan
-from tandemrl.distributed.watchdog import WATCHDOG
-from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device, use_deterministic_kernels
+from tandemrl.processes.watchdog import WATCHDOG
+from tandemrl.processes.world import init_world
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.factory import EngineFactory

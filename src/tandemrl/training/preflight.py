@@ -21,8 +21,6 @@ from tandemrl.config.fields import is_own
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Prompt, Row
-from tandemrl.distributed.watchdog import stamp
-from tandemrl.distributed.world import axes_of
 from tandemrl.evals import EvalError, profile_of, sampling_for
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
@@ -30,6 +28,8 @@ from tandemrl.losses import Recipe
 from tandemrl.models.loading import check_positions, resolve_device, stored_eos_token_ids, visible_tokens
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import import_object
+from tandemrl.processes.watchdog import stamp
+from tandemrl.processes.world import axes_of
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.protocol import NO_SCORE, Score, TrainerState

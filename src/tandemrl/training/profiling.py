@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, profile, record_function
 
-from tandemrl.distributed.watchdog import stamp
+from tandemrl.processes.watchdog import stamp
 from tandemrl.types import Metrics
 
 TRACED_CALLS = 32

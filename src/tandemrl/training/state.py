@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.config import Config
 from tandemrl.data.rows import Prompt
 from tandemrl.data.sampler import Sampler
-from tandemrl.distributed.watchdog import stamp
-from tandemrl.distributed.world import World
 from tandemrl.losses import Coefficients, Recipe
 from tandemrl.models.critic import token_values
 from tandemrl.models.forward import Scores, token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
+from tandemrl.processes.watchdog import stamp
+from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling

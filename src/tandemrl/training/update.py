@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tandemrl.config import TrainConfig
-from tandemrl.distributed.world import World
 from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, value_loss, with_word_ends
 from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
+from tandemrl.processes.world import World
 from tandemrl.training.experience import MiniBatch, MiniBatches, weights_of
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
 from tandemrl.training.profiling import Clock

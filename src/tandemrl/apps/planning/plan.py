@@ -17,9 +17,9 @@ from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, rehearse, rehearse_prefill
 from tandemrl.config import Config, ConfigError, ParallelConfig
 from tandemrl.config.compatibility import Facts, check
-from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
 from tandemrl.models.trainable import self_paired
+from tandemrl.processes.world import World, imagined_world
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
 from tandemrl.training.arguments import named_recipe, resolve_recipe

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from tandemrl.apps.planning.architectures import with_layers
 from tandemrl.apps.planning.ledger import Ledger, storage_bytes
 from tandemrl.config import Config
-from tandemrl.distributed.world import World
 from tandemrl.models.attention import ATTENTION
 from tandemrl.models.batching import pack
 from tandemrl.models.critic import packed_values, without_dropout
@@ -33,6 +32,7 @@ from tandemrl.models.head import ForwardOptions
 from tandemrl.models.lora import attach, dropping
 from tandemrl.models.sharding import layers_of, shard
 from tandemrl.models.trainable import checkpoint_gradients, make_optimizer
+from tandemrl.processes.world import World
 from tandemrl.rollout.kv_cache import prefill
 from tandemrl.types import Author, Batch, Rollout
 

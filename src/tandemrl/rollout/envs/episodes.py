@@ -17,10 +17,10 @@ from tandemrl.config import Config, ConfigError, DataConfig, RolloutConfig
 from tandemrl.data.messages import Message, Transcript, sound
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
-from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rewards.calls import MEASURED, OF_K
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State

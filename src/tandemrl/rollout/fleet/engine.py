@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandemrl.distributed.watchdog import stamp
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.engine import (
     Completion,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandemrl.distributed.world import World
+from tandemrl.processes.world import World
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Responder
 from tandemrl.rollout.fleet.engine import COUNTED, FleetEngine
 from tandemrl.selection import Who

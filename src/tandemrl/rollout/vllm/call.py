@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import exceptions
 
-from tandemrl.distributed.watchdog import stamp
+from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
 from tandemrl.rollout.open_call import CallEngine, OpenCall

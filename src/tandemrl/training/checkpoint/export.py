@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tandemrl.distributed.world import World
 from tandemrl.files import NEW, write_directory
 from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
+from tandemrl.processes.world import World
 from tandemrl.training.checkpoint.card import CARD
 from tandemrl.training.checkpoint.manifest import CheckpointError
 from tandemrl.training.checkpoint.storage import in_every_process, size_in_bytes, write_failure

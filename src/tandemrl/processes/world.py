@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandemrl.config import ConfigError, ParallelConfig
-from tandemrl.distributed.watchdog import WATCHDOG, stamp
+from tandemrl.processes.watchdog import WATCHDOG, stamp
 
 
 class Shards(NamedTuple):
