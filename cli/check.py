@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 
 MODULES = {"PyYAML": "yaml", "PyStemmer": "Stemmer"}
 """The module of a package, where it has another name."""

@@ -69,7 +69,7 @@ def serve(
 ) -> None:
     """Serve an index for retrieval.url. POST /search with query and top_n, as rlvr's service for Wikipedia."""
     from tandemrl.config import ConfigError
-    from tandemrl.files import pip_install
+    from tandemrl.config.hints import pip_install
 
     try:
         from tandemrl.apps.serve import corpus

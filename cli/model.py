@@ -117,7 +117,7 @@ def _shown(what: str, out: Path) -> "Iterator[Progress]":
     from tandemrl.apps.experiments.warm_start import note_of
     from tandemrl.cli.heartbeat import progress_bars
     from tandemrl.config import ConfigError
-    from tandemrl.files import no_folder
+    from tandemrl.config.hints import no_folder
 
     if reason := no_folder(out):
         raise ConfigError(f"--out {out}: {reason}")

@@ -31,7 +31,7 @@ def play(
 ) -> None:
     """Write with senior and junior in the browser."""
     from tandemrl.config import ConfigError
-    from tandemrl.files import pip_install
+    from tandemrl.config.hints import pip_install
 
     try:
         import uvicorn

@@ -61,8 +61,8 @@ def serve(
     from dataclasses import replace
 
     from tandemrl.config import ConfigError, SelectionConfig, load
+    from tandemrl.config.hints import pip_install
     from tandemrl.data.templates import arguments_of
-    from tandemrl.files import pip_install
 
     engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
     of_vllm = {"mode": mode, "junior_quantization": junior_quantization}

@@ -14,14 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = """
-files selection
-config
+config files selection
 data processes
-types
-losses models rewards
+rewards types
+losses models
 rollout
-evals
-tasks
+evals tasks
 training
 apps.asgi
 apps.report apps.planning apps.score apps.serve
@@ -155,7 +153,7 @@ def test_the_command_line_imports_heavy_things_inside_commands(name: str) -> Non
     for other in imported(MODULES[name], top_level_only=True):
         light = other.startswith("tandemrl.cli") or other in (
             "tandemrl.config.catalogue",
-            "tandemrl.files",
+            "tandemrl.config.hints",
             "tandemrl.apps.experiments.arms",
         )
         assert other.split(".")[0] in {*sys.stdlib_module_names, "typer"} or light, other

@@ -1,11 +1,10 @@
 """Atomic writes: a file or directory appears under its name only when all of its content is on disk.
 
 It is written under a hidden name in the same directory, synced, then renamed. What a killed process leaves behind is
-hidden; readers ignore it and ``recover`` tidies up. The module also suggests which file a missing path was meant to be
-(``hint``) and says which versions of the code wrote a result (``versions``). It does not import torch.
+hidden; readers ignore it and ``recover`` tidies up. The module also says which versions of the code wrote a result
+(``versions``). It does not import torch.
 """
 
-import difflib
 import json
 import os
 import platform
@@ -206,43 +205,6 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def hint(path: str | Path) -> str:
-    """The text "; did you mean PATH?" if an existing path is close to the missing ``path``, else an empty text.
-
-    A path is close if it exists and differs only in the first part that is missing, whose name must be similar.
-
-    Examples:
-        >>> hint("no/such/place/at/all")
-        ''
-    """
-    missing = Path(path).expanduser()
-    here = next(parent for parent in (missing, *missing.parents) if parent.exists() or not parent.name)
-    name, *rest = missing.relative_to(here).parts or ("",)
-    try:
-        names = [entry.name for entry in here.iterdir()]
-    except OSError:
-        return ""
-    for close in difflib.get_close_matches(name, names, n=3):
-        if (candidate := here.joinpath(close, *rest)).exists():
-            return f"; did you mean {candidate}?"
-    return ""
-
-
-def no_folder(path: str | Path) -> str:
-    """Why no folder can be written at a path, and the fix; an empty text if one can."""
-    path = Path(path).absolute()
-    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-    if not there.is_dir():
-        return f"{'' if there == path else f'{there} is '}a file; choose a folder, which need not exist"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to; choose another place"
-
-
-def pip_install(extra: str) -> str:
-    """The command that installs an extra of this library: in the clone if it runs from one, else from PyPI."""
-    in_a_clone = (Path(__file__).parents[2] / "pyproject.toml").is_file()
-    return f"pip install -e '.[{extra}]'" if in_a_clone else f"pip install 'tandemrl[{extra}]'"
 
 
 def versions() -> dict[str, str | bool | None]:

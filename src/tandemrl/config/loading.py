@@ -16,11 +16,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from tandemrl.config.compatibility import check
 from tandemrl.config.fields import ConfigError
+from tandemrl.config.hints import hint
 from tandemrl.config.plain import flatten, to_dict
 from tandemrl.config.reference import expected
 from tandemrl.config.schema import Config
 from tandemrl.config.written import Written, free, read, tree_of, typed
-from tandemrl.files import hint
 
 
 def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> Config:

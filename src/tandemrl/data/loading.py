@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tandemrl.config.catalogue import TASKS
+from tandemrl.config.hints import hint, pip_install
 from tandemrl.data.messages import MEDIA
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
-from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines
+from tandemrl.files import LineError, parse_json, read_json_lines
 
 NO_COLUMNS: Mapping[str, str] = {}
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from tandemrl.config import difference, load, to_dict
+from tandemrl.config.hints import hint
 from tandemrl.config.plain import flatten
 from tandemrl.evals import (
     PHASES,
@@ -34,7 +35,7 @@ from tandemrl.evals import (
 from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import is_of
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval, standard_error
-from tandemrl.files import hint, write_text
+from tandemrl.files import write_text
 
 SCHEMA = 1
 Verdict = Literal["A > B", "A < B", "no difference shown"]

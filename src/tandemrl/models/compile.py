@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 from tandemrl.models.attention import ModelError, PackedLayout, UlyssesLayout
 from tandemrl.models.forward import hidden_states, with_gathered_parameters
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.files import hint
+from tandemrl.config.hints import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.weight_files import stored_shapes

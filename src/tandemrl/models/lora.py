@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, LoraConfig
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 from tandemrl.models.sharding import full_parameters, full_tensor
 
 ADAPTER = "default"

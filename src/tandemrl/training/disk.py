@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.files import no_folder
+from tandemrl.config.hints import no_folder
 
 WITH_MOMENTS = 3
 """A checkpoint has three numbers per trained parameter in float32: its weight and the two of the optimiser."""

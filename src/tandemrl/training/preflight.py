@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.fields import is_own
+from tandemrl.config.hints import pip_install
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.evals import EvalError, profile_of, sampling_for
 from tandemrl.evals.files import digests
-from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
 from tandemrl.models.loading import check_positions, resolve_device, stored_eos_token_ids, visible_tokens
 from tandemrl.models.weight_files import check_weights

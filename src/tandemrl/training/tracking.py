@@ -32,9 +32,10 @@ from rich.progress import (
 )
 
 from tandemrl.config import Config, to_dict
+from tandemrl.config.hints import pip_install
 from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import Sample
-from tandemrl.files import pip_install, write_text
+from tandemrl.files import write_text
 from tandemrl.training.authored import authored_text, sample_table, written_text
 from tandemrl.types import Rollout
 

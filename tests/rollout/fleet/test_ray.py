@@ -15,7 +15,7 @@ import torch
 
 from helpers import flat, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
 from tandemrl.config import ConfigError, RolloutConfig
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, Request, Sampling, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine

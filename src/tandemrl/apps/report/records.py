@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from tandemrl.config.hints import hint
 from tandemrl.config.written import free, read
 from tandemrl.evals import PHASES, EvalError, read_result
 from tandemrl.evals.stats import Interval
-from tandemrl.files import hint
 from tandemrl.training.tracking import STOPPED
 
 SEED = re.compile(r"seed-(\w+)")

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tandemrl.config.hints import pip_install
 from tandemrl.data.documents import Document, document
 from tandemrl.data.loading import read_jsonl
 from tandemrl.data.rows import DataError
-from tandemrl.files import pip_install, write_directory
+from tandemrl.files import write_directory
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
 _DOCUMENTS, _OFFSETS, _ORDER = "documents.jsonl", "documents.offsets.npy", "documents.order.npy"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tandemrl.config import ConfigError
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 from tandemrl.rollout.engine import Completion, Engine, EngineDeadError, EngineError, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet.engine import TRIES, Weights

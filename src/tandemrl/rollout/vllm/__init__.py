@@ -3,7 +3,7 @@
 import importlib.util
 
 from tandemrl.config import ConfigError
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 
 VLLM_TESTED = ("0.32.0", "0.27.1")
 """The vLLM versions that the tests have run with. The module ``versions`` handles their differences."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandemrl.config import RolloutConfig
-from tandemrl.files import pip_install
+from tandemrl.config.hints import pip_install
 from tandemrl.rollout.engine import EngineError
 
 try:

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tandemrl.config.hints import pip_install
 from tandemrl.data.rows import DataError, Row
-from tandemrl.files import pip_install
 
 SEEDS = {"train": 0, "heldout": 1 << 30}
 """The seed of each split. Problem i of a seed is problem 0 of seed + i, so they are far apart."""

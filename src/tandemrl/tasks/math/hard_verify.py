@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandemrl.config.hints import hint
 from tandemrl.data.rows import DataError, Row
 from tandemrl.data.sources import Origin, flattened, read
-from tandemrl.files import hint
 
 HARD_VERIFY = "HardVerify-Math"
 """The ``data_source`` of its rows."""

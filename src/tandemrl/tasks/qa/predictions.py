@@ -3,11 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandemrl.data.documents import documents_of
-from tandemrl.data.rows import Row
-from tandemrl.evals.measures import EvalError, Sample
+from tandemrl.data.rows import DataError, Row
 from tandemrl.files import write_text
 from tandemrl.tasks.math.tagged import targets
 from tandemrl.tasks.qa.answers import Judged, official_scores
@@ -23,15 +22,16 @@ class Prediction(NamedTuple):
     predicted_answerable: bool
 
 
-def predictions(samples: Sequence[Sample], rows: Sequence[Row]) -> list[Prediction]:
+def predictions(samples: Sequence[Any], rows: Sequence[Row]) -> list[Prediction]:
     """The prediction of each row, in the order of the rows, from the call of ``complete`` in its first sample.
+
+    The samples are those of an evaluation (``evals.measures.Sample``).
 
     The prediction is empty if the sample has no such call, or the row has no sample because its prompt is too long. A
     question with an answer is predicted to be answerable.
 
     Raises:
-        EvalError: a sample is not an episode.
-        DataError: the documents of a row are malformed.
+        DataError: a sample is not an episode, or the documents of a row are malformed.
     """
     first = {sample.example_id: sample for sample in samples if sample.sample == 0}
     return [_prediction(row, first.get(row.example_id)) for row in rows]
@@ -46,8 +46,8 @@ def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, floa
     """The scores that MuSiQue's script gives ``predictions(…, rows)``.
 
     Raises:
-        EvalError: there is no score of these rows (see `official_scores`).
-        DataError: the ground truth or the documents of a row are malformed.
+        DataError: there is no score of these rows (see `official_scores`), or their ground truth or documents are
+            malformed.
     """
     judged = [
         Judged(
@@ -64,7 +64,7 @@ def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, floa
     try:
         return official_scores(judged)
     except ValueError as error:
-        raise EvalError(f"MuSiQue's script cannot score these rows: {error}") from None
+        raise DataError(f"MuSiQue's script cannot score these rows: {error}") from None
 
 
 def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -82,12 +82,12 @@ def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _prediction(row: Row, sample: Sample | None) -> Prediction:
+def _prediction(row: Row, sample: Any | None) -> Prediction:
     name = str(row.extra_info.get("id", row.example_id))
     if sample is None:
         return Prediction(name, "", [], False)
     if sample.transcript is None:
-        raise EvalError(f"sample of {row.example_id}: it is no episode; predictions need rollout.environment=multihop")
+        raise DataError(f"sample of {row.example_id}: it is no episode; predictions need rollout.environment=multihop")
     result = completed(sample.transcript["messages"])
     index = {document: place for place, document, _ in _indices(row)}
     cited = dict.fromkeys(index[each] for each in result.cited_doc_ids or () if each in index)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from tandemrl.config import Config, to_yaml
-from tandemrl.files import hint, recover, versions, write_text
+from tandemrl.config.hints import hint
+from tandemrl.files import recover, versions, write_text
 from tandemrl.training.checkpoint import storage
 from tandemrl.training.checkpoint.card import model_card
 from tandemrl.training.checkpoint.export import export_hf

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.config import load as load_yaml
-from tandemrl.files import NEW, begin, drop, no_folder, publish, recover, versions
+from tandemrl.config.hints import no_folder
+from tandemrl.files import NEW, begin, drop, publish, recover, versions
 from tandemrl.processes.world import World
 from tandemrl.training.checkpoint import manifest
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
