@@ -193,7 +193,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("hub", "packages", "data: an hf: source needs datasets, which is not installed: pip install -e '.[hub]'"),
         ("words", "packages", "retrieval.retriever needs bm25s, which is not installed"),
         ("ranker", "retrieval.model", "ranker: no such folder"),
-        ("index", "rollout.environment", "retrieval.index=nowhere: no index there; write one: tandemrl data index"),
+        ("index", "rollout.environment", "retrieval.index=nowhere: no whole index of this version there"),
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
         ("monitored", "data.monitor", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),

@@ -218,9 +218,8 @@ class RetrievalConfig:
     """With hybrid: how the two rankings are merged. rrf: by the sum of 1 / (60 + rank); halves: as in rlvr, the first
     top_n / 2 + 1 documents of each ranking, semantic ones first, so up to top_n 2 only these."""
     model: str | None = None
-    """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which is loaded into each
-    process that tools run in; with `url`, its name there. An embedding model reads as its sentence-transformers files
-    say (1_Pooling/config.json, max_seq_length); without them, its embedding is the mean of all tokens."""
+    """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which
+    sentence-transformers loads in each process that tools run in; with `url`, its name there."""
     device: str = "cpu"
     """The torch device of `model`."""
     url: Address | None = None

@@ -40,7 +40,7 @@ from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_p
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.retrieval import make_retriever
-from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
+from tandemrl.rollout.envs.semantic import is_cross_encoder
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
@@ -277,6 +277,7 @@ class Preflight:
             ("data: an hf: source", "datasets", "hub"): any(source.startswith("hf:") for source in sources),
             ("retrieval.retriever", "bm25s", "retrieval"): by_words,
             ("retrieval.retriever", "Stemmer", "retrieval"): by_words,
+            ("retrieval.model", "sentence_transformers", "retrieval"): self._ranks_here,
         }
         engine = config.rollout.kind.package
         if engine is not None:
@@ -307,21 +308,12 @@ class Preflight:
         return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{seen}"
 
     def ranker(self) -> str:
-        """Check that the model that ranks documents exists, and say how it reads them. The processes of tools load it
-        later."""
+        """Check that the model that ranks documents exists, and say what it is. Processes of tools load it later."""
         path = self.config.retrieval.model
         assert path is not None
         configuration = self.files.configuration(path)
-        if is_cross_encoder(configuration):
-            return f"{path}: {configuration.model_type}, a cross-encoder"
-        try:
-            reading = reading_of(path, download=self.downloads)
-        except NotLookedUpError as error:
-            raise (ConfigError if self.downloads else NotHereError)(str(error)) from None
-        except BrokenEnvironmentError as error:
-            raise ConfigError(str(error)) from None
-        reading.warn(path)
-        return f"{path}: {configuration.model_type}, {reading.words()}"
+        kind = "a cross-encoder" if is_cross_encoder(configuration) else "an embedding model"
+        return f"{path}: {configuration.model_type}, {kind}"
 
     @property
     def _asks_a_service(self) -> bool:

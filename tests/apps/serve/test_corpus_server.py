@@ -88,7 +88,7 @@ def test_a_run_finds_by_the_service_what_it_finds_on_disk(client: Any, index: Pa
 
 
 def test_no_index_and_a_port_in_use_are_refused(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(BrokenEnvironmentError, match="no index there"):
+    with pytest.raises(BrokenEnvironmentError, match="no whole index"):
         corpus_server.serve(tmp_path, host="127.0.0.1", port=0)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EngineError, match="is in use"):
         corpus_server.serve(index, host="127.0.0.1", port=taken.getsockname()[1])

@@ -10,7 +10,7 @@ import pytest
 from tandemrl.config import Config, RetrievalConfig, RolloutConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs.bm25 import write_corpus
-from tandemrl.rollout.envs.environment import Answer
+from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
 from tandemrl.tasks.qa.transcripts import COMPLETE, retrieved_ids
@@ -53,20 +53,14 @@ def test_a_row_in_which_nothing_could_be_found_does_not_begin() -> None:
     assert MultihopEnvironment(RetrievalConfig(index="corpus")).start(row([])).state == {}
 
 
-@pytest.mark.parametrize(("changed", "what"), [({}, None), ({"id": "00"}, "no"), ({"body": "Else."}, "another")])
-def test_an_index_has_the_supporting_documents_of_its_rows(
-    words: None, tmp_path: Path, changed: dict[str, str], what: str | None
-) -> None:
+def test_a_corpus_has_no_other_document_by_the_id_of_one_of_the_row(words: None, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(each) + "\n" for each in [*DOCS[1:], DOCS[0] | changed]))
+    corpus.write_text("".join(json.dumps(each) + "\n" for each in [*DOCS[1:], DOCS[0] | {"body": "Ann, else."}]))
     write_corpus(corpus, tmp_path / "index")
-    environment = MultihopEnvironment(RetrievalConfig(index=str(tmp_path / "index")))
-    if what is None:
-        assert environment.start(row()).state == {}
-    else:
-        with pytest.raises(DataError, match=rf"row q: its supporting document '0' .* has {what} document with that id"):
-            environment.start(row())
-    assert environment.start(row(DOCS[3:])).state == {}
+    search = MultihopEnvironment(RetrievalConfig(index=str(tmp_path / "index"))).search()
+    assert [each.id for each in search(row(DOCS[1:]), "Ann", 1)] == ["0"]
+    with pytest.raises(BrokenEnvironmentError, match=r"row q: retrieval\.index=.* has another document with the id"):
+        search(row(), "Ann", 1)
 
 
 def test_what_the_authors_are_told() -> None:

@@ -1,9 +1,6 @@
 """Retrievers: what a query finds, by words, by models and by services."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +18,11 @@ from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
 from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes import http
-from tandemrl.rollout.envs import semantic
 from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import by_words, halves, make_retriever, reciprocal_ranks
+from tandemrl.rollout.envs.semantic import make_relevance
 
 DOCS = [
     {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
@@ -50,6 +47,12 @@ def words() -> None:
     """What searches by words."""
     pytest.importorskip("bm25s", reason="needs the retrieval extra")
     pytest.importorskip("Stemmer", reason="needs the retrieval extra")
+
+
+@pytest.fixture
+def sentence_models() -> None:
+    """What ranks by a model."""
+    pytest.importorskip("sentence_transformers", reason="needs the retrieval extra")
 
 
 def test_search_by_words(words: None) -> None:
@@ -141,8 +144,8 @@ def test_an_index_that_is_not_whole(words: None, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "1", "title": "", "text": "a fox"}\n')
     write_corpus(corpus, tmp_path / "index")
-    (tmp_path / "index" / "documents.order.npy").unlink()
-    with pytest.raises(BrokenEnvironmentError, match=r"documents\.order\.npy.*delete it and write one: tandemrl data"):
+    (tmp_path / "index" / "corpus.jsonl").unlink()
+    with pytest.raises(BrokenEnvironmentError, match=r"no whole index.*corpus.*; write one: tandemrl data"):
         Corpus(tmp_path / "index")
 
 
@@ -195,7 +198,7 @@ def save_model(folder: Path, kind: type[BertModel] | type[BertForSequenceClassif
 
 
 @pytest.mark.parametrize("labels", [1, 2])
-def test_a_cross_encoder_reads_pairs(tmp_path: Path, labels: int) -> None:
+def test_a_cross_encoder_reads_pairs(sentence_models: None, tmp_path: Path, labels: int) -> None:
     """Each pair alone, without padding, is the reference."""
     path = save_model(tmp_path, BertForSequenceClassification, labels)
     model = BertForSequenceClassification.from_pretrained(path).eval()
@@ -206,109 +209,31 @@ def test_a_cross_encoder_reads_pairs(tmp_path: Path, labels: int) -> None:
             logits = model(**tokenizer("fox of france", text, return_tensors="pt")).logits[0].tolist()
         expected.append(logits[0] if labels == 1 else logits[1] - logits[0])
     config = RetrievalConfig(retriever="semantic", model=path)
-    assert semantic.make_relevance(config)("fox of france", TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert make_relevance(config)("fox of france", TEXTS) == pytest.approx(expected, abs=1e-5)
     documents = [{"id": str(i), "text": text} for i, text in enumerate(TEXTS)]
     assert found(config, "fox of france", 4, documents) == [str(i) for i in np.argsort(expected)[::-1]]
     assert found(config, "fox of france", 4, []) == []
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
-def test_an_embedding_model(tmp_path: Path, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cosines of embeddings that are computed one text at a time; the texts of a question are read once."""
+def test_an_embedding_model(sentence_models: None, tmp_path: Path) -> None:
+    """Cosines of mean embeddings that are computed one text at a time."""
     path = save_model(tmp_path, BertModel)
-    if pooling != "mean":
-        (tmp_path / "1_Pooling").mkdir()
-        name = {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}[pooling]
-        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({name: True, "pooling_mode_mean_tokens": False}))
     model, tokenizer = BertModel.from_pretrained(path).eval(), PreTrainedTokenizerFast.from_pretrained(path)
 
     def embedded(text: str) -> np.ndarray:
         with torch.no_grad():
-            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
-        vector = {"mean": hidden.mean(axis=0), "cls": hidden[0], "lasttoken": hidden[-1]}[pooling]
+            vector = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy().mean(axis=0)
         return vector / np.sqrt((vector**2).sum())
 
-    read: list[int] = []
-    batches = semantic._in_batches
-    monkeypatch.setattr(semantic, "_in_batches", lambda *args, **kw: read.append(len(args[2])) or batches(*args, **kw))
-    relevance = semantic.make_relevance(RetrievalConfig(retriever="semantic", model=path))
+    relevance = make_relevance(RetrievalConfig(retriever="semantic", model=path))
     for query in ("fox", "paris in france"):
         expected = [float(embedded(text) @ embedded(query)) for text in TEXTS]
         assert relevance(query, TEXTS) == pytest.approx(expected, abs=1e-5)
-    assert sorted(read) == [1, 1, len(TEXTS)]
 
 
-def hub_cache(home: Path, name: str) -> Path:
-    """A snapshot of an embedding model of the hub, as downloads leave it; it reads three tokens, of which the first."""
-    repository = home / "hub" / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    save_model(snapshot, BertModel)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    (snapshot / "1_Pooling").mkdir()
-    (snapshot / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-    (snapshot / "sentence_bert_config.json").write_text('{"max_seq_length": 3, "do_lower_case": false}')
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    listed = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules]
-    (snapshot / "modules.json").write_text(json.dumps(listed))
-    return snapshot
-
-
-RANK = """
-import sys
-from tandemrl.config import RetrievalConfig
-from tandemrl.rollout.envs.semantic import make_relevance, reading_of
-print(*reading_of(sys.argv[1]), *make_relevance(RetrievalConfig(retriever="semantic", model=sys.argv[1]))("fox", TEXTS))
-"""
-
-
-def test_a_model_of_the_hub_reads_as_its_folder_does(tmp_path: Path) -> None:
-    """Without a network, in a process that has read no other settings of the hub."""
-    snapshot = hub_cache(tmp_path, "someone/embedder")
-    model, tokenizer = BertModel.from_pretrained(snapshot).eval(), PreTrainedTokenizerFast.from_pretrained(snapshot)
-
-    def embedded(text: str) -> np.ndarray:
-        first = tokenizer(text)["input_ids"]
-        cut = first if len(first) <= 3 else [*first[:2], first[-1]]  # its first word
-        with torch.no_grad():
-            vector = model(torch.tensor([cut])).last_hidden_state[0, 0].numpy()
-        return vector / np.sqrt((vector**2).sum())
-
-    expected = [float(embedded(text) @ embedded("fox")) for text in TEXTS]
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-c", RANK.replace("TEXTS", repr(TEXTS)), "someone/embedder"]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
-    assert said[:3] == ["cls", "3", "()"]
-    assert [float(each) for each in said[3:]] == pytest.approx(expected, abs=1e-5)
-    assert semantic.reading_of(str(snapshot)) == ("cls", 3, ())
-    config = RetrievalConfig(retriever="semantic", model=str(snapshot))
-    assert semantic.make_relevance(config)("fox", TEXTS) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "fault"),
-    [
-        ("modules.json", '[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]', "it has a layer Dense"),
-        ("modules.json", "{}", "expected a JSON list"),
-        ("modules.json", "[", r"modules\.json: Expecting value"),
-        ("sentence_bert_config.json", '{"max_seq_length": "long"}', "max_seq_length='long' is no length"),
-    ],
-)
-def test_a_model_that_would_be_read_otherwise_is_refused(tmp_path: Path, name: str, content: str, fault: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(BrokenEnvironmentError, match=fault):
-        semantic.reading_of(str(tmp_path))
-
-
-def test_a_model_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(BrokenEnvironmentError, match=r"retrieval.model: .*no such folder"):
+def test_a_model_that_cannot_be_used(sentence_models: None, tmp_path: Path) -> None:
+    with pytest.raises(BrokenEnvironmentError, match=r"retrieval\.model=.*nowhere: "):
         make_retriever(RetrievalConfig(retriever="semantic", model=str(tmp_path / "nowhere")))
-    save_model(tmp_path, BertModel)
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(BrokenEnvironmentError, match=r"its pooling is none of mean, cls, lasttoken"):
-        make_retriever(RetrievalConfig(retriever="semantic", model=str(tmp_path)))
 
 
 # ---- a service -----------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Search by words: BM25 from the package bm25s (Lucene's variant, k1 1.5, b 0.75) over Snowball stems without stop
 words."""
 
-import json
 import os
-from bisect import bisect_left
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from tandemrl.data.rows import DataError
 from tandemrl.files import write_directory
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
-_DOCUMENTS, _OFFSETS, _ORDER = "documents.jsonl", "documents.offsets.npy", "documents.order.npy"
-"""Files beside those of bm25s: the documents, the offset of each line in that file, and their order by id."""
+_PARAMETERS, _DOCUMENTS = "params.index.json", "corpus.jsonl"
+"""Two of the files of an index, all of which are those of bm25s."""
 
 
 class WordIndex:
@@ -48,19 +47,16 @@ class Corpus:
 
     def __init__(self, folder: Path) -> None:
         bm25s = _bm25s()
-        write = f"write one: tandemrl data index CORPUS.jsonl --out {folder}"
-        if not (folder / _OFFSETS).is_file():
-            raise BrokenEnvironmentError(f"retrieval.index={folder}: no index there; {write}")
         try:
-            self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-            self._offsets = np.load(folder / _OFFSETS, mmap_mode="r")
-            self._order = np.load(folder / _ORDER, mmap_mode="r")
-            self._documents = (folder / _DOCUMENTS).open("rb")
+            self._index = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
+            if self._index.corpus is None:
+                raise FileNotFoundError(_DOCUMENTS)
         except (OSError, ValueError, KeyError) as error:
-            fault = f"{type(error).__name__}: {error}"
             raise BrokenEnvironmentError(
-                f"retrieval.index={folder}: not a whole index of this version ({fault}); delete it and {write}"
+                f"retrieval.index={folder}: no whole index of this version there ({type(error).__name__}: {error}); "
+                f"write one: tandemrl data index CORPUS.jsonl --out {folder}"
             ) from error
+        self._documents, self._reading = self._index.corpus, threading.Lock()
 
     def search(self, query: str, count: int) -> list[Document]:
         """At most ``count`` documents that match a query best. Documents that share no word with it are left out."""
@@ -69,18 +65,9 @@ class Corpus:
             return []
         scores = self._index.get_scores(words)
         matching = np.flatnonzero(scores > 0)
-        return [self._document(int(matching[place])) for place in best(scores[matching], count)]
-
-    def find(self, id: str) -> Document | None:
-        """The document with this id, or None if there is none."""
-        at = bisect_left(self._order, id, key=lambda place: self._document(int(place)).id)
-        found = self._document(int(self._order[at])) if at < len(self._order) else None
-        return found if found is not None and found.id == id else None
-
-    def _document(self, place: int) -> Document:
-        begin, end = self._offsets[place : place + 2].tolist()
-        line = os.pread(self._documents.fileno(), end - begin, begin)
-        return document(json.loads(line), f"{self._documents.name}, document {place + 1}")
+        with self._reading:  # from several threads, and the file has one position
+            found = self._documents[matching[best(scores[matching], count)]]
+        return [Document(each["id"], each["title"], each["text"]) for each in found]
 
 
 def write_corpus(corpus: Path, out: Path) -> int:
@@ -95,34 +82,19 @@ def write_corpus(corpus: Path, out: Path) -> int:
         DataError: a line is not such a document, or ``out`` holds something else than an index.
         BrokenEnvironmentError: a package is not installed.
     """
-    if os.path.lexists(out) and not (out / _OFFSETS).is_file() and not (out.is_dir() and not any(out.iterdir())):
+    if os.path.lexists(out) and not (out / _PARAMETERS).is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"{out} holds something else than an index, which would be replaced: choose another folder")
-    seen: dict[str, None] = {}
-    texts: list[str] = []
-    offsets = [0]
-
-    def fill(folder: Path) -> None:
-        with (folder / _DOCUMENTS).open("wb") as file:
-            for line, record in read_jsonl(corpus):
-                where = f"{corpus}, line {line}"
-                each = document(record, where)
-                if each.id in seen:
-                    raise DataError(f"{where}: two documents have the id {each.id!r}")
-                seen[each.id] = None
-                texts.append(each.text)
-                content = {"id": each.id, "title": each.title, "text": each.text}
-                file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
-                offsets.append(file.tell())
-        index = indexed(texts)
-        if index is None:
-            raise DataError(f"{corpus}: no document has a word")
-        index.save(folder, show_progress=False)
-        np.save(folder / _OFFSETS, np.array(offsets, np.int64))
-        ids = [*seen]
-        np.save(folder / _ORDER, np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64))
-
-    write_directory(out, fill)
-    return len(texts)
+    documents: dict[str, Document] = {}
+    for line, record in read_jsonl(corpus):
+        each = document(record, f"{corpus}, line {line}")
+        if each.id in documents:
+            raise DataError(f"{corpus}, line {line}: two documents have the id {each.id!r}")
+        documents[each.id] = each
+    if (index := indexed([each.text for each in documents.values()])) is None:
+        raise DataError(f"{corpus}: no document has a word")
+    records = [{"id": each.id, "title": each.title, "text": each.text} for each in documents.values()]
+    write_directory(out, lambda folder: index.save(folder, corpus=records, show_progress=False))
+    return len(records)
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from tandemrl.config import Config, ConfigError, RetrievalConfig
 from tandemrl.data.documents import Document, documents_of, shown
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs.environment import Environment, Opening
-from tandemrl.rollout.envs.retrieval import Retriever, make_retriever, open_corpus
+from tandemrl.rollout.envs.retrieval import Retriever, make_retriever
 
 SYSTEM = """\
 Answer the question from the information that the tools give you.
@@ -61,11 +61,8 @@ class MultihopEnvironment(Environment):
         """The rules of the environment, unless the row has a system message of its own, and the question.
 
         Raises:
-            DataError: there is nothing to search in, since the row has no documents and ``retrieval.index`` is not set;
-                or a document that supports the answer is missing in that index, so that sources could not be scored.
+            DataError: there is nothing to search in, since the row has no documents and ``retrieval.index`` is not set.
         """
-        if self.retrieval.index is not None:
-            _check_supporting(row, self.retrieval.index)
         elsewhere = self.retriever or self.retrieval.index or self.retrieval.kind.hosted
         if not elsewhere and not documents_of(row):
             raise DataError(
@@ -135,17 +132,6 @@ def get_document(doc_id: str, row: Row) -> str:
 def list_documents(row: Row) -> str:
     """List the ids and titles of all documents."""
     return "\n".join(f"{document.id}. {document.title}" for document in documents_of(row))
-
-
-def _check_supporting(row: Row, index: str) -> None:
-    for each in documents_of(row):
-        if each.supporting and ((found := open_corpus(index).find(each.id)) is None or found.text != each.text):
-            what = "no document" if found is None else "another document"
-            raise DataError(
-                f"row {row.example_id}: its supporting document {each.id!r} has that id in 'extra_info.docs', but "
-                f"retrieval.index={index} has {what} with that id, so recall and citations would mean nothing; index "
-                "a corpus with the rows' documents and ids, or leave is_supporting out of the rows"
-            )
 
 
 def _listed(documents: Sequence[Document]) -> str:

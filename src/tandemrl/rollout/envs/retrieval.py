@@ -50,8 +50,25 @@ def bm25(config: RetrievalConfig) -> Retriever:
     """By words, in the documents of the row or in a corpus."""
     if config.index is None:
         return within_row(by_words())
-    corpus = open_corpus(config.index)
-    return lambda row, query, count: corpus.search(query, count)
+    corpus = Corpus(Path(config.index))
+    where = f"retrieval.index={config.index}"
+    return lambda row, query, count: of_row(row, corpus.search(query, count), where)
+
+
+def of_row(row: Row, found: list[Document], where: str) -> list[Document]:
+    """What was found in a corpus, if the row has the same documents under the ids of those that it shares with it.
+
+    Raises:
+        BrokenEnvironmentError: it has not, so that sources could not be scored.
+    """
+    known = {each.id: each.text for each in documents_of(row)}
+    for each in found:
+        if known.get(each.id, each.text) != each.text:
+            raise BrokenEnvironmentError(
+                f"row {row.example_id}: {where} has another document with the id {each.id!r} than 'extra_info.docs'; "
+                "give the rows the ids of its corpus, or leave docs out"
+            )
+    return found
 
 
 def golden() -> Retriever:
@@ -68,12 +85,6 @@ def hybrid(config: RetrievalConfig) -> Retriever:
     """By relevance and by words, merged."""
     merge = {"rrf": reciprocal_ranks, "halves": halves}[config.merge]
     return within_row(merge(by_relevance(config), by_words(matching=config.merge == "rrf")))
-
-
-@lru_cache(maxsize=1)
-def open_corpus(index: str) -> Corpus:
-    """The corpus in the folder of ``retrieval.index``, which is opened once."""
-    return Corpus(Path(index))
 
 
 def within_row(ranking: Ranking) -> Retriever:

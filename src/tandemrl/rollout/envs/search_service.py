@@ -3,11 +3,10 @@
 from urllib.parse import urlencode
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.data.documents import Document, document, documents_of
+from tandemrl.data.documents import Document, document
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.http import PermanentError, Response, RetryableError, excerpt
-from tandemrl.rollout.envs.environment import BrokenEnvironmentError
-from tandemrl.rollout.envs.retrieval import Retriever
+from tandemrl.rollout.envs.retrieval import Retriever, of_row
 from tandemrl.rollout.envs.semantic import client_of
 
 
@@ -26,14 +25,7 @@ def service(config: RetrievalConfig) -> Retriever:
     def search(row: Row, query: str, count: int) -> list[Document]:
         asked = {"query": query, "top_n": count}
         found = client.post(f"/search?{urlencode(asked)}", asked, _documents)[:count]
-        known = {each.id: each.text for each in documents_of(row)}
-        for each in found:
-            if known.get(each.id, each.text) != each.text:
-                raise BrokenEnvironmentError(
-                    f"row {row.example_id}: the service at {config.url} (retrieval.url) has another document with the "
-                    f"id {each.id!r} than 'extra_info.docs'; give the rows the ids of its corpus, or leave docs out"
-                )
-        return found
+        return of_row(row, found, f"the service at {config.url} (retrieval.url)")
 
     return search
 
