@@ -8,12 +8,17 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import pytest
 
 # Where numba is loaded (bm25s does that), stock vLLM 0.32 starts no engine on a CPU; ours do (`_readable_modules`).
 sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
 
+
+# No test is timed: a busy machine is not a fault.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 WHOLE_RUNS = ("training", "apps", "distributed", "evals", "cli")
 """Folders whose tests check no array annotations: a run calls the same few functions some thousand times, and the check

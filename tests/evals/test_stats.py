@@ -46,7 +46,7 @@ def majority_by_brute_force(answers, correct, k):
     return total / count
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=6))
 def test_maj_at_k_is_the_mean_over_all_ordered_draws(samples):
     answers, correct = zip(*samples, strict=True)

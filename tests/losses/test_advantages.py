@@ -34,7 +34,7 @@ batches = st.lists(st.tuples(st.integers(0, 4), st.integers(-8, 8)), min_size=1,
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batch=batches)
 def test_groups_are_independent_and_order_free(estimator, batch):
     rewards, groups = batch
@@ -48,7 +48,7 @@ def test_groups_are_independent_and_order_free(estimator, batch):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batch=batches, shift=st.integers(-5, 5), scale=st.sampled_from([0.5, 3.0, 100.0]))
 def test_shift_and_scale(estimator, batch, shift, scale):
     rewards, groups = batch
@@ -85,7 +85,7 @@ def test_nan_reward_stays_in_its_group(estimator):
     assert advantages.isnan().tolist() == [True, True, False, False]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batch=batches)
 def test_zero_variance_groups(batch):
     outcomes, groups = batch
@@ -154,7 +154,7 @@ def _packed(seed, lengths):
     return rewards, values, trained, (pack(rewards), pack(values), pack(trained), ids)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.integers(1, 11), min_size=1, max_size=6),

@@ -129,7 +129,7 @@ def test_importance_weights_by_token_and_sequence():
     assert not by_sequence.requires_grad
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(-60, 60), min_size=7, max_size=7), st.sampled_from(["token", "sequence"]))
 def test_importance_weights_are_positive_and_capped(differences, level):
     zeros = torch.zeros(7).double()

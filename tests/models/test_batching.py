@@ -87,7 +87,7 @@ def test_budget_parts_and_every_sequence_once(sequences, budget, parts, grouped)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(12, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_number_of_bins_against_brute_force(lengths, budget):
     fewest = next(n for n in itertools.count(1) if fits(lengths, [budget] * n))
     found = len(micro_batches(lengths, budget))
@@ -95,7 +95,7 @@ def test_number_of_bins_against_brute_force(lengths, budget):
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(2, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_balance_against_brute_force(lengths, parts):
     bins = micro_batches(lengths, sum(lengths), parts=parts, cost=float)
     slowest = max(sum(lengths[i] for i in bin_) for bin_ in bins)

@@ -31,7 +31,7 @@ def column(*values: float) -> torch.Tensor:
 @example(seed=0, v=20, top_k=0, top_p=1.0, min_p=0.0)
 @example(seed=0, v=20, top_k=1, top_p=1.0, min_p=0.0)
 @example(seed=0, v=20, top_k=0, top_p=1.0, min_p=1.0)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_kept_tokens_are_those_of_a_loop_over_the_vocabulary(seed, v, top_k, top_p, min_p):
     logits = random_logits(2, v, seed=seed)
     kept = kept_tokens(logits, Truncation(top_k, top_p, min_p))

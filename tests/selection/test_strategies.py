@@ -117,7 +117,7 @@ def live(strategy: Strategy, keys: Tensor, tokens: Tensor) -> tuple[Tensor, Any]
     return torch.stack(authors, dim=1), state
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(CASES, ROWS, st.integers(-(2**40), 2**40))
 def test_replay_is_the_naive_single_row_computation(case: Case, rows: list[tuple[int, list[int]]], pad: int) -> None:
     strategy, naive = case
@@ -352,7 +352,7 @@ EPISODES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(EPISODES, st.lists(st.tuples(KEYS, TURNS), min_size=1, max_size=4), st.integers(0, 4))
 def test_several_turns_are_the_naive_computation_also_when_resumed(
     case: tuple[Strategy, Callable[[int, list[list[int]]], oracle.Told]], rows: list[Episode], begun: int

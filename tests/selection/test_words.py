@@ -119,7 +119,7 @@ def test_steps_change_hands_at_the_first_word_after_a_blank_line(text: str, firs
 TURNS = st.lists(st.text(st.sampled_from("  \n\n\raé"), min_size=1), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(TURNS, st.integers(0, 2**40), st.sampled_from(["senior", "junior"]))
 def test_each_turn_begins_a_word_and_no_whitespace_before_it_counts(
     turns: list[str], key: int, first: Literal["senior", "junior"]

@@ -41,7 +41,7 @@ def test_groups_of_digits_are_a_number_only_if_they_are_well_formed(separator: s
 
 
 @given(st.integers(0, 9), st.integers(0, 999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_list_that_begins_with_0_is_no_number(first: int, second: int) -> None:
     for text in (f"0,{second:03}", f"0, {second:03}", f"00,{second:03}", f"-0,{second:03}", f"0,{first}00,{second:03}"):
         digits = str(int(text.replace(",", "").replace(" ", "")))
@@ -87,7 +87,7 @@ def written(number: Fraction) -> list[str]:
 
 
 @given(st.fractions(Fraction(1, 10**6), 10**9, max_denominator=10**6), st.integers(6, 30))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_fractions_are_equal_only_if_they_are(number: Fraction, places: int) -> None:
     """However near the other one is."""
     near = Fraction(round(number * 10**places), 10**places)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandemrl.config import JudgeConfig
@@ -141,7 +141,6 @@ def test_the_differences_to_the_published_code_are_those_that_are_listed() -> No
         assert published_mark(f"Fine.\n{reply}") == marks[there], reply
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("Total Score:/10.+-=[]*naif9e \n</think>%٧"), max_size=60))
 def test_any_reply_gives_a_finite_score_or_none(text: str) -> None:
     for reply in (text, f"Total Score: {text}"):
@@ -378,7 +377,6 @@ def test_a_verdict_that_the_rules_lost_is_not_a_lost_score() -> None:
     assert (score.value, score.parts["rule_timeout"], "timeout" in score.parts) == (0.6, 1.0, False)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["addon", "mixed", "tinyv_only"]),
     st.floats(0, 1),
