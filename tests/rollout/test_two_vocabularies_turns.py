@@ -23,13 +23,12 @@ from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.local_partner import LocalPartner
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy
+from tandemrl.selection import Strategy, alternating_turns, turn
 from tandemrl.selection.whole_words import (
     before_text_word,
-    text_alternating_turns,
+    in_two_vocabularies,
     text_sentence,
     text_tables,
-    text_turn,
 )
 from tandemrl.selection.words import word_starts
 
@@ -86,8 +85,8 @@ def strategies() -> dict[str, Strategy]:
     return {
         "before_word": before_text_word(P, tables),
         "sentence": text_sentence("junior", tables),
-        "turn": text_turn(P, tables),
-        "alternating_turns": text_alternating_turns("junior", tables),
+        "turn": in_two_vocabularies(turn(P), tables),
+        "alternating_turns": in_two_vocabularies(alternating_turns("junior"), tables),
     }
 
 

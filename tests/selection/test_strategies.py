@@ -31,7 +31,7 @@ from tandemrl.selection import (
 )
 from tandemrl.selection.boundaries import StepTables, WordTables
 from tandemrl.selection.draws import group_keys, request_key, uniforms
-from tandemrl.selection.strategies import BernoulliState
+from tandemrl.selection.strategies import DrawnState
 
 TEXTS = ["a", " b", "c ", "\n", "\n\n", "d\n", "\ne", ".", ".\n\n", " \n \n", "\n\nf", ")"]
 V = len(TEXTS)
@@ -213,7 +213,7 @@ def test_probability_zero_and_one_are_exact(make: Callable[[float], Strategy]) -
 def test_the_smallest_uniform_is_not_below_probability_zero() -> None:
     key, none = torch.tensor([2**64 - 0x9E3779B97F4A7C15]), torch.tensor([0])
     assert uniforms(key, none).item() == 0.0
-    assert not bernoulli(0.0).step(BernoulliState(key, none, none), none)[0].item()
+    assert not bernoulli(0.0).step(DrawnState(key, none > 0, none, none), none)[0].item()
 
 
 @pytest.mark.parametrize("name", ALL_OF_P)

@@ -17,7 +17,8 @@ class Kind(NamedTuple):
     path: the function that makes it, as ``module:name``. parameters: the keys of ``selection.*`` that it reads.
     by_turns: whether authors change between turns only. solo: whether one author writes everything. drops: whether what
     an author proposes may be dropped (``Strategy.starts``), which not every engine can do. by_text: the function that
-    makes it for models of two vocabularies, from ``texts`` (``whole_words.TextTables``); without it they are refused.
+    makes it for models of two vocabularies, from ``texts`` (``whole_words.TextTables``) and maybe the ``strategy`` for
+    one; without it they are refused.
     """
 
     name: str
@@ -43,7 +44,7 @@ def _here(name: str, says: str, *parameters: str) -> Kind:
 
 
 def _of_turns(name: str, says: str, *parameters: str) -> Kind:
-    return _here(name, says, *parameters)._replace(by_turns=True, by_text=f"{_WHOLE_WORDS}:text_{name}")
+    return _here(name, says, *parameters)._replace(by_turns=True, by_text=f"{_WHOLE_WORDS}:in_two_vocabularies")
 
 
 _TABLE = (
@@ -69,7 +70,7 @@ _TABLE = (
         "one author generates everything",
         ("first",),
         solo=True,
-        by_text=f"{_WHOLE_WORDS}:text_solo",
+        by_text=f"{_WHOLE_WORDS}:in_two_vocabularies",
     ),
 )
 

@@ -33,17 +33,10 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.groups import ResponseReader
-from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
+from tandemrl.selection import Strategy, Who, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
-from tandemrl.selection.whole_words import (
-    before_text_word,
-    text_alternating_turns,
-    text_first_turn,
-    text_sentence,
-    text_tables,
-    text_turn,
-)
+from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables
 
 Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified", "junior"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -162,24 +155,27 @@ def strategies(
     if phase not in ("tandem", "handoff"):
         return {"solo": solo("senior")}
     texts = text_tables(tokenizer, vocabulary) if by_text else None
+
+    def of_turns(strategy: Strategy) -> Strategy:
+        return strategy if texts is None else in_two_vocabularies(strategy, texts)
+
     if phase == "tandem":
         chosen = selection or SelectionConfig()
         prob = chosen.prob_senior
         if draws_turns(chosen):
-            return {chosen.strategy: turn(prob) if texts is None else text_turn(prob, texts)}
+            return {chosen.strategy: of_turns(turn(prob))}
         if texts is not None:
             return {"before_word": before_text_word(prob, texts)}
         return {"word": word(prob, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
     if texts is None:
-        steps = step_tables(tokenizer, vocabulary)
-        by_steps, by_turns, first = (lambda who: sentence(who, steps)), alternating_turns, first_turn
+        by_steps = partial(sentence, steps=step_tables(tokenizer, vocabulary))
     else:
-        by_steps, by_turns, first = (
-            partial(each, texts=texts) for each in (text_sentence, text_alternating_turns, text_first_turn)
-        )
+        by_steps = partial(text_sentence, texts=texts)
     arms = {"senior_first": by_steps("senior"), "junior_first": by_steps("junior")}
-    turns = {"senior_first_turns": by_turns("senior"), "junior_first_turns": by_turns("junior")}
-    return arms | (turns | {"senior_then_junior": first("senior")} if episodes else {})
+    if not episodes:
+        return arms
+    turns = {f"{who}_first_turns": of_turns(alternating_turns(who)) for who in get_args(Who)}
+    return arms | turns | {"senior_then_junior": of_turns(first_turn("senior"))}
 
 
 def draws_turns(selection: SelectionConfig) -> bool:

@@ -60,8 +60,12 @@ def schedule_of(
         raise ConfigError(f"selection.anneal_steps={s.anneal_steps}: must be 0 with {s.strategy}, which draws nothing")
 
     def make(prob_senior: float) -> Strategy:
-        path = kind.by_text if by_text and kind.by_text is not None else kind.path
-        found = instantiate(path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
+        given = offered | {"prob_senior": lambda: prob_senior}
+        own = partial(instantiate, kind.path, where, ConfigError, s.parameters, **given)
+        if by_text and kind.by_text is not None:
+            found = instantiate(kind.by_text, where, ConfigError, s.parameters, strategy=own, **given)
+        else:
+            found = own()
         if not isinstance(found, Strategy):
             raise ConfigError(f"{where}: returned a {type(found).__name__}; return a Strategy, such as bernoulli(0.5)")
         return per_group(found) if s.draws == "per_group" else found

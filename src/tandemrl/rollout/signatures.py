@@ -1,13 +1,13 @@
 """Signatures of Python functions and environments, by which a resumed run notices that one was changed."""
 
 import hashlib
-import sys
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import getattr_static
 from pathlib import Path, PurePath
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -39,9 +39,9 @@ def signature(value: Any) -> str:
     """A text that differs between functions of different modules, places or arguments, and if their module has changed.
 
     Arguments are defaults, bound values, and what a function closes over: plain values, collections, tensors, functions
-    and objects that can be called. A function of a script or a notebook has its code for a source, one of the
-    library's its name. An environment has its methods and the attributes of its first signature: what it keeps
-    later, such as an index, makes it no other one.
+    and objects that can be called. Of a script or a notebook, a function's own source counts alone; of the library,
+    its name. An environment has its class and the attributes of its first signature: what it keeps later, such as an
+    index, makes it no other one.
     """
     if isinstance(value, Environment) and _SIGNED in vars(value):
         return str(vars(value)[_SIGNED])
@@ -86,44 +86,34 @@ def _content(value: Any, within: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, MethodType):
         return inner([value.__func__, value.__self__])
     if isinstance(value, FunctionType):
-        closed = [cell.cell_contents for cell in value.__closure__ or ()]
-        if not _of_the_library(value):
-            return _source(value), inner([closed, value.__defaults__, value.__kwdefaults__])
-        name = f"{value.__module__}.{value.__qualname__}"
-        return (name, inner(closed)) if "<locals>" in name else name
-    if isinstance(value, CodeType):
-        return value.co_code, value.co_names, [inner(each) for each in value.co_consts]
+        closed = inner([cell.cell_contents for cell in value.__closure__ or ()])
+        if _of_the_library(value):
+            name = f"{value.__module__}.{value.__qualname__}"
+            return (name, closed) if "<locals>" in name else name
+        columns = [position[2:] for position in value.__code__.co_positions()]  # they tell lambdas of a line apart
+        return _source(value), value.__qualname__, columns, closed, inner([value.__defaults__, value.__kwdefaults__])
     if isinstance(value, type):
-        kinds = [kind for kind in value.__mro__ if not (kind.__module__ == "builtins" or _of_the_library(kind))]
-        return [inner({name: _plain(each) for name, each in vars(kind).items() if _counts(name)}) for kind in kinds]
+        return [(_source(kind), kind.__qualname__) for kind in value.__mro__ if not _of_the_library(kind)]
     if isinstance(value, RetrievalConfig):
         return inner({name: each for name, each in vars(value).items() if name not in NO_PART_OF_A_SEARCH})
-    record = is_dataclass(value) and not type(value).__module__.startswith("tandemrl.config.")
-    of_python = isinstance(getattr_static(type(value), "__call__", None), FunctionType) and not isinstance(
+    record = is_dataclass(value) and not _of_the_library(type(value))
+    called = isinstance(getattr_static(type(value), "__call__", None), FunctionType) and not isinstance(
         value, nn.Module
     )
-    if record or of_python or isinstance(value, Environment):
+    if record or called or isinstance(value, Environment):
         return type(value).__qualname__, inner([type(value), getattr(value, "__dict__", {})])
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _source(function: FunctionType) -> Any:
-    """The source of a function's module, and where in it the function is; without that, the function's code."""
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
-    if function.__module__ == "__main__" or file is None or not Path(file).is_file():
-        return _content(function.__code__)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest(), [*function.__code__.co_positions()]
+def _source(value: Any) -> str | None:
+    """A hash of the source of the module where a function or class is; in a script or a notebook, of its own alone."""
+    try:
+        own = value.__module__ == "__main__"
+        source = inspect.getsource(value) if own else Path(inspect.getfile(value)).read_text(encoding="utf-8")
+    except (OSError, TypeError):  # it has none
+        return None
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _of_the_library(value: Any) -> bool:
-    return str(value.__module__).startswith("tandemrl.")
-
-
-def _counts(name: str) -> bool:
-    """Whether a member of a class is its author's."""
-    return not (name.startswith("__") and name.endswith("__")) or name in ("__init__", "__call__")
-
-
-def _plain(member: Any) -> Any:
-    """The function of a static method, a class method or a property."""
-    return getattr(member, "__func__", getattr(member, "fget", member))
+    return str(value.__module__).startswith(("tandemrl.", "builtins"))

@@ -65,22 +65,27 @@ class Strategy(NamedTuple):
     shared_draws: bool = False
 
 
-class WordState(NamedTuple):
-    """Author of the current word, tokens since the last draw, and the draws so far."""
+Chosen = tuple[Bool[Tensor, " b"], Any]
+"""Whether the senior writes next in each row, and the state."""
+
+
+class DrawnState(NamedTuple):
+    """Author of the current token, word or turn, how many authors were drawn so far, and how often the senior."""
 
     key: Int64[Tensor, " b"]
     senior: Bool[Tensor, " b"]
-    since_draw: Int64[Tensor, " b"]
     draws: Int64[Tensor, " b"]
     senior_draws: Int64[Tensor, " b"]
 
 
-class BernoulliState(NamedTuple):
-    """How many authors were drawn so far, and how many of the draws fell to the senior."""
+class WordState(NamedTuple):
+    """A `DrawnState`, and the tokens since the last draw."""
 
     key: Int64[Tensor, " b"]
+    senior: Bool[Tensor, " b"]
     draws: Int64[Tensor, " b"]
     senior_draws: Int64[Tensor, " b"]
+    since_draw: Int64[Tensor, " b"]
 
 
 class SentenceState(NamedTuple):
@@ -102,13 +107,23 @@ class SoloState(NamedTuple):
     senior: Bool[Tensor, " b"]
 
 
-class TurnState(NamedTuple):
-    """Author of the current turn, and the draws so far."""
+def undrawn(request_keys: Int64[Tensor, " b"]) -> DrawnState:
+    """The state before the first draw."""
+    none = torch.zeros_like(request_keys)
+    return DrawnState(stream(request_keys, SELECTION), none.bool(), none, none)
 
-    key: Int64[Tensor, " b"]
-    senior: Bool[Tensor, " b"]
-    draws: Int64[Tensor, " b"]
-    senior_draws: Int64[Tensor, " b"]
+
+def draw(prob_senior: float, state: Any, where: Bool[Tensor, " b"], **changes: Tensor) -> Chosen:
+    """Draw the author in the rows ``where``; the others keep theirs.
+
+    Args:
+        state: one with the fields of `DrawnState`.
+        changes: what its other fields become.
+    """
+    drawn = uniforms(state.key, state.draws) < prob_senior
+    senior = torch.where(where, drawn, state.senior)
+    counts = {"draws": state.draws + where, "senior_draws": state.senior_draws + drawn.logical_and_(where)}
+    return senior, state._replace(senior=senior, **counts, **changes)
 
 
 def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) -> Strategy:
@@ -177,30 +192,17 @@ def _redrawing(prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tens
     return Strategy(partial(_redrawing_init, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
 
 
-def _redrawing_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], WordState]:
-    key = stream(request_keys, SELECTION)
-    none = torch.zeros_like(key)
-    senior = uniforms(key, none) < prob_senior
-    return senior, WordState(key, senior, since_draw=none, draws=none + 1, senior_draws=senior.to(torch.int64))
+def _redrawing_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> Chosen:
+    state = WordState(*undrawn(request_keys), since_draw=torch.zeros_like(request_keys))
+    return draw(prob_senior, state, torch.ones_like(state.senior))
 
 
 def _redrawing_step(
-    prob_senior: float,
-    redraw_after: Callable[[Tensor, Tensor], Tensor],
-    state: WordState,
-    last_token: Int64[Tensor, " b"],
-) -> tuple[Bool[Tensor, " b"], WordState]:
+    prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor], state: WordState, last: Int64[Tensor, " b"]
+) -> Chosen:
     since_draw = state.since_draw + 1
-    redraw = redraw_after(last_token, since_draw)
-    drawn = uniforms(state.key, state.draws) < prob_senior
-    senior = torch.where(redraw, drawn, state.senior)
-    return senior, WordState(
-        state.key,
-        senior,
-        since_draw.masked_fill_(redraw, 0),
-        state.draws + redraw,
-        state.senior_draws + drawn.logical_and_(redraw),
-    )
+    redraw = redraw_after(last, since_draw)
+    return draw(prob_senior, state, redraw, since_draw=since_draw.masked_fill_(redraw, 0))
 
 
 def bernoulli(prob_senior: float) -> Strategy:
@@ -210,24 +212,16 @@ def bernoulli(prob_senior: float) -> Strategy:
         ValueError: ``prob_senior`` is outside [0, 1].
     """
     check_probability(prob_senior)
-
-    return Strategy(partial(_bernoulli_init, prob_senior), partial(_bernoulli_step, prob_senior))
-
-
-def _bernoulli_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], BernoulliState]:
-    none = torch.zeros_like(request_keys)
-    return _bernoulli_draw(prob_senior, BernoulliState(stream(request_keys, SELECTION), none, none))
+    return Strategy(partial(_first_draw, prob_senior), partial(_drawn_again, prob_senior))
 
 
-def _bernoulli_step(
-    prob_senior: float, state: BernoulliState, last_token: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], BernoulliState]:
-    return _bernoulli_draw(prob_senior, state)
+def _first_draw(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> Chosen:
+    state = undrawn(request_keys)
+    return draw(prob_senior, state, torch.ones_like(state.senior))
 
 
-def _bernoulli_draw(prob_senior: float, state: BernoulliState) -> tuple[Bool[Tensor, " b"], BernoulliState]:
-    senior = uniforms(state.key, state.draws) < prob_senior
-    return senior, BernoulliState(state.key, state.draws + 1, state.senior_draws + senior)
+def _drawn_again(prob_senior: float, state: DrawnState, last_token: Int64[Tensor, " b"] | None = None) -> Chosen:
+    return draw(prob_senior, state, torch.ones_like(state.senior))
 
 
 def sentence(first: Who, steps: StepTables) -> Strategy:
@@ -253,7 +247,7 @@ def sentence(first: Who, steps: StepTables) -> Strategy:
     return Strategy(partial(_sentence_init, is_senior("first", first)), step)
 
 
-def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SentenceState]:
+def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> Chosen:
     senior = torch.full_like(request_keys, senior_starts, dtype=torch.bool)
     return senior, SentenceState(senior, after_newline=torch.zeros_like(senior))
 
@@ -264,7 +258,7 @@ def _sentence_step(
     ends_newline: "OnDevices",
     state: SentenceState,
     last_token: Int64[Tensor, " b"],
-) -> tuple[Bool[Tensor, " b"], SentenceState]:
+) -> Chosen:
     completes = starts_newline.at(last_token) & state.after_newline
     senior = state.senior ^ (contains.at(last_token) | completes)
     return senior, SentenceState(senior, ends_newline.at(last_token))
@@ -277,22 +271,20 @@ def chunk(chunk_size: int, first: Who = "senior") -> Strategy:
         ValueError: ``chunk_size`` is below 1, or ``first`` is neither "senior" nor "junior".
     """
     _check_at_least_one("chunk_size", chunk_size)
-    senior_parity = 0 if is_senior("first", first) else 1
-    return Strategy(partial(_chunk_init, chunk_size, senior_parity), partial(_chunk_step, chunk_size, senior_parity))
+    who = partial(_chunk_author, chunk_size, 0 if is_senior("first", first) else 1)
+    return Strategy(partial(_chunk_init, who), partial(_chunk_step, who))
 
 
-def _chunk_init(
-    chunk_size: int, senior_parity: int, request_keys: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], ChunkState]:
-    position = torch.zeros_like(request_keys)
-    return (position // chunk_size) % 2 == senior_parity, ChunkState(position)
+def _chunk_author(chunk_size: int, senior_parity: int, state: ChunkState) -> Chosen:
+    return (state.position // chunk_size) % 2 == senior_parity, state
 
 
-def _chunk_step(
-    chunk_size: int, senior_parity: int, state: ChunkState, last_token: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], ChunkState]:
-    position = state.position + 1
-    return (position // chunk_size) % 2 == senior_parity, ChunkState(position)
+def _chunk_init(who: Callable[[ChunkState], Chosen], request_keys: Int64[Tensor, " b"]) -> Chosen:
+    return who(ChunkState(torch.zeros_like(request_keys)))
+
+
+def _chunk_step(who: Callable[[ChunkState], Chosen], state: ChunkState, last_token: Int64[Tensor, " b"]) -> Chosen:
+    return who(ChunkState(state.position + 1))
 
 
 def alternating(first: Who = "senior") -> Strategy:
@@ -310,15 +302,15 @@ def solo(who: Who = "senior") -> Strategy:
     Raises:
         ValueError: ``who`` is neither "senior" nor "junior".
     """
-    return Strategy(partial(_solo_init, is_senior("who", who)), _solo_step, writers=who)
+    return Strategy(partial(_solo_init, is_senior("who", who)), _same_author, writers=who)
 
 
-def _solo_init(senior_writes: bool, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
+def _solo_init(senior_writes: bool, request_keys: Int64[Tensor, " b"]) -> Chosen:
     senior = torch.full_like(request_keys, senior_writes, dtype=torch.bool)
     return senior, SoloState(senior)
 
 
-def _solo_step(state: SoloState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
+def _same_author(state: Any, last_token: Int64[Tensor, " b"]) -> Chosen:
     return state.senior, state
 
 
@@ -331,22 +323,7 @@ def turn(prob_senior: float) -> Strategy:
         ValueError: ``prob_senior`` is outside [0, 1].
     """
     check_probability(prob_senior)
-    return Strategy(partial(_turn_init, prob_senior), _turn_step, turn=partial(_turn_drawn, prob_senior))
-
-
-def _turn_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TurnState]:
-    none = torch.zeros_like(request_keys)
-    started = TurnState(stream(request_keys, SELECTION), torch.zeros_like(none, dtype=torch.bool), none, none)
-    return _turn_drawn(prob_senior, started)
-
-
-def _turn_step(state: TurnState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TurnState]:
-    return state.senior, state
-
-
-def _turn_drawn(prob_senior: float, state: TurnState) -> tuple[Bool[Tensor, " b"], TurnState]:
-    senior = uniforms(state.key, state.draws) < prob_senior
-    return senior, TurnState(state.key, senior, state.draws + 1, state.senior_draws + senior)
+    return Strategy(partial(_first_draw, prob_senior), _same_author, turn=partial(_drawn_again, prob_senior))
 
 
 def alternating_turns(first: Who = "senior") -> Strategy:
@@ -355,10 +332,10 @@ def alternating_turns(first: Who = "senior") -> Strategy:
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
     """
-    return Strategy(partial(_solo_init, is_senior("first", first)), _solo_step, turn=_other_turn)
+    return Strategy(partial(_solo_init, is_senior("first", first)), _same_author, turn=_other_turn)
 
 
-def _other_turn(state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
+def _other_turn(state: SoloState) -> Chosen:
     return ~state.senior, SoloState(~state.senior)
 
 
@@ -369,10 +346,10 @@ def first_turn(who: Who = "senior") -> Strategy:
         ValueError: ``who`` is neither "senior" nor "junior".
     """
     senior_starts = is_senior("who", who)
-    return Strategy(partial(_solo_init, senior_starts), _solo_step, turn=partial(_turn_of, not senior_starts))
+    return Strategy(partial(_solo_init, senior_starts), _same_author, turn=partial(_turn_of, not senior_starts))
 
 
-def _turn_of(senior_writes: bool, state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
+def _turn_of(senior_writes: bool, state: SoloState) -> Chosen:
     senior = torch.full_like(state.senior, senior_writes)
     return senior, SoloState(senior)
 

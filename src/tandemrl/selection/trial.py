@@ -43,7 +43,7 @@ def try_strategy(strategy: Strategy, vocabulary: int) -> None:
     if strategy.writers != "both" and bool((authors != (strategy.writers == "senior")).any()):
         raise ValueError(f"writers={strategy.writers!r} promises that nobody else writes, but somebody else does")
     if strategy.turn is not None:
-        _checked("turn", strategy.turn, (state,), ROWS, state)
+        _checked("turn", strategy.turn, state)
     if strategy.starts is not None:
         _try_starts(strategy, strategy.starts, vocabulary, keys, tokens)
 
@@ -68,48 +68,37 @@ def _try_starts(strategy: Strategy, starts: Tensor, vocabulary: int, keys: Tenso
 
 def _written(strategy: Strategy, keys: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
     """The authors of all tokens and of the one after them, and the last state."""
-    senior, state = _checked("init", strategy.init, (keys,), len(keys))
+    senior, state = _checked("init", strategy.init, keys)
     authors = [senior]
     for token in tokens:
-        senior, state = _checked("step", strategy.step, (state, token), len(token), state)
+        senior, state = _checked("step", strategy.step, state, token)
         authors.append(senior)
     return torch.stack(authors), state
 
 
-def _checked(
-    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], rows: int, like: Any = None
-) -> tuple[Tensor, Any]:
-    """What a function of a strategy returns, if it is what it should be and the arguments are still what they were.
-
-    Args:
-        like: a state that the new one must resemble. None means that there is none yet.
-    """
-    before = [x.clone() for x in _tensors(arguments)]
+def _checked(name: str, function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Any]:
+    """What a function of a strategy returns, if it is what it should be and the arguments are still what they were."""
+    given = _tensors(arguments)
+    before, rows = [x.clone() for x in given], len(given[0])
     try:
-        result = function(*arguments)
+        senior, state = function(*arguments)
     except Exception as error:
         raise ValueError(f"{name} failed on {rows} rows: {type(error).__name__}: {error}") from error
-    if not (isinstance(result, tuple | list) and len(result) == 2):
-        raise ValueError(f"{name} returned {_kind(result)}; expected a pair: whether the senior writes, and the state")
-    senior, state = result
-    if not (isinstance(senior, Tensor) and senior.dtype == torch.bool and senior.shape == (rows,)):
-        raise ValueError(
-            f"{name} returned {_kind(senior)} as the authors of {rows} rows; expected a bool tensor of shape [{rows}], "
-            "True where the senior writes"
-        )
     parts = _tensors(state)
-    if not parts or any(not isinstance(x, Tensor) or x.shape[:1] != (rows,) for x in parts):
-        wrong = next((x for x in parts if not isinstance(x, Tensor) or x.shape[:1] != (rows,)), state)
+    rowwise = all(isinstance(x, Tensor) and x.shape[:1] == (rows,) for x in (senior, *parts))
+    if not (rowwise and parts and senior.dtype == torch.bool and senior.dim() == 1):
         raise ValueError(
-            f"{name} returned a state with {_kind(wrong)}; expected a NamedTuple of tensors whose first dimension is "
-            f"the row ({rows} here), so that rows can be dropped and reordered"
+            f"{name} returned {', '.join(map(_kind, (senior, *parts)))} for {rows} rows; expected a bool tensor of "
+            f"shape [{rows}], True where the senior writes, and a NamedTuple of tensors whose first dimension is the "
+            "row, so that rows can be dropped and reordered"
         )
-    if like is not None and [(x.dtype, x.shape[1:]) for x in parts] != [(x.dtype, x.shape[1:]) for x in _tensors(like)]:
+    like = parts if name == "init" else _tensors(arguments[0])
+    if [(x.dtype, x.shape[1:]) for x in parts] != [(x.dtype, x.shape[1:]) for x in like]:
         raise ValueError(
-            f"{name} returned a state of {', '.join(map(_kind, parts))} after one of "
-            f"{', '.join(map(_kind, _tensors(like)))}; shapes and types must stay the same"
+            f"{name} returned a state of {', '.join(map(_kind, parts))} after one of {', '.join(map(_kind, like))}; "
+            "shapes and types must stay the same"
         )
-    if any(not torch.equal(x, old) for x, old in zip(_tensors(arguments), before, strict=True)):
+    if not all(map(torch.equal, given, before)):
         raise ValueError(f"{name} changed its arguments in place; return new tensors (x + 1, not x += 1)")
     return senior, state
 

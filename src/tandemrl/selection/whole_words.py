@@ -1,7 +1,6 @@
 """The strategies that draw one author for each whole word: by ids, in one vocabulary, and by the text, in two; in two,
 also those of whole turns."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,29 +9,17 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
-from tandemrl.selection.draws import SELECTION, stream, uniforms
 from tandemrl.selection.strategies import (
+    Chosen,
     OnDevices,
     Strategy,
     Who,
-    alternating_turns,
     check_probability,
-    first_turn,
+    draw,
     is_senior,
-    solo,
-    turn,
+    undrawn,
 )
 from tandemrl.selection.words import word_starts
-
-
-class BeforeWordState(NamedTuple):
-    """Author of the current word, whether it has a token of the current turn, and the draws so far."""
-
-    key: Int64[Tensor, " b"]
-    senior: Bool[Tensor, " b"]
-    begun: Bool[Tensor, " b"]
-    draws: Int64[Tensor, " b"]
-    senior_draws: Int64[Tensor, " b"]
 
 
 class TextTables(NamedTuple):
@@ -60,19 +47,16 @@ class TextSentenceState(NamedTuple):
     tail: Int64[Tensor, " b"]
 
 
-class TextWordState(NamedTuple):
-    """The state of ``before_word``, and the last three bytes of the text as a number."""
+class WholeWordState(NamedTuple):
+    """A ``strategies.DrawnState`` of words, whether the present one has a token of the current turn, and the last three
+    bytes of the turn's text as a number."""
 
-    word: BeforeWordState
+    key: Int64[Tensor, " b"]
+    senior: Bool[Tensor, " b"]
+    draws: Int64[Tensor, " b"]
+    senior_draws: Int64[Tensor, " b"]
+    begun: Bool[Tensor, " b"]
     tail: Int64[Tensor, " b"]
-
-    @property
-    def draws(self) -> Int64[Tensor, " b"]:
-        return self.word.draws
-
-    @property
-    def senior_draws(self) -> Int64[Tensor, " b"]:
-        return self.word.senior_draws
 
 
 def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
@@ -91,47 +75,7 @@ def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
     """
-    check_probability(prob_senior)
-    return Strategy(
-        partial(_before_word_init, prob_senior),
-        partial(_before_word_step, prob_senior, OnDevices(starts)),
-        turn=partial(_before_word_turn, prob_senior),
-        starts=starts,
-    )
-
-
-def _before_word_init(
-    prob_senior: float, request_keys: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    none = torch.zeros_like(request_keys)
-    unknown = torch.zeros_like(none, dtype=torch.bool)
-    return _before_word_turn(
-        prob_senior, BeforeWordState(stream(request_keys, SELECTION), unknown, unknown, none, none)
-    )
-
-
-def _before_word_turn(prob_senior: float, state: BeforeWordState) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    return _next_word(prob_senior, state, torch.ones_like(state.senior), begun=False)
-
-
-def _before_word_step(
-    prob_senior: float, starts: OnDevices, state: BeforeWordState, last_token: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    return _next_word(prob_senior, state, starts.at(last_token) & state.begun, begun=True)
-
-
-def _next_word(
-    prob_senior: float, state: BeforeWordState, where: Bool[Tensor, " b"], *, begun: bool
-) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    drawn = uniforms(state.key, state.draws) < prob_senior
-    senior = torch.where(where, drawn, state.senior)
-    return senior, BeforeWordState(
-        state.key,
-        senior,
-        torch.full_like(senior, begun),
-        state.draws + where,
-        state.senior_draws + (drawn & where),
-    )
+    return before_text_word(prob_senior, id_tables(starts))._replace(removed=None, over=None)
 
 
 _NEWLINE = 0x0A
@@ -187,9 +131,9 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     """
     check_probability(prob_senior)
     return Strategy(
-        partial(_text_word_init, prob_senior),
-        partial(_text_word_step, prob_senior, TextTails(texts)),
-        turn=partial(_text_word_turn, prob_senior),
+        partial(_word_init, prob_senior),
+        partial(_word_step, prob_senior, TextTails(texts)),
+        turn=partial(_word_turn, prob_senior),
         starts=texts.starts,
         removed=texts.removed,
         over=partial(before_text_word, prob_senior),
@@ -220,50 +164,11 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
     )
 
 
-def text_solo(first: Who, texts: TextTables) -> Strategy:
-    """``solo`` for models of two vocabularies: what the junior writes is read by the senior's tokenizer.
-
-    Args:
-        first: who writes everything.
-
-    Raises:
-        ValueError: ``first`` is neither "senior" nor "junior".
-    """
-    alone = solo(first)
-    if alone.writers == "senior":
-        return alone  # nothing has to be read
-    return _by_text(alone, texts, partial(text_solo, first))
-
-
-def text_turn(prob_senior: float, texts: TextTables) -> Strategy:
-    """``turn`` for models of two vocabularies: each turn has one author, and the other's tokenizer reads it.
-
-    Raises:
-        ValueError: ``prob_senior`` is outside [0, 1].
-    """
-    return _by_text(turn(prob_senior), texts, partial(text_turn, prob_senior))
-
-
-def text_alternating_turns(first: Who, texts: TextTables) -> Strategy:
-    """``alternating_turns`` for models of two vocabularies.
-
-    Raises:
-        ValueError: ``first`` is neither "senior" nor "junior".
-    """
-    return _by_text(alternating_turns(first), texts, partial(text_alternating_turns, first))
-
-
-def text_first_turn(who: Who, texts: TextTables) -> Strategy:
-    """``first_turn`` for models of two vocabularies.
-
-    Raises:
-        ValueError: ``who`` is neither "senior" nor "junior".
-    """
-    return _by_text(first_turn(who), texts, partial(text_first_turn, who))
-
-
-def _by_text(strategy: Strategy, texts: TextTables, over: Callable[[TextTables], Strategy]) -> Strategy:
-    """A strategy that changes authors between turns at most, where both models read along."""
+def in_two_vocabularies(strategy: Strategy, texts: TextTables) -> Strategy:
+    """A strategy that changes authors between turns at most, for models of two vocabularies, which both read along."""
+    if strategy.writers == "senior":
+        return strategy  # nothing has to be read
+    over = partial(in_two_vocabularies, strategy)
     return strategy._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)
 
 
@@ -295,48 +200,41 @@ class TextTails:
         joined = self.newline.at(token) & ((tail & 0xFF) == _NEWLINE)
         return (known & ~begins) | self.blank_line.at(token) | joined
 
-    def end_in_space(self, tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        """Whether a text with these last bytes ends in whitespace, so that no word begins after it."""
-        return _ends_in_space(tail)
+    def begin(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """Whether a token begins a word after a text with this tail. After whitespace none does."""
+        return self.starts.at(token) & ~_ends_in_space(tail)
 
 
-def _text_sentence_init(
-    senior_starts: bool, request_keys: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
+def _text_sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> Chosen:
     senior = torch.full_like(request_keys, senior_starts, dtype=torch.bool)
     return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(request_keys))
 
 
-def _text_sentence_turn(state: TextSentenceState) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
+def _text_sentence_turn(state: TextSentenceState) -> Chosen:
     senior = state.senior ^ state.blank_line
     return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(state.tail))
 
 
-def _text_sentence_step(
-    texts: TextTails, state: TextSentenceState, last_token: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], TextSentenceState]:
-    begins = texts.starts.at(last_token) & ~_ends_in_space(state.tail)
+def _text_sentence_step(texts: TextTails, state: TextSentenceState, last_token: Int64[Tensor, " b"]) -> Chosen:
+    begins = texts.begin(state.tail, last_token)
     senior = state.senior ^ (begins & state.blank_line)
     blank_line = texts.have_blank_line(state.blank_line, begins, state.tail, last_token)
     return senior, TextSentenceState(senior, blank_line, texts.appended(state.tail, last_token))
 
 
-def _text_word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TextWordState]:
-    senior, state = _before_word_init(prob_senior, request_keys)
-    return senior, TextWordState(state, torch.zeros_like(request_keys))
+def _word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> Chosen:
+    state = undrawn(request_keys)
+    return _word_turn(prob_senior, WholeWordState(*state, begun=state.senior, tail=torch.zeros_like(state.draws)))
 
 
-def _text_word_turn(prob_senior: float, state: TextWordState) -> tuple[Bool[Tensor, " b"], TextWordState]:
-    senior, word = _before_word_turn(prob_senior, state.word)
-    return senior, TextWordState(word, torch.zeros_like(state.tail))
+def _word_turn(prob_senior: float, state: WholeWordState) -> Chosen:
+    fresh = {"begun": torch.zeros_like(state.begun), "tail": torch.zeros_like(state.tail)}
+    return draw(prob_senior, state, torch.ones_like(state.begun), **fresh)
 
 
-def _text_word_step(
-    prob_senior: float, texts: TextTails, state: TextWordState, last_token: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], TextWordState]:
-    where = texts.starts.at(last_token) & state.word.begun & ~_ends_in_space(state.tail)
-    senior, word = _next_word(prob_senior, state.word, where, begun=True)
-    return senior, TextWordState(word, texts.appended(state.tail, last_token))
+def _word_step(prob_senior: float, texts: TextTails, state: WholeWordState, last_token: Int64[Tensor, " b"]) -> Chosen:
+    where, tail = texts.begin(state.tail, last_token) & state.begun, texts.appended(state.tail, last_token)
+    return draw(prob_senior, state, where, begun=torch.ones_like(where), tail=tail)
 
 
 def _ends_in_space(tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:

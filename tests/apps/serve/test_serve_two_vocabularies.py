@@ -26,7 +26,7 @@ from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64
-from tandemrl.selection.whole_words import before_text_word, text_solo, text_tables
+from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_tables
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Mia has 3 figs and buys 4."}]
@@ -190,7 +190,7 @@ def test_requests_of_one_author_and_of_two_are_written_together(engine: TorchEng
     asked = [
         Request(prompt, keys, limit, words, junior_prompt=read),
         Request(prompt, keys[:1], Sampling(max_tokens=24, stop=(stop,)), solo("senior")),
-        Request(prompt, keys, limit, text_solo("junior", tables), junior_prompt=read),
+        Request(prompt, keys, limit, in_two_vocabularies(solo("junior"), tables), junior_prompt=read),
     ]
     together, apart = engine.generate(asked), [group for one in asked for group in engine.generate([one])]
     for ours, wanted in zip(together, apart, strict=True):

@@ -26,9 +26,9 @@ from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
-from tandemrl.selection import before_word, word
+from tandemrl.selection import before_word, turn, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
-from tandemrl.selection.whole_words import before_text_word, text_sentence, text_tables, text_turn
+from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 
@@ -138,7 +138,7 @@ def test_in_an_environment_too(folders: tuple[Path, Path], reference: TorchEngin
     reader, tables = Reader(theirs, (theirs.eos_token_id,)), text_tables(ours)
     rows, ends, reasons, handed = load_rows(["synthetic:plain:train:4"]), set[tuple[bool, int]](), set[str](), 0
     with EpisodeRunner(Counts(), ours, limits, eos_token_ids=(ours.eos_token_id,), junior=reader) as runner:
-        for strategy in before_text_word(0.5, tables), text_turn(0.5, tables):
+        for strategy in before_text_word(0.5, tables), in_two_vocabularies(turn(0.5), tables):
             asked = [
                 replace(request, strategy=strategy, sampling=replace(request.sampling, max_tokens=70))
                 for request in requests(folders)[:4]

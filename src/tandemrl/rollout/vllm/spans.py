@@ -117,7 +117,7 @@ class Spans:
         tokens = output.sampled_token_ids[:, 0].cpu().long()
         at = self._drawing
         tails = torch.tensor([row.tail for row in self._rows], dtype=torch.int64)
-        begins = self._tables.starts[tokens] & ~self._tails.end_in_space(tails)
+        begins = self._tails.begin(tails, tokens)
         after = self._tails.appended(tails, tokens).tolist()
         blank = torch.tensor([row.blank_line for row in self._rows])
         blank_after = self._tails.have_blank_line(blank, begins, tails, tokens).tolist()
