@@ -355,7 +355,7 @@ def test_the_space_is_that_of_the_checkpoints_and_exports(
     [
         ("nope", r"no such folder; .*; did you mean runs/mine/checkpoints/step_20\?$"),
         ("runs/mine", r"not a checkpoint; .*; did you mean runs/mine/checkpoints/step_20\?$"),
-        ("runs/mine/hf/step_10", r"not a checkpoint; .*; did you mean runs/mine/checkpoints/step_10\?$"),
+        ("runs/mine/hf/step_10", r"not a checkpoint; .*; did you mean runs/mine/checkpoints/step_20\?$"),
         ("runs/mine/checkpoints/step_99", r"no such folder; .*; did you mean runs/mine/checkpoints/step_20\?$"),
         ("runs/mine/checkpoints", r"not a checkpoint; .*; did you mean runs/mine/checkpoints/step_20\?$"),
     ],

@@ -189,18 +189,13 @@ def without(file: Path, step: int) -> None:
     file.write_text("".join(line for line in lines if json.loads(line)["step"] != step))
 
 
-DAMAGE = {  # the run is saved after steps 4 and 6: what is damaged, what is said of it, and whether step 4 is a way out
-    "shard": (lambda out: flip(out / "checkpoints/step_6/tensors/__0_0.distcp"), r"__0_0\.distcp: not as it was", True),
-    "state": (lambda out: flip(out / "checkpoints/step_6/state.pt"), r"state\.pt: not as it was", True),
-    "both": (lambda out: [flip(file) for file in out.glob("checkpoints/*/state.pt")], r"step_6/state\.pt: not", False),
-    "metrics torn in step 2": (
-        lambda out: cut(out / "metrics.jsonl", 2),
-        r"metrics\.jsonl: cut, changed or gone",
-        False,
-    ),
-    "samples torn in step 6": (lambda out: cut(out / "samples.jsonl", 6), r"samples\.jsonl: cut", True),
-    "a metrics line less": (lambda out: without(out / "metrics.jsonl", 5), r"metrics\.jsonl: cut", True),
-    "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), r"metrics\.jsonl: cut, changed or gone", False),
+DAMAGE = {  # the run is saved after steps 4 and 6: what is damaged, and what is said of it
+    "shard": (lambda out: flip(out / "checkpoints/step_6/tensors/__0_0.distcp"), r"__0_0\.distcp: not as it was"),
+    "state": (lambda out: flip(out / "checkpoints/step_6/state.pt"), r"state\.pt: not as it was"),
+    "metrics torn in step 2": (lambda out: cut(out / "metrics.jsonl", 2), r"metrics\.jsonl: cut, changed or gone"),
+    "samples torn in step 6": (lambda out: cut(out / "samples.jsonl", 6), r"samples\.jsonl: cut"),
+    "a metrics line less": (lambda out: without(out / "metrics.jsonl", 5), r"metrics\.jsonl: cut"),
+    "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), r"metrics\.jsonl: cut, changed or gone"),
 }
 
 
@@ -209,19 +204,18 @@ def test_damage_is_refused_with_the_way_out_and_nothing_is_touched(
 ) -> None:
     out = tmp_path / "run"
     run = build(config(tiny_pair, out, "train.steps=8"))
-    for name, (damage, message, way_out) in DAMAGE.items():
+    for name, (damage, message) in DAMAGE.items():
         shutil.copytree(finished, out)
         damage(out)
         before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
         with pytest.raises(DamagedError, match=message) as error:
             restore(run, "auto")
         assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before, name
-        assert (f"--resume {out}/checkpoints/step_4)" in str(error.value)) is way_out, name
-        assert ("No older checkpoint in" in str(error.value)) is not way_out, name
+        assert str(error.value).endswith(f"again: --resume {out}/checkpoints/step_4"), name
         shutil.rmtree(out)
     copy = shutil.copytree(finished / "checkpoints" / "step_6", tmp_path / "a copy")
     flip(copy / "state.pt")
-    with pytest.raises(DamagedError, match=r"a copy/state\.pt: .*No older checkpoint in"):
+    with pytest.raises(DamagedError, match=r"a copy/state\.pt: .*No older checkpoint is in"):
         restore(run, str(copy))
 
 
@@ -235,7 +229,7 @@ def test_the_way_out_leads_to_the_same_run(tiny_pair: Path, finished: Path, tmp_
     again = config(tiny_pair, out, "train.steps=6")
     with pytest.raises(DamagedError) as error:
         train(again, quiet=True)
-    way_out = re.search(r"--resume (\S+)\), and the steps after 4 are", str(error.value))
+    way_out = re.search(r"again: --resume (\S+)", str(error.value))
     assert way_out is not None
     train(again, resume=way_out[1], quiet=True)
     assert_same_run(finished, out, step=6)

@@ -19,7 +19,6 @@ from tandemrl.training.checkpoint.runs import check_folder as check_folder
 from tandemrl.training.checkpoint.runs import check_resume as check_resume
 from tandemrl.training.checkpoint.runs import export as export
 from tandemrl.training.checkpoint.runs import restore as restore
-from tandemrl.training.checkpoint.runs import rng_state as rng_state
 from tandemrl.training.checkpoint.runs import save as save
 from tandemrl.training.checkpoint.storage import is_checkpoint as is_checkpoint
 from tandemrl.training.checkpoint.storage import latest as latest

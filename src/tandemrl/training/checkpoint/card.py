@@ -21,31 +21,33 @@ def model_card(
     Args:
         best: the step of `hf/best` so far and what chose it, or "none".
     """
-    model, data, selection = config.model, config.data, config.selection
-    tags = [
-        "reinforcement-learning",
-        *([] if config.functions.recipe or is_own(config.loss.recipe) else [config.loss.recipe]),
-        *([] if selection.kind.solo else ["tandem-rl"]),
-    ]
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
-    if not Path(model.senior).exists():  # a name on the hub
-        front["base_model"] = model.senior
+    model, data, own = config.model, config.data, config.functions.recipe
+    solo = config.selection.kind.solo
+    recipe = _with(config.loss.recipe, config.loss.parameters) if own is None else own.name
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": [
+            "reinforcement-learning",
+            *([] if own or is_own(config.loss.recipe) else [config.loss.recipe]),
+            *([] if solo else ["tandem-rl"]),
+        ],
+        **({} if Path(model.senior).exists() else {"base_model": model.senior}),  # a name on the hub
+    }
     header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items())
     shown = replace(config, judge=replace(config.judge, command=None))  # a command line may hold keys
-    own = config.functions.recipe
-    recipe = ", ".join([config.loss.recipe, *_set(config.loss.parameters)]) if own is None else own.name
     facts = {
         "senior before training": model.senior,
-        "junior": "none" if selection.kind.solo else model.junior or "the senior before training",
+        "junior": "none" if solo else model.junior or "the senior before training",
         "steps": f"{step} of {config.train.steps}",
         "recipe": f"{recipe}, learning rate {config.train.lr:g}",
         "training data": ", ".join(data.train),
         "held-out data": ", ".join(data.eval) or "none",
         "hf/best so far": best,
-        **({"code changed in the run": ", ".join(accepted)} if accepted else {}),
-        **{name: str(value) for name, value in versions.items() if value is not None},
+        "code changed in the run": ", ".join(accepted) or None,
+        **versions,
     }
-    table = "".join(f"| {name} | `{value}` |\n" for name, value in facts.items())
+    table = "".join(f"| {name} | `{value}` |\n" for name, value in facts.items() if value is not None)
     return f"""---
 {header}---
 
@@ -78,15 +80,14 @@ def _authorship(config: Config) -> str:
     if own is None and kind.solo:
         return f"The *{selection.first}* wrote all texts that this model learnt from."
     until = "" if selection.prob_senior_final is None else f" to {selection.prob_senior_final:g}"
-    drawn = [f"p = {selection.prob_senior:g}{until}"] if kind.draws else []
-    who = ", ".join([f"`{selection.strategy}`", *drawn, *_set(selection.parameters)])
+    drawn = f", p = {selection.prob_senior:g}{until}" if kind.draws else ""
+    who = _with(f"`{selection.strategy}`{drawn}", selection.parameters) if own is None else f"the strategy `{own.name}`"
     learnt = "only" if weight == 0 else f"with weight 1, on those of the junior with weight {weight:g}"
-    chosen = who if own is None else f"the strategy `{own.name}`"
     return (
-        f"This model, the *senior*, wrote its training texts together with a frozen *junior* ({chosen}). "
+        f"This model, the *senior*, wrote its training texts together with a frozen *junior* ({who}). "
         f"It was trained on its own tokens {learnt}. It is meant to be used alone."
     )
 
 
-def _set(parameters: Mapping[str, Any]) -> list[str]:
-    return [f"{name} = {value}" for name, value in parameters.items()]
+def _with(name: str, parameters: Mapping[str, Any]) -> str:
+    return ", ".join([name, *(f"{key} = {value}" for key, value in parameters.items())])

@@ -1,7 +1,7 @@
 """Exports the policy as a plain Hugging Face folder, and its adapters as peft reads them."""
 
 import json
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tandemrl.files import NEW, write_directory
+from tandemrl.files import write_directory
 from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
 from tandemrl.processes.world import World
 from tandemrl.training.checkpoint.card import CARD
-from tandemrl.training.checkpoint.manifest import CheckpointError
 from tandemrl.training.checkpoint.storage import in_every_process, size_in_bytes, write_failure
 
 ADAPTER_FOLDER = "adapter"
@@ -59,16 +58,9 @@ def export_hf(
         if adapters_of is not None:
             _save_adapters(peft_config(model, adapters_of), adapters, hidden / ADAPTER_FOLDER)
 
-    def write() -> None:
-        try:
-            if world.main:
-                write_directory(folder, fill)
-        except Exception as error:
-            shutil.rmtree(folder.with_name(f"{NEW}{folder.name}"), ignore_errors=True)
-            size = size_in_bytes([*weights.values(), *adapters.values()])
-            raise CheckpointError(write_failure(error, folder, size)) from error
-
-    in_every_process(write, folder, world)
+    size = size_in_bytes([*weights.values(), *adapters.values()])
+    failed = partial(write_failure, folder, size)
+    in_every_process(lambda: write_directory(folder, fill) if world.main else None, folder, world, failed)
     return folder
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from tandemrl.config import Config, difference
 from tandemrl.config.fields import is_own
-from tandemrl.data.rows import Row
 from tandemrl.models.lora import base_parameters
 from tandemrl.models.sharding import full_parameters
 from tandemrl.processes.names import import_object
@@ -45,12 +44,13 @@ def identity(run: Run) -> Mapping[str, str]:
 
 def _identity(run: Run) -> dict[str, str]:
     setup, models, _ = run
-    config, functions = setup.config, setup.config.functions
-    fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
+    config = setup.config
     read = [
-        p.tokens if setup.episode_runner is None else (p.tokens, _read_by_environment(p.row)) for p in setup.prompts
+        p.tokens
+        if setup.episode_runner is None  # else an environment reads more of a row, such as its documents
+        else (p.tokens, (p.row.ground_truth, json.dumps(p.row.extra_info, default=repr)))
+        for p in setup.prompts
     ]
-    prompts = hashlib.sha256(repr(read).encode()).hexdigest()
     frozen = {
         name: "none" if model is None else hex(fingerprint(full_parameters(model)))
         for name, model in (("junior", models.junior), ("reference", models.reference))
@@ -59,36 +59,19 @@ def _identity(run: Run) -> dict[str, str]:
         frozen["reference"] = hex(fingerprint(base_parameters(models.policy)))
     if models.junior is None and models.engine.has_junior:
         frozen["junior"] = hex(models.engine.fingerprint("junior"))
-    strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
-    judge = {} if setup.judge is None else {"judge": setup.judge}
-    scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
-    engine = {}
-    if functions.engine is not None:  # passed as an argument; it may be a closure, which no name leads to
-        engine["engine"] = functions.engine.signature
-    elif is_own(config.rollout.engine):
-        engine["engine"] = _own(config.rollout.engine)
-    reward = {} if functions.reward is None else {"reward": functions.reward.signature}
+    named = {"strategy": config.selection.strategy, "engine": config.rollout.engine}
+    passed = {name: record.signature for name, record in vars(config.functions).items() if record is not None}
+    code = {key: signature(import_object(name)) for key, name in named.items() if is_own(name) and key not in passed}
+    code |= {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
     return {
-        "recipe": str(fields),
-        "strategy": strategy,
-        "data.train": prompts,
+        **code,
+        **passed,
+        "recipe": str({name: signature(value) for name, value in setup.recipe._asdict().items()}),
+        "data.train": hashlib.sha256(repr(read).encode()).hexdigest(),
         **frozen,
-        **judge,
-        **scorers,
-        **reward,
-        **engine,
+        **({} if setup.judge is None else {"judge": setup.judge}),
         **setup.environment_id,
     }
-
-
-def _own(component: str) -> str:
-    """The signature of a custom component; "none" for one of the library's."""
-    return signature(import_object(component)) if is_own(component) else "none"
-
-
-def _read_by_environment(row: Row) -> tuple[str, str]:
-    """What an environment reads of a row beside its prompt, such as its documents."""
-    return row.ground_truth, json.dumps(row.extra_info, default=repr)
 
 
 CODE = ("reward", "recipe", "strategy", "engine", "environment", "retriever")
@@ -167,11 +150,8 @@ def check_same_config(stored: Config, current: Config, accepted: Collection[str]
 
 
 def _may_change(key: str, stored: Any) -> bool:
-    """Whether a key may differ when a run is resumed.
-
-    The record of a function may differ in its name, but not in its signature. A config from before there were records
-    has none, which is no difference: ``identity`` covers such functions.
-    """
+    """Whether a key may differ when a run is resumed. The record of a function may differ in its name, but not in its
+    signature."""
     if key.startswith("functions."):
         return stored is None or not key.endswith(".signature")
     return key in _FREE_TO_CHANGE or key.startswith("parallel.")

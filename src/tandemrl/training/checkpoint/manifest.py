@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -28,62 +28,35 @@ def hashes(folder: Path, rank: int) -> list[tuple[str, str]]:
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of a checkpoint, or {} if there is no meta.json.
+    """The hash of each file of a checkpoint.
 
     Raises:
-        DamagedError: meta.json cannot be read.
+        DamagedError: meta.json is missing, or has none.
     """
     file = folder / "meta.json"
-    if not file.is_file():
-        return {}
     try:
-        return dict(json.loads(file.read_bytes()).get("files", {}))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{file}: not readable: {error}") from None
+        return dict(json.loads(file.read_bytes())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file}: missing, or without the hashes that it was written with ({error})") from None
 
 
-def read_bytes(file: Path) -> bytes:
-    """The content of a file of a checkpoint.
-
-    Raises:
-        DamagedError: the content differs from what was written.
-    """
-    content = file.read_bytes()
-    expected = read_hashes(file.parent).get(file.name)
-    if expected is not None and hashlib.sha256(content).hexdigest() != expected:
-        raise _changed(file)
-    return content
-
-
-def verify(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Read files of a folder and compare them with their hashes.
+def verify(folder: Path, names: Iterable[str]) -> None:
+    """Compare files of a checkpoint with their hashes.
 
     Raises:
-        DamagedError: a file is missing or differs from what was written; the message names the first one.
+        DamagedError: a file is missing, was added, or differs from what was written; the message names the first one.
     """
-    for name, expected in hashes.items():
+    written = read_hashes(folder)
+    for name in names:
         file = folder / name
         if not file.is_file():
             raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
-        if _digest(file) != expected:
-            raise _changed(file)
-
-
-def refuse_others(folder: Path, pattern: str, hashes: Mapping[str, str]) -> None:
-    """Check that all files of a folder that match a pattern belong to the checkpoint.
-
-    Raises:
-        DamagedError: one of them does not.
-    """
-    for file in sorted(folder.glob(pattern)):
-        if str(file.relative_to(folder)) not in hashes:
+        if name not in written:
             raise DamagedError(f"{file}: not one of the files that the checkpoint was written with")
+        if _digest(file) != written[name]:
+            raise DamagedError(f"{file}: not as it was written (its SHA-256 is not the one in meta.json)")
 
 
 def _digest(file: Path) -> str:
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _changed(file: Path) -> DamagedError:
-    return DamagedError(f"{file}: not as it was written (its SHA-256 is not the one in meta.json)")

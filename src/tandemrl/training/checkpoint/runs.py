@@ -1,16 +1,11 @@
 """Saves a run and restores it: what of it goes into a checkpoint, and where that goes when it comes back."""
 
 import io
-import json
 import os
-import random
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from tandemrl.config import Config, to_yaml
 from tandemrl.config.hints import hint
@@ -22,23 +17,18 @@ from tandemrl.training.checkpoint.identity import check_same_config, check_same_
 from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.state import Best, Run, move_state
 
-CPU = torch.device("cpu")
 RECORD = ("metrics.jsonl", "samples.jsonl")
 """The files that grow by lines. A resume cuts them to the bytes that they had when the checkpoint was saved."""
 
 
-def save(run: Run, rng: Mapping[str, Any] | None = None) -> list[Path]:
+def save(run: Run) -> list[Path]:
     """Save the run: first the Hugging Face export, then the checkpoint, so that a checkpoint always has its export.
-
-    Args:
-        rng: the states of the random generators; None means those of now.
 
     Returns:
         earlier exports that were removed (``train.keep_exports``), on rank 0 only.
     """
     setup, models, progress = run
-    config, train = setup.config, setup.config.train
-    rng = rng or rng_state(setup.device)
+    train, output, world = setup.config.train, setup.config.output_dir, setup.world
     export(run, f"step_{progress.step}", progress.step)
     state = {
         "step": progress.step,
@@ -49,23 +39,12 @@ def save(run: Run, rng: Mapping[str, Any] | None = None) -> list[Path]:
         "identity": identity(run),
         "accepted": progress.accepted,
         "written": progress.written,
-        "rng": {**rng, "cuda": [each for own in setup.world.gather(rng["cuda"]) for each in own]},
     }
-    storage.save(
-        config.output_dir,
-        progress.step,
-        state,
-        config,
-        train.keep_checkpoints,
-        parts=models.trained,
-        world=setup.world,
-    )
-    keep, output = train.keep_exports, config.output_dir
+    storage.save(output, progress.step, state, setup.config, train.keep_checkpoints, parts=models.trained, world=world)
+    keep = train.keep_exports
     if keep is None:
         return []
-    return storage.in_every_process(
-        lambda: storage.drop_exports(output, keep) if setup.world.main else [], output, setup.world
-    )
+    return storage.in_every_process(lambda: storage.drop_exports(output, keep) if world.main else [], output, world)
 
 
 def export(run: Run, name: str, step: int) -> None:
@@ -85,15 +64,13 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
     """Check the value of ``--resume``: auto, never, or the folder of a checkpoint.
 
     Raises:
-        CheckpointError: it is none of these; the message names the checkpoint that was probably meant.
+        CheckpointError: it is none of these; the message names the newest checkpoint of the run.
     """
     folder = Path(resume)
     if resume in ("auto", "never") or storage.is_checkpoint(folder):
         return resume
-    run = next((part for part in (folder, *folder.parents) if (part / "checkpoints").is_dir()), Path(output_dir))
-    same = run / "checkpoints" / folder.name
-    meant = same if (same / "meta.json").is_file() else storage.latest(run)
-    near = f"; did you mean {meant}?" if meant is not None else hint(folder)
+    newest = storage.latest(output_dir)
+    near = hint(folder) if newest is None else f"; did you mean {newest}?"
     what = "not a checkpoint" if folder.exists() else "no such folder"
     raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
 
@@ -143,7 +120,7 @@ def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> None:
     Raises:
         CheckpointError: the checkpoint was written under another config.
         DamagedError: the checkpoint differs from what was written, or metrics.jsonl or samples.jsonl lacks lines that
-            were; the message names an older undamaged checkpoint, if there is one.
+            were; the message names an older checkpoint, if there is one.
     """
     config, world, progress = run.setup.config, run.setup.world, run.progress
     output = Path(config.output_dir)
@@ -155,8 +132,7 @@ def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> None:
         try:
             _restore_from(run, path, accepted)
         except DamagedError as error:
-            advice = world.broadcast(_older_undamaged(path, output) if world.main else "")
-            raise DamagedError(f"{error}. {advice}") from None
+            raise DamagedError(f"{error}. {_way_out(path)}") from None
     if world.main:
         storage.discard_after(output, progress.step)
         for name in RECORD:
@@ -188,75 +164,34 @@ def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> None:
     progress.kl_coef = state["kl_coef"]
     progress.step = int(state["step"])
     progress.accepted = [*state["accepted"], *(f"{name} after step {progress.step}" for name in changed)]
-    restore_rng(state["rng"], setup.device, rank=world.rank)
+
+
+def _way_out(path: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    if (older := storage.before(path)) is not None:
+        return f"The steps after an older checkpoint can be trained again: --resume {older}"
+    return (
+        f"No older checkpoint is in {path.parent}: start again in another output_dir, or from an export (hf/step_N as "
+        "model.senior)"
+    )
 
 
 def _written(path: Path, state: Mapping[str, Any], output: Path) -> dict[str, int]:
     """How many bytes of metrics.jsonl and samples.jsonl belong to a checkpoint.
 
-    A run that continues in another folder than its checkpoint's begins new files there, unless they were copied along.
+    A run that continues in another folder than its checkpoint's begins new files there.
 
     Raises:
         DamagedError: a file is missing, is shorter, or has no end of a line there.
     """
-    moved = path.resolve().parent.parent != output.resolve()
-    sizes = {}
+    if path.resolve().parent.parent != output.resolve():
+        return {}
     for name, size in state["written"].items():
         with open(output / name, "rb") if (output / name).is_file() else io.BytesIO() as file:
-            first = file.readline()
-            if moved and (not first or json.loads(first)["step"] > state["step"]):
-                sizes[name] = 0
-                continue
             file.seek(max(0, size - 1))
             if size and file.read(1) != b"\n":
                 raise DamagedError(
                     f"{output / name}: cut, changed or gone, of the {size} bytes that belong to {path}: put it back "
                     f"from a copy, or go on without them in another folder (output_dir=OTHER --resume {path})"
                 )
-        sizes[name] = size
-    return sizes
-
-
-def _older_undamaged(path: Path, output: Path) -> str:
-    """What to do about a damaged checkpoint, for a message: resume from the newest older one that is undamaged."""
-    for other in storage.older(path):
-        try:
-            storage.verify(other)
-            _written(other, storage.load(other), output)
-        except (CheckpointError, OSError):
-            continue
-        return (
-            f"{other} is whole: resume from it (--resume {other}), and the steps after {storage.step_of(other)} are "
-            "trained again"
-        )
-    return (
-        f"No older checkpoint in {path.parent} is whole: start again in another output_dir, or from an export "
-        "(hf/step_N as model.senior)"
-    )
-
-
-def rng_state(device: torch.device = CPU) -> dict[str, Any]:
-    """The states of the global random generators of Python, NumPy, torch and, if it is a GPU, the device of this
-    process, as plain values."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one, on purpose
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return {
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
-
-
-def restore_rng(state: Mapping[str, Any], device: torch.device = CPU, *, rank: int = 0) -> None:
-    """Restore what ``rng_state`` returned.
-
-    The states of GPUs are those of the processes, by rank. With more processes than before they are dealt out again.
-    """
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"][rank % len(state["cuda"])], device)
+    return dict(state["written"])
