@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import typer
 
@@ -84,7 +85,7 @@ def last_written(folder: Path) -> str:
 def _progress_of(run: Path) -> str:
     """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
     from tandemrl.apps.report.records import ReportError, read_config, read_steps
-    from tandemrl.training.tracking import rest_of_steps
+    from tandemrl.training.tracking import time_left
 
     try:
         steps, _ = read_steps(run / "metrics.jsonl")
@@ -97,5 +98,5 @@ def _progress_of(run: Path) -> str:
     times = [step["time/step"] for step in steps if "time/step" in step]
     if not isinstance(total, int):
         return f", step {done}"
-    left = f", {rest_of_steps(times, total - done)}" if times and done < total else ""
+    left = f", {time_left(median(times[-5:]) * (total - done))}" if times and done < total else ""
     return f", step {done} of {total}{left}"

@@ -166,47 +166,22 @@ def test_a_run_that_sigterm_ends_resumes_as_if_nothing_had_happened(
     assert_same_run(whole, tmp_path / "run", step=3)
 
 
-def test_out_of_memory_saves_the_last_finished_step(
-    tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_ends_a_run_names_its_step_and_its_phase(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    settings = config(tiny_pair, tmp_path / "run", *SHORT)
+    out, loss = tmp_path / "run", "tandemrl.training.update.policy_loss"
+    settings = config(tiny_pair, out, *SHORT, "train.save_every=1")
     with monkeypatch.context() as patch:
-        on_call(patch, "tandemrl.training.update.policy_loss", 3, no_memory)
-        with pytest.raises(OutOfMemoryError, match=r"step 3, update/forward_backward: .*tokens_per_micro_batch"):
+        on_call(patch, loss, 2, no_memory)
+        with pytest.raises(OutOfMemoryError, match=r"step 2, update/forward_backward: .*tokens_per_micro_batch"):
             train(settings, quiet=True)
-    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_2"
-    train(settings, quiet=True)
-    assert_same_run(whole, tmp_path / "run", step=3)
-
-
-def test_a_loss_that_is_nan_names_its_step(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_call(
-        monkeypatch,
-        "tandemrl.training.update.policy_loss",
-        2,
-        lambda loss: (loss[0] * float("nan"), loss[1]),
-    )
+    on_call(monkeypatch, loss, 1, lambda found: (found[0] * float("nan"), found[1]))
     with pytest.raises(TrainError, match=r"^step 2, update/forward_backward/optimizer: the gradient norm .* is nan"):
-        train(config(tiny_pair, tmp_path / "run", *SHORT), quiet=True)
-    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_1"
-
-
-def test_nothing_is_saved_once_weights_have_changed(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extra = ("train.mini_batch_prompts=2",)  # two updates per step: the second one of step 2 fails
-    on_call(
-        monkeypatch,
-        "tandemrl.training.update.policy_loss",
-        4,
-        lambda loss: (loss[0] * float("nan"), loss[1]),
-    )
-    with pytest.raises(TrainError, match=r"^step 2, "):
-        train(config(tiny_pair, tmp_path / "run", *SHORT, *extra), quiet=True)
-    assert latest(tmp_path / "run") is None
+        train(settings, quiet=True)
+    assert latest(out) == out / "checkpoints" / "step_1"
 
 
 def test_scoring_processes_outlive_a_signal_to_the_whole_job() -> None:

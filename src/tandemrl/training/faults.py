@@ -8,9 +8,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -18,11 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tandemrl.processes.world import World
-from tandemrl.training import checkpoint
-from tandemrl.training.gates import TrainError
 from tandemrl.training.profiling import Clock
-from tandemrl.training.state import Run
-from tandemrl.training.tracking import Tracker
 
 ENDING: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """The signals that end a run, and the handler that ends the process at once."""
@@ -177,48 +172,3 @@ def explain_errors(step: int, clock: Clock, world: World, timeout_s: float) -> I
         if explanation is error:
             raise
         raise explanation from error
-
-
-class OptimizerSteps:
-    """Records whether any of some optimisers has stepped since ``reset``. If none has, the weights are still those of
-    the last step."""
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.taken = False
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._note)
-
-    def reset(self) -> None:
-        self.taken = False
-
-    def _note(self, *_: object) -> None:
-        self.taken = True
-
-
-@contextmanager
-def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker) -> Iterator[None]:
-    """A context that saves the state after the last finished step if the step inside fails before any weight changed.
-
-    With several processes this is possible only for errors that all of them raise. With ``train.async_steps`` nothing
-    is saved, since the rollouts that the state would need are used up.
-    """
-    setup, models, progress = run
-    optimizer_steps.reset()
-    step, sampler, kl_coef = progress.step, progress.sampler.state_dict(), progress.kl_coef
-    rng = checkpoint.rng_state(setup.device)
-    try:
-        yield
-    except Exception as error:
-        together = setup.world.size == 1 or isinstance(error, TrainError)
-        folder = Path(setup.config.output_dir, "checkpoints", f"step_{step}")
-        if step and together and not (optimizer_steps.taken or setup.config.train.async_steps or folder.exists()):
-            for part in models.trained.values():
-                part.optimizer.zero_grad(set_to_none=True)
-            progress.sampler.load_state_dict(sampler)
-            progress.kl_coef, progress.rollouts_in_flight = kl_coef, []
-            try:
-                checkpoint.save(run, rng)
-                tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
-            except Exception as failure:
-                tracker.say(f"step {step + 1} failed, and the state after step {step} could not be saved: {failure}")
-        raise

@@ -40,7 +40,7 @@ from tandemrl.training.experience import (
     make_experience,
     pack_mini_batches,
 )
-from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
+from tandemrl.training.faults import Signals, Stopped, explain_errors, signal_anywhere
 from tandemrl.training.gates import MISMATCH, ROUNDINGS
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.rollouts import check_scored, generate, resample, rollout_metrics, score
@@ -93,10 +93,9 @@ def train(
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, GraderError: the run cannot start.
-        TrainError, EngineError: a check failed during the run. Its last checkpoint is kept. If no weight has changed in
-            the failed step and all processes are able to, the state after the step before is saved first.
-        OutOfMemoryError, LostProcessError: memory ran out or a process was lost (see ``faults``). Checkpoints are kept
-            and saved as above.
+        TrainError, EngineError: a check failed during the run. Its last checkpoint is kept.
+        OutOfMemoryError, LostProcessError: memory ran out or a process was lost (see ``faults``). Its last checkpoint
+            is kept.
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
     where, accepted = (resume, ()) if isinstance(resume, str) else resume
@@ -132,7 +131,15 @@ def train(
             config, silent = run.setup.config, quiet or not world.main
             with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
                 checkpoint.restore(run, where, accepted)
-                with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
+                tracker = Tracker(
+                    config.output_dir,
+                    config,
+                    done=run.progress.step,
+                    console=console,
+                    quiet=silent,
+                    record=world.main,
+                )
+                with tracker:
                     loop(run, tracker)
                     if world.main:
                         ending = f"done: {config.output_dir}"
@@ -153,7 +160,6 @@ def loop(run: Run, tracker: Tracker) -> None:
     sync_weights(models.policy, models.engine, version=done)
     folder = Path(config.output_dir, "profile") if train.profile else None
     profiler = Profiler(folder, setup.device, traces=world.main, step=min(done + 2, train.steps))
-    optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
     warnings_of = watcher(config, setup.recipe, len(setup.heldout))
     draw = partial(progress.sampler.next, train.prompts_per_step)
     write = partial(generate, setup, tracker, profiler)
@@ -177,9 +183,8 @@ def loop(run: Run, tracker: Tracker) -> None:
         for step in range(done + 1, train.steps + 1):
             clock = profiler.clock(step)
             with explain_errors(step, clock, world, config.parallel.timeout_s):
-                with save_on_failure(run, optimizer_steps, tracker):
-                    metrics = train_step(run, step, rollouts, tracker, profiler, clock)
-                    stop = signal_anywhere(signals.received, world)
+                metrics = train_step(run, step, rollouts, tracker, profiler, clock)
+                stop = signal_anywhere(signals.received, world)
                 progress.step = step
                 for line in warnings_of(metrics):
                     tracker.say(line)
