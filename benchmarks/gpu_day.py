@@ -37,10 +37,10 @@ COMMANDS = {
     "smollm2": "-m tandemrl experiment smollm2 --device cuda --workers 6 --out runs/gpu-smollm2",
     "vllm-exactness": "-m pytest -q -x tests/rollout/vllm/test_exactness.py tests/rollout/vllm/test_drafting.py",
     "vllm-train": VLLM,
-    "vllm-draft": f"{VLLM} rollout.vllm.mode=draft rollout.draft_tokens=auto",
+    "vllm-draft": f"{VLLM} rollout.draft_tokens=auto",
     "vllm-256": f"{VLLM} --completions=256 rollout.max_rows=256",
     "vllm-sleep": f"{VLLM} rollout.vllm.sleep=true",
-    "vllm-ipc": f"{VLLM} rollout.vllm.multiprocess=true",
+    "vllm-process": f"{VLLM} rollout.vllm.multiprocess=true",
     "vllm-quantised": f"{VLLM} rollout.vllm.junior_quantization=fp8",
 }
 """Arguments of python: a script of this folder, or a module. A killed experiment goes on when it is given again."""

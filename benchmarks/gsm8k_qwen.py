@@ -76,7 +76,7 @@ def common(o: argparse.Namespace) -> list[str]:
     return [
         *("--config", "gsm8k_tandem", f"model.senior={o.model}", f"model.device={o.device}"),
         *(f"data.train=[{o.data}/train.parquet]", "data.eval=[]", "data.max_prompt_tokens=320"),
-        *("rollout.engine=vllm", "rollout.vllm.mode=lazy", "rollout.temperature=1.0", "rollout.max_tokens=320"),
+        *("rollout.engine=vllm", "rollout.temperature=1.0", "rollout.max_tokens=320"),
         *(
             "rollout.vllm.kv_cache_gb=3",
             "rollout.vllm.gpu_memory_utilization=0.08",

@@ -424,12 +424,12 @@ def prepare_tandem(
     sampling = Sampling(max_tokens=setting.tokens, ignore_eos=True)
     both, alone = word(PROB_SENIOR, MAX_GAP_TOKENS, boundary), solo("senior")
 
-    def engine(mode: str, draft_tokens: int | str) -> VllmEngine:
+    def engine(draft_tokens: int | str) -> VllmEngine:
         config = RolloutConfig(
             engine="vllm",
             max_rows=setting.rows,
             draft_tokens=draft_tokens,  # type: ignore[arg-type]  # a number or auto
-            vllm=VllmConfig(mode=mode, kv_cache_gb=KV_CACHE_GB, enforce_eager=True),  # type: ignore[arg-type]  # a mode
+            vllm=VllmConfig(kv_cache_gb=KV_CACHE_GB, enforce_eager=True),
         )
         longest, arguments = setting.prompt + setting.tokens, engine_arguments(setting)
         return VllmEngine.start(senior, junior, load_tokenizer(senior), config, longest=longest, engine_args=arguments)
@@ -442,14 +442,14 @@ def prepare_tandem(
         single = name in ("solo", "lockstep", "lazy")  # in the others, steps are more or less than tokens
         return Result(*clock.read(setting.tokens if single else None), [c for g in groups for c in g], engine.passes)
 
-    plain = engine("lazy", 0)
+    plain = engine(0)
     plain_clock = Clock(plain.backend.llm)
     contestants: dict[str, Run] = {}
     for name in names:
         if name.startswith("draft") or name == "auto":
-            mode, _, length = name.partition(" ")
-            own = engine(mode, int(length) if length else "auto")
-            contestants[name] = partial(run, own, Clock(own.backend.llm), name, mode)
+            _, _, length = name.partition(" ")
+            own = engine(int(length) if length else "auto")
+            contestants[name] = partial(run, own, Clock(own.backend.llm), name, "draft")
         elif name not in ("bare", "stock"):
             contestants[name] = partial(run, plain, plain_clock, name, "lazy" if name == "solo" else name)
     return contestants

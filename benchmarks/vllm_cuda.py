@@ -127,7 +127,7 @@ def ours(senior: Path, junior: Path | None, dtype: str, kv_cache_gb: float, rows
     from tandemrl.config import RolloutConfig, VllmConfig
     from tandemrl.rollout.vllm.engine import VllmEngine
 
-    v = VllmConfig(mode="lazy", kv_cache_gb=kv_cache_gb, gpu_memory_utilization=0.1, enforce_eager=eager)
+    v = VllmConfig(kv_cache_gb=kv_cache_gb, gpu_memory_utilization=0.1, enforce_eager=eager)
     config = RolloutConfig(engine="vllm", max_rows=rows, draft_tokens=ahead, vllm=v)
     tokenizer = models.tokenizer()
     return VllmEngine.start(senior, junior, tokenizer, config, dtype=dtype, longest=1024, engine_args=QUIET)
@@ -375,11 +375,10 @@ def our_writer(engine: Any, *, solo: bool) -> Callable[..., dict[str, Any]]:
         engine.set_mode(mode)
         sampling, call = Sampling(tokens, ignore_eos=True), next(calls)
         asked = [Request(p, (request_key(1, call, i, 0),), sampling, strategy) for i, p in enumerate(given)]
-        before = engine.stats()
         engine.generate(asked)
-        after, acceptance = engine.stats(), engine.passes.acceptance
-        passes = [now - then for now, then in zip(after["passes"], before["passes"], strict=True)]
-        facts = {"steps": after["steps"] - before["steps"], "junior_passes": passes[0], "senior_passes": passes[1]}
+        stats, acceptance = engine.stats(), engine.passes.acceptance
+        passes = stats["passes"]
+        facts = {"steps": stats["steps"], "junior_passes": passes[0], "senior_passes": passes[1]}
         return facts | {"acceptance": None if acceptance is None else round(acceptance, 3)}
 
     return write
@@ -406,7 +405,7 @@ def train(options: argparse.Namespace, *, sleep: bool = False) -> None:
                 f"model.senior={senior}", f"model.junior={junior}", f"model.device={device(options)}",
                 f"model.dtype={'float32' if options.smoke else 'bfloat16'}", "data.train=synthetic:plain:train:256",
                 "data.eval=[]", "train.prompts_per_step=4", f"train.steps={2 if options.smoke else 20}",
-                "train.eval_every=0", "train.lr=1e-5", "rollout.engine=vllm", "rollout.vllm.mode=lazy",
+                "train.eval_every=0", "train.lr=1e-5", "rollout.engine=vllm",
                 f"rollout.max_tokens={16 if options.smoke else 96}", f"output_dir={home}/run",
                 *memory,
             ],

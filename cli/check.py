@@ -116,8 +116,8 @@ def _vllm() -> Line:
         return Line("vllm (optional)", shown, "", False)
     from tandemrl.rollout.vllm import VLLM_TESTED
 
-    untested = any(version.partition("+")[0] not in VLLM_TESTED for version in versions.values())
-    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm"
+    untested = any(version.partition("+")[0] != VLLM_TESTED for version in versions.values())
+    remedy = f"tested with {VLLM_TESTED}: {install}" if untested else "rollout.engine=vllm"
     return Line("vllm (optional)", shown, remedy, False)
 
 

@@ -23,7 +23,6 @@ def serve(
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after this many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or is alone.")] = "senior",
-    mode: Annotated[str | None, typer.Option(help="With vLLM: lazy, lockstep, …, as rollout.vllm.mode.")] = None,
     draft_tokens: Annotated[
         str | None,
         typer.Option(help="Tokens that the junior drafts; auto: as many as pay off. Default: none."),
@@ -65,10 +64,8 @@ def serve(
     from tandemrl.data.templates import arguments_of
 
     engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
-    of_vllm = {"mode": mode, "junior_quantization": junior_quantization}
-    for name, value in of_vllm.items():
-        if value is not None and engine != "vllm":
-            raise ConfigError(f"--{name.replace('_', '-')} requires --engine vllm; leave it out with --engine {engine}")
+    if junior_quantization is not None and engine != "vllm":
+        raise ConfigError(f"--junior-quantization requires --engine vllm; leave it out with --engine {engine}")
     for option in options or ():
         if not option.startswith(("model.", "rollout.")):
             raise ConfigError(f"{option!r}: expected keys of model and rollout, e.g. model.device=cuda")
@@ -78,10 +75,11 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
     keys = {"model.senior": senior, "model.junior": junior, "rollout.engine": engine}
-    if draft_tokens is not None or mode in ("draft", "auto"):
-        keys["rollout.draft_tokens"] = draft_tokens or "auto"
+    if draft_tokens is not None:
+        keys["rollout.draft_tokens"] = draft_tokens
     if engine == "vllm":
-        of_vllm |= {"junior_dtype": junior_dtype, "junior_device": junior_device}
+        of_vllm = {"junior_dtype": junior_dtype, "junior_device": junior_device}
+        of_vllm |= {"junior_quantization": junior_quantization}
         keys |= {f"rollout.vllm.{name}": value for name, value in of_vllm.items() if value is not None}
     config = load(overrides=[*(f"{key}={value}" for key, value in keys.items()), *(options or ())])
     selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}

@@ -37,6 +37,6 @@ def test_a_vllm_that_cannot_be_imported_is_told_which_ones_work(monkeypatch: pyt
         monkeypatch.delitem(sys.modules, module)
     for module in ("vllm", "vllm.config"):
         monkeypatch.setitem(sys.modules, module, None)
-    expected = "the installed vLLM is broken, or too old or new (tested with 0.32.0, 0.27.1): "
+    expected = "the installed vLLM is broken, or too old or new (tested with 0.32.0): "
     with pytest.raises(ConfigError, match=re.escape(f"rollout.engine=vllm: {expected}")):
         make_engine(RolloutConfig(engine="vllm"), ModelSource("s", pytest.fail), None, tokenizer(), longest=9)

@@ -266,8 +266,8 @@ def test_auto_drafts_where_the_junior_is_cheap_and_the_rows_are_few():
     assert auto(1, Passes()) > 4
     assert auto(256, Passes()) == 0
     assert auto(1, Passes(drafted=1000, accepted=980)) > auto(1, Passes(drafted=1000, accepted=600)) > 0
-    assert auto(1, Passes(), solo=True) > 0
-    assert auto(1, Passes(drafted=1000, accepted=50), solo=True) == 0
+    assert auto(1, Passes(), share=1.0) > 0
+    assert auto(1, Passes(drafted=1000, accepted=50), share=1.0) == 0
 
 
 def test_auto_leaves_models_of_one_size_alone():

@@ -39,11 +39,6 @@ UNIT_GROUPS = 4
 class VllmConfig:
     """Rollouts by `rollout.engine: vllm`."""
 
-    mode: Literal["lazy", "lockstep", "draft", "auto"] = "auto"
-    """How the two models share the work. lazy: the author's model computes a token, and the other model catches up in
-    chunks; lockstep: both models compute every token; draft: the junior drafts `rollout.draft_tokens` tokens, and the
-    senior reads them at once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if
-    `rollout.draft_tokens` is 0. The tokens are the same in all modes."""
     multiprocess: bool = False
     """Run the engine in a process of its own, instead of in the trainer's; required with several trainer
     processes."""
@@ -125,7 +120,7 @@ class RolloutConfig:
     """Tokens that the junior drafts, whoever their author is, before the senior reads them all at once and draws its
     own tokens again. The text is the same, with fewer forward passes of a senior that costs more than its junior. auto:
     as many as should pay off, by the sizes of the models, the number of sequences and how often both draw the same
-    token; 0 = off. The vllm engine drafts with `rollout.vllm.mode: draft` or `auto`."""
+    token; 0 = off."""
     compile: bool = False
     """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
     tensor_parallel: PositiveInt = 1
@@ -175,11 +170,6 @@ class RolloutConfig:
             yield Fault("rollout.host_every", f"auto with rollout.engine={self.engine}, which has its own way")
         if self.draft_tokens != 0 and not kind.drafts:
             yield Fault("rollout.draft_tokens", f"0 with rollout.engine={self.engine}, which does not draft")
-        if kind.section == "vllm" and v.mode == "draft" and self.draft_tokens == 0:
-            yield Fault("rollout.draft_tokens", "auto, or positive (e.g. 8), with rollout.vllm.mode=draft")
-        if kind.section == "vllm" and v.mode not in ("draft", "auto") and self.draft_tokens != 0:
-            why = "the vllm engine drafts with rollout.vllm.mode=draft or auto"
-            yield Fault("rollout.draft_tokens", f"0 with rollout.vllm.mode={v.mode}: {why}")
         if v.max_batched_tokens is not None and v.max_batched_tokens < self.max_rows:
             yield Fault("rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({self.max_rows})")
         if v.devices is not None and not v.multiprocess:

@@ -73,7 +73,7 @@ class BatchEngine(CallEngine):
         writers = {request.strategy.writers for request in requests}
         if self._draft_length is None or writers <= {"junior"}:
             return None
-        length = partial(self._draft_length, solo=writers == {"senior"})
+        length = partial(self._draft_length, share=1.0 if writers == {"senior"} else 0.5)
         # Alone, the senior has no reader beside it unless that pays from the beginning.
         return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
 

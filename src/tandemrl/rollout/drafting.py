@@ -22,13 +22,7 @@ GAIN = 1.1
 PRIOR = Passes(drafted=20, accepted=16)
 """Assumed counts of drafted and accepted tokens, added to those of the call."""
 OPTIMISTIC_PRIOR = Passes(drafted=20, accepted=19)
-"""The prior where the choice can change during a call. It is optimistic, since the acceptance rate becomes known only
-if drafts are tried."""
-MARGIN = 1.08
-"""By what factor another choice must look cheaper than the one in force."""
-MIN_ROUNDS = 8
-"""For how many rounds a choice stays in force at least."""
-
+"""The prior where lazy decoding is the other choice: the acceptance rate becomes known only if drafts are tried."""
 
 Flags = TypeVar("Flags", Tensor, np.ndarray)
 
@@ -98,171 +92,71 @@ class Size(NamedTuple):
         return cls(int(config.num_hidden_layers), parameters, cached)
 
 
-class Load(NamedTuple):
-    """What is being decoded.
-
-    rows: how many rows. context: how many tokens a row has so far, on average. share: the share of tokens whose author
-    is the senior.
-    """
-
-    rows: int
-    context: float | int = 0
-    share: float = 0.5
-
-
-class Pair(NamedTuple):
-    """The two models and their device, which tell what each way of decoding should cost."""
-
-    senior: Size
-    junior: Size
-    costs: Costs
-
-    def step(self, load: Load) -> float:
-        """Seconds for one token of every row, if only its author's model computes it now.
-
-        The other model reads it later, together with further tokens. A model that is the author of no row has no pass.
-        """
-        seconds = self.costs.round
-        for size, share in ((self.senior, load.share), (self.junior, 1 - load.share)):
-            wanted = 1 - (1 - share) ** load.rows
-            rows, tokens = load.rows * share, load.rows * (share > 0)
-            seconds += self.forward(size, tokens, load.context, rows=rows, wanted=wanted) + wanted * self.costs.draw
-        return seconds
-
-    def draft(self, ahead: int, load: Load) -> float:
-        """Seconds for a draft of ``ahead`` tokens of every row, and for the token after it, which is not guessed.
-
-        The junior's last pass is for the rows in which it is the author of that token. The senior reads all tokens.
-        """
-        places = load.rows * (ahead + 1)
-        juniors, seniors = 1 - load.share**load.rows, 1 - (1 - load.share) ** places
-        passes = ahead + juniors
-        junior = self.forward(self.junior, load.rows, load.context) + self.costs.draw
-        seconds = self.costs.round + passes * junior + seniors * (ahead + 1) * self.costs.draw
-        tokens = places * (load.share > 0)
-        return seconds + self.forward(self.senior, tokens, load.context, rows=load.rows * seniors, wanted=seniors)
-
-    def forward(
-        self, size: Size, tokens: int, context: float | int = 0, *, rows: float | None = None, wanted: float = 1.0
-    ) -> float:
-        """Expected seconds of one pass of a model.
-
-        Args:
-            size: the size of the model.
-            tokens: how many tokens the pass reads.
-            context: how many tokens a row has so far, on average.
-            rows: how many rows the tokens belong to. None means one row for each token.
-            wanted: the probability that the pass takes place.
-        """
-        c = self.costs
-        once = c.launch + size.layers * c.layer + size.parameters * c.fetch
-        cached = size.cached * context * (c.fetch_cached * (tokens if rows is None else rows) + c.attend * tokens)
-        return wanted * once + size.parameters * tokens * c.use + cached
-
-
-def kept(length: int, wrong: float) -> float:
-    """How many tokens of a draft a row keeps, on average: those up to and with the first wrong one.
-
-    Args:
-        length: how many tokens are drafted.
-        wrong: the probability that a token is wrong if all before it are right.
-    """
-    return (1 - (1 - wrong) ** length) / wrong if wrong > 0 else float(length)
-
-
-def wrong(passes: Passes, share: float, prior: Passes) -> float:
-    """The probability that the senior is the author of a token and draws another one than was drafted.
-
-    Args:
-        passes: the counts of drafted and accepted tokens so far.
-        share: the share of tokens whose author is the senior.
-        prior: counts to add to those of ``passes``.
-    """
-    known = prior + passes
-    return share * (1 - known.accepted / known.drafted)
-
-
 @dataclass(frozen=True)
 class DraftLength:
-    """Chooses the length of the next draft in tokens. At 0, each row gets a single token that both models read.
+    """Chooses how many tokens the junior drafts next. 0 means a single token for each row, without a draft.
 
     Args:
         tokens: a fixed length of every draft. None chooses the length that should cost least.
+        lazy: whether a model computes nothing where it is the author of no token, and the token after a draft comes
+            with it, as in vLLM. Else both models read every single token, and the senior reads every draft.
     """
 
     tokens: int | None
     senior: Size
     junior: Size
     costs: Costs
+    lazy: bool = False
 
-    def __call__(self, rows: int, passes: Passes, *, solo: bool = False) -> int:
+    def __call__(self, rows: int, passes: Passes, *, share: float = 0.5, context: float = 0.0) -> int:
         """The length of the next draft.
 
         Args:
             rows: how many rows are being decoded.
             passes: what the call cost so far.
-            solo: whether the senior writes alone, so that without drafts the junior reads nothing.
+            share: the share of tokens whose author is the senior.
+            context: how many tokens a row has so far, on average.
         """
         if self.tokens is not None:
             return self.tokens
-        pair, draw = Pair(self.senior, self.junior, self.costs), self.costs.draw
-        missed = wrong(passes, 1.0 if solo else 0.5, PRIOR)
+        known = passes + (OPTIMISTIC_PRIOR if self.lazy else PRIOR)
+        wrong = share * (1 - known.accepted / known.drafted)
 
         def per_token(length: int) -> float:
-            drafted = length * (pair.forward(self.junior, rows) + 2 * draw)
-            return (drafted + pair.forward(self.senior, rows * length)) / kept(length, missed)
+            places = length + self.lazy
+            kept = (1 - (1 - wrong) ** places) / wrong if wrong > 0 else float(places)
+            return self.draft(length, rows, share, context) / kept
 
         best = min(LENGTHS, key=per_token)
-        single = pair.forward(self.senior, rows) + (0.0 if solo else pair.forward(self.junior, rows)) + draw
-        return best if GAIN * per_token(best) < single else 0
+        return best if GAIN * per_token(best) < self.single(rows, share, context) else 0
 
+    def single(self, rows: int, share: float = 0.5, context: float = 0.0) -> float:
+        """Seconds for one token of every row, without a draft."""
+        wanted = self._wanted(share, rows), self._wanted(1 - share, rows)
+        seconds = self.costs.round + (sum(wanted) if self.lazy else 1) * self.costs.draw
+        for size, part, needed in ((self.senior, share, wanted[0]), (self.junior, 1 - share, wanted[1])):
+            # Sooner or later it reads every token, unless it writes none.
+            seconds += self._forward(size, rows * (part > 0), context, rows=rows * part, wanted=needed)
+        return seconds
 
-class Choice(NamedTuple):
-    """A choice that is in force.
+    def draft(self, length: int, rows: int, share: float = 0.5, context: float = 0.0) -> float:
+        """Seconds for a draft of every row and what the senior makes of it."""
+        places, last = length + self.lazy, self.lazy * self._wanted(1 - share, rows)
+        read = self._wanted(share, rows * places)
+        junior = self._forward(self.junior, rows, context, rows=rows) + self.costs.draw
+        senior = (
+            self._forward(self.senior, rows * places * (share > 0), context, rows=rows * read, wanted=read)
+            + read * places * self.costs.draw
+        )
+        return self.costs.round + (length + last) * junior + senior
 
-    ahead: how many tokens the junior drafts in every round; 0 means no drafts. rounds: for how many rounds this choice
-    has been in force.
-    """
+    def _wanted(self, share: float, places: int) -> float:
+        """The probability that a pass takes place of a model that is the author at this share of some places."""
+        return 1 - (1 - share) ** places if self.lazy else float(share > 0)
 
-    ahead: int = 0
-    rounds: int = MIN_ROUNDS
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """Chooses the length of drafts from round to round, for an engine in which only the author's model computes a token
-    that is not drafted.
-
-    Args:
-        tokens: a fixed length of every draft. None chooses the length that should cost least.
-        pair: the two models. It may be None where only one option is left to choose.
-    """
-
-    tokens: int | None
-    pair: Pair | None = None
-
-    def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
-        """The choice of the next round.
-
-        The present choice stays in force for at least ``MIN_ROUNDS`` rounds. After that, the option that should cost
-        least per token replaces it if it looks cheaper by the factor ``MARGIN``.
-
-        Args:
-            now: the present choice.
-            load: what is being decoded.
-            passes: what the call cost so far.
-            always: whether every round must draft.
-        """
-        lengths = LENGTHS if self.tokens is None else (self.tokens,)
-        options = lengths if always else (0, *lengths)
-        same = now._replace(rounds=now.rounds + 1)
-        if options == (now.ahead,) or (now.ahead in options and now.rounds < MIN_ROUNDS):
-            return same
-        if len(options) == 1:
-            return Choice(options[0], 0)
-        assert self.pair is not None
-        missed = wrong(passes, load.share, OPTIMISTIC_PRIOR)
-        cost = {ahead: self.pair.draft(ahead, load) / kept(ahead + 1, missed) for ahead in lengths}
-        cost |= {} if always else {0: self.pair.step(load)}
-        best = min(cost, key=cost.__getitem__)
-        return same if now.ahead in cost and cost[now.ahead] < MARGIN * cost[best] else Choice(best, 0)
+    def _forward(self, size: Size, tokens: int, context: float, *, rows: float, wanted: float = 1.0) -> float:
+        """Expected seconds of a pass over some tokens of some rows, if it takes place with probability ``wanted``."""
+        c = self.costs
+        once = c.launch + size.layers * c.layer + size.parameters * c.fetch
+        cached = size.cached * context * (c.fetch_cached * rows + c.attend * tokens)
+        return wanted * once + size.parameters * tokens * c.use + cached

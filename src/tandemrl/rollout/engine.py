@@ -350,6 +350,14 @@ class SentWeights:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], weights: Iterator[tuple[str, Tensor]]) -> None:
         self.shapes, self._weights = shapes, weights
 
+    @classmethod
+    def of(cls, weights: Iterable[tuple[str, Tensor]]) -> "SentWeights":
+        """Weights that need not be gathered."""
+        if isinstance(weights, cls):
+            return weights
+        named = dict(weights)
+        return cls({name: tuple(tensor.shape) for name, tensor in named.items()}, iter(named.items()))
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights
 

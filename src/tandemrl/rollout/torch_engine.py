@@ -118,15 +118,13 @@ class TorchEngine(BatchEngine):
             for name, parameter in self.senior.named_parameters()
             if not self._adapted or is_adapter(name, self._adapted)
         }
-        if not isinstance(weights, SentWeights):
-            new = dict(weights)
-            weights = SentWeights({name: tuple(tensor.shape) for name, tensor in new.items()}, iter(new.items()))
-        check_shapes(weights.shapes, {name: tuple(parameter.shape) for name, parameter in own.items()})
+        sent = SentWeights.of(weights)
+        check_shapes(sent.shapes, {name: tuple(parameter.shape) for name, parameter in own.items()})
         with self.exclusive(), torch.no_grad():
             self._half_loaded = True
             self.sessions.clear()
             left = dict(own)
-            for name, tensor in weights:
+            for name, tensor in sent:
                 left.pop(name).copy_(tensor)
             if left:
                 raise EngineError(f"{len(left)} weights did not come, e.g. {min(left)}; load all of them again")

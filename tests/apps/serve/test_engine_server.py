@@ -703,8 +703,6 @@ def test_options_that_are_none_are_refused(options: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "eager"], "rollout.vllm.mode"),
-        (["--mode", "lockstep", "--draft-tokens", "4"], "the vllm engine drafts with rollout.vllm.mode=draft or auto"),
         (["--strategy", "before_word"], "which this engine cannot do in a server; serve with --engine torch"),
         (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
     ],

@@ -165,12 +165,12 @@ class Engines:
     def __call__(self, pair: str | None, **options: Any) -> Any:
         """The engine of a pair (None: the senior alone), in lazy mode unless told otherwise."""
         mode = options.pop("mode", "lazy")
-        settings: dict[str, Any] = dict(longest=CONTEXT, kv_cache_gb=0.25, enforce_eager=True, record=True) | options
+        settings: dict[str, Any] = dict(longest=CONTEXT, kv_cache_gb=0.25, enforce_eager=True) | options
         name = (pair, *sorted(settings.items()))
         if name not in self._running:
             junior = None if pair is None else self.folder(JUNIORS[pair])
             before = _processes()
-            self._running[name] = start_engine(self.folder("senior"), junior, mode=mode, **settings)
+            self._running[name] = start_engine(self.folder("senior"), junior, **settings)
             self.processes[id(self._running[name])] = _processes() - before
         engine = self._running[name]
         if pair is not None:
@@ -234,6 +234,11 @@ def start_engine(
     if block_size is not None:
         engine_args["block_size"] = block_size
     return VllmEngine.start(senior, junior, tokenizer(), config, engine_args=engine_args, **options)
+
+
+def planner_of(engine: Any) -> Any:
+    """The planner of an engine in this process."""
+    return engine.backend.llm.model_executor.driver_worker.worker.model_runner.planner
 
 
 def _processes() -> int:

@@ -292,13 +292,11 @@ def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
     batch = mixed(prompts(36, seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
     apart = loadable(engines, True)
     assert engines.processes[id(apart)] >= 1 > engines.processes[id(engines(PAIR))]
-    for mode in (*MODES, "draft", "auto"):
+    for mode in (*MODES, "draft"):
         apart.set_mode(mode)
         written = apart.generate(batch)
         assert_equal_completions(flat(written), flat(engines(PAIR).generate(batch)))
         assert_sound(batch, written)
-        record = apart.recorded_authors()
-        assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))
 
 
 def test_what_was_cached_under_the_old_weights_is_dropped(loading):
@@ -385,7 +383,7 @@ def test_the_process_keeps_its_threads_and_random_state(engines):
 
 def test_objects_that_vllm_cannot_read_are_out_of_its_sight(monkeypatch):
     """numba brings such objects: with it loaded, vLLM 0.32 alone starts no engine on a CPU."""
-    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher", reason="vLLM 0.27 does not look at them")
+    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
 
     from tandemrl.rollout.vllm.backend import _readable_modules
 

@@ -68,7 +68,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 worker.init_worker([{"vllm_config": config, **place}])
                 with pytest.raises(Placed):
                     worker.init_device()
-        return SimpleNamespace(engine_core=SimpleNamespace(shutdown=None, engine_core=None))
+        return SimpleNamespace(engine_core=MagicMock())
 
     sizes = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=64)
     for module, name, fake in (
@@ -80,7 +80,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (vllm_worker, "check_config", lambda config: None),
         (vllm_backend, "platform_device", lambda: "cuda"),
         (vllm_backend, "_readable_modules", contextlib.nullcontext),  # takes a second
-        (vllm_backend, "keep_running", lambda client: None),
         (vllm_backend, "EngineArgs", lambda **args: args),
         (vllm_backend.LLMEngine, "from_engine_args", start),
         (vllm_backend.Backend, "awake", lambda self: contextlib.nullcontext()),

@@ -1,5 +1,6 @@
 """The junior's loop writes, and leaves behind, what passes of its runner do at every depth."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from pairs import (
     flat,
     mixed,
     mixture,
+    planner_of,
     with_strategy,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from helpers import prompts
 from tandemrl.models import sampling
-from tandemrl.rollout.drafting import Choice, Drafts, Load
+from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
 from tandemrl.selection import chunk
 
@@ -116,18 +118,20 @@ def test_the_loop_changes_no_token_and_no_account(engines, scheduled, write, k, 
     assert_equal_completions(loop.written, write(engine, batch, loop=False).written)
 
 
-class NowAndThen(Drafts):
+class NowAndThen(DraftLength):
     """A dozen steps without drafts, then some with them."""
 
-    def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
-        return Choice(4 * (now.rounds % 16 >= 12), now.rounds + 1)
+    calls = itertools.count()
+
+    def __call__(self, *load: Any, **more: Any) -> int:
+        return 4 * (next(self.calls) % 16 >= 12)
 
 
-def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines, write):
+def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines, write, monkeypatch):
     """While nothing is drafted the senior writes more than one pass of the junior can take."""
-    engine = engines("near junior", mode="auto", draft_tokens=4, **TIGHT)
-    llm = engine.backend.llm
-    llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner.chooser, "drafts", NowAndThen(4)))
+    engine = engines("near junior", mode="draft", draft_tokens=4, **TIGHT)
+    planner = planner_of(engine)
+    monkeypatch.setattr(planner, "draft_length", NowAndThen(**vars(planner.draft_length)))
     long = Sampling(max_tokens=50, ignore_eos=True)
     batch = with_strategy(mixed(prompts(8, seed=24, lengths=(3, 9)), long, seed=24), chunk(40, "senior"))
     outcome = write(engine, batch, loop=True)

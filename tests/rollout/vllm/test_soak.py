@@ -22,7 +22,7 @@ pytestmark = [*VLLM, pytest.mark.slow]
 
 SECONDS = float(os.environ.get("TANDEMRL_SOAK_SECONDS", "600"))
 REQUESTS, WAVE = 2000, 100
-WAVES = ("draft", "auto", *MODES, "draft", "auto")
+WAVES = ("draft", "draft", *MODES)
 """Modes of the waves, in turn."""
 DRAFTS = {("Llama junior", 4), ("near junior", 1), ("near junior", 8)}
 """Pairs, and how many tokens their juniors draft."""
@@ -79,7 +79,7 @@ def resident() -> float:
 
 
 def test_soak(engines, scheduled, capsys):
-    tight: dict[str, Any] = dict(kv_blocks=48, block_size=32, max_batched_tokens=96, max_rows=64, record=False)
+    tight: dict[str, Any] = dict(kv_blocks=48, block_size=32, max_batched_tokens=96, max_rows=64)
     running = [(pair, engines(pair, draft_tokens=length, **tight)) for pair, length in sorted(DRAFTS)]
     generator = np.random.default_rng(0)
     prefixes = [generator.integers(2, VOCABULARY, n).tolist() for n in (64, 100, 129)]

@@ -87,20 +87,16 @@ def wanted() -> list[Completion]:
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("lockstep", marks=pytest.mark.slow), "draft"])
 def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
-    """Answers come at once and in any order; the workers' record has the own tokens of all turns."""
+    """Answers come at once and in any order."""
     drafts = {"draft_tokens": 8} if mode == "draft" else {}
     batch, engine, played = in_turns(60, seed=1), engines("Llama junior", mode=mode, **drafts), world()
-    engine.recorded_authors()
     found = flat(engine.generate(batch, responder=played))
     assert_same_turns(found, wanted)
     assert {len(c.turns) for c in found} == {2, 3}
     assert {c.stop_reason for c in found} == {"turns", "length"}
     assert {turn.stop_reason for turn in played.told} == {"eos", "stop", "length"}
-    record = engine.recorded_authors()
     for request, completion in zip(batch, found, strict=True):
         check_authors([completion], request.strategy)
-        if mode != "draft" or not request.sampling.stop:  # a string is found after the workers have written on
-            assert record[completion.key].tolist() == completion.author[completion.author >= 0].tolist()
     assert [turn.task for turn in played.told] == [turn.number for turn in played.told]  # one key each
 
 
@@ -137,9 +133,8 @@ def test_a_further_turn_computes_what_is_new(engines, kind):
     """Each model, whatever it had computed in the turn before: at most a block again for every turn of a row."""
     engine, rows, strategy = engines(PAIR, block_size=32), 12, KINDS[kind]
     batch = plain(rows, seed=5, lengths=(200, 150), strategy=strategy)
-    before = np.array(engine.stats()["computed"])
     written = flat(engine.generate(batch, responder=world()))
-    computed = np.array(engine.stats()["computed"]) - before
+    computed = engine.stats()["computed"]
     assert [len(c.turns) for c in written] == [3] * rows
     texts = sum(len(r.prompt) + len(c.tokens) for r, c in zip(batch, written, strict=True))
     assert computed[1] <= texts + 2 * rows * 32

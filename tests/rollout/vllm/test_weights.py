@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from transformers import (
 from helpers import VOCABULARY, prompts
 from tandemrl.config import LoraConfig
 from tandemrl.models.lora import adapted_layers, adapter_plan, attach
-from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.engine import EngineError, SentWeights
 from tandemrl.rollout.sync import fingerprint
 
 pytestmark = VLLM
@@ -94,7 +95,7 @@ class Stock:
     def load(self, model: PreTrainedModel) -> None:
         from tandemrl.rollout.vllm.weights import load_checkpoint_weights
 
-        load_checkpoint_weights(self.runner, model.named_parameters())
+        load_checkpoint_weights(self.runner, SentWeights.of(model.named_parameters()))
 
     def fingerprint(self) -> int:
         from tandemrl.rollout.vllm.parameters import hf_parameters
@@ -197,23 +198,14 @@ def test_weights_that_do_not_match_are_refused_and_nothing_changes(stock, wrong)
     spoil, message = WRONG[wrong]
     weights = spoil(dict(trainer("Qwen3", 2).named_parameters()))
     with pytest.raises(EngineError, match=message):
-        load_checkpoint_weights(running.runner, weights.items())
+        load_checkpoint_weights(running.runner, SentWeights.of(weights.items()))
     assert (running.fingerprint(), running.greedy(PROMPTS)) == before
-
-
-def test_a_weight_that_is_sent_twice_is_refused(stock):
-    from tandemrl.rollout.vllm.weights import load_checkpoint_weights
-
-    weights = list(trainer("Qwen3", 2).named_parameters())
-    with pytest.raises(EngineError, match=r"q_norm\.weight was sent twice"):
-        load_checkpoint_weights(stock("Qwen3", "float32").runner, [*weights, *weights[5:6]])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gathered_weights_are_held_a_layer_at_a_time(stock, dtype):
-    """Through all of `send_weights` in one process, as a trainer of several processes gathers them."""
-    from tandemrl.rollout.engine import SentWeights
-    from tandemrl.rollout.vllm.weights import receive_weights, send_weights
+    """In one process, as a trainer of several processes gathers them."""
+    from tandemrl.rollout.vllm.weights import load_checkpoint_weights
 
     running, model = stock("Qwen3", dtype), trainer("Qwen3", 5)
     running.load(trainer("Qwen3", 1))
@@ -228,12 +220,8 @@ def test_gathered_weights_are_held_a_layer_at_a_time(stock, dtype):
             most = max(most, sum(size for alive, size in gathered if alive() is not None))
             yield name, whole
 
-    def load(handed: Any) -> None:
-        receive_weights({1: running.runner}, handed, torch.device("cpu"), adapters=False)
-
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    sent = SentWeights(shapes, gather())
-    send_weights(sent, load, in_process=True, shares_gpu=False, dtype=running.dtype)
+    load_checkpoint_weights(running.runner, SentWeights(shapes, gather()))
     assert running.fingerprint() == running.sent(model)
     sizes = [size for _, size in gathered]
     assert most < sum(sizes) / 2
@@ -242,7 +230,7 @@ def test_gathered_weights_are_held_a_layer_at_a_time(stock, dtype):
     )
     del shapes["model.norm.weight"]
     with pytest.raises(EngineError, match=r"norm\.weight: it was not sent"):
-        send_weights(SentWeights(shapes, gather()), load, in_process=True, shares_gpu=False, dtype=running.dtype)
+        load_checkpoint_weights(running.runner, SentWeights(shapes, gather()))
     assert running.fingerprint() == running.sent(model)
 
 
@@ -317,29 +305,33 @@ def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, dtyp
 # --------------------------------------------------------------------------------------------------- to other processes
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_weights_travel_through_a_file(stock, tmp_path, dtype):
-    from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights, written_weights
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_travel_through_a_file(stock, tmp_path, monkeypatch, dtype):
+    """In shared memory, or elsewhere if that is full."""
+    from tandemrl.rollout.vllm import weights as vllm_weights
 
     running, model = stock("Llama", "bfloat16"), trainer("Llama", 8)
-    for directory in (None, tmp_path):
-        with written_weights(model.named_parameters(), directory, dtype=dtype) as path:
-            read = dict(read_weights(path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for shared in (vllm_weights.SHARED_MEMORY, tmp_path / "missing"):
+        monkeypatch.setattr(vllm_weights, "SHARED_MEMORY", shared)
+        with vllm_weights.written_weights(SentWeights.of(model.named_parameters()), dtype) as path:
+            read = vllm_weights.read_weights(path)
             assert os.stat(path).st_mode & 0o077 == 0  # for this user only
             assert not list(tmp_path.iterdir())  # it has no name
-        assert read.keys() == dict(model.named_parameters()).keys()
+        named = dict(read)
+        assert named.keys() == dict(model.named_parameters()).keys() == read.shapes.keys()
         for name, parameter in model.named_parameters():
-            assert torch.equal(read[name], parameter.to(dtype)), name  # mapped: they outlive the name
-        load_checkpoint_weights(running.runner, read.items())
+            assert torch.equal(named[name], parameter.to(dtype)), name  # mapped: they outlive the name
+        vllm_weights.load_checkpoint_weights(running.runner, SentWeights.of(named.items()))
         assert running.fingerprint() == running.sent(model)
 
 
 _SEND = """
 import os, signal, torch
+from tandemrl.rollout.engine import SentWeights
 from tandemrl.rollout.vllm import weights
 
-def die(path=None):
-    assert path is None or weights.read_weights(path)
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def named(when):
@@ -350,7 +342,9 @@ def named(when):
 
 for when in ("writing", "loading"):
     if not os.fork():
-        weights.send_weights(named(when), die, in_process=False, shares_gpu=False, dtype=torch.float32)
+        with weights.written_weights(SentWeights({"a": (2**20,), "b": ()}, named(when)), torch.float32) as path:
+            assert dict(weights.read_weights(path))["a"].sum() == 2**20
+            die()
     assert os.wait()[1] == signal.SIGKILL
 """
 
@@ -367,27 +361,6 @@ def test_a_killed_trainer_leaves_no_weights_behind(tmp_path):
     before = left()
     subprocess.run([sys.executable, "-c", _SEND], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
     assert not [path for path in left() - before if path.stat().st_size >= 2**22]
-
-
-def test_weights_go_on_elsewhere_when_shared_memory_is_full(monkeypatch):
-    """Tensors of all shapes and dtypes arrive, those before and those after."""
-    from tandemrl.rollout.vllm import weights as vllm_weights
-
-    sent = {
-        "a": torch.arange(3, dtype=torch.bfloat16),
-        "b": torch.randn(5, 7),
-        "c": torch.tensor(2.5),
-        "d": torch.ones(0),
-    }
-    for room in ([], [2**30], [2**30] * 3, [2**30] * 9):
-        left = iter(room)
-        monkeypatch.setattr(
-            vllm_weights.shutil, "disk_usage", lambda path, left=left: SimpleNamespace(free=next(left, 0))
-        )
-        with vllm_weights.written_weights(sent.items()) as path:
-            read = dict(vllm_weights.read_weights(path))
-        assert read.keys() == sent.keys()
-        assert all(torch.equal(read[name], sent[name]) and read[name].dtype == sent[name].dtype for name in sent)
 
 
 # -------------------------------------------------------------------------------------------------- tensor parallelism
@@ -496,7 +469,7 @@ def test_adapters_are_split_as_their_layers_are(sharded, kind, world_size):
         wanted = dict(trained.named_parameters())
         for rank, senior in enumerate(seniors):
             group.building = rank
-            load_adapters(senior.get_model(), [(n, p) for n, p in wanted.items() if ".lora_" in n])
+            load_adapters(senior.get_model(), SentWeights.of((n, p) for n, p in wanted.items() if ".lora_" in n))
         for found in group.run(lambda rank: dict(adapted_parameters(seniors[rank], juniors[rank]))):
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[name], value) for name, value in wanted.items())
@@ -559,7 +532,7 @@ def test_two_worker_processes(kind, monkeypatch, tmp_path):
     running = Stock(kind, "bfloat16", tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
     for seed in (1, 2):
         model = trainer(kind, seed)
-        with written_weights(model.named_parameters(), dtype=torch.bfloat16) as path:
+        with written_weights(SentWeights.of(model.named_parameters()), torch.bfloat16) as path:
             running.engine.collective_rpc(_load_here(), args=(path,))
         assert running.engine.collective_rpc(_fingerprint_here()) == [running.sent(model)] * 2
         assert gaps(model.bfloat16().float(), PROMPTS, running.greedy(PROMPTS)).max() < 0.3

@@ -5,8 +5,8 @@ import importlib.util
 from tandemrl.config import ConfigError
 from tandemrl.config.hints import pip_install
 
-VLLM_TESTED = ("0.32.0", "0.27.1")
-"""The vLLM versions that the tests have run with. The module ``versions`` handles their differences."""
+VLLM_TESTED = "0.32.0"
+"""The vLLM version that the tests run with."""
 
 
 def require_vllm(what: str) -> None:
@@ -31,5 +31,4 @@ def cannot_import(what: str, error: ImportError) -> ConfigError:
         what: what needs vLLM, for the message.
         error: the error of the import.
     """
-    tested = ", ".join(VLLM_TESTED)
-    return ConfigError(f"{what}: the installed vLLM is broken, or too old or new (tested with {tested}): {error}")
+    return ConfigError(f"{what}: the installed vLLM is broken, or too old or new (tested with {VLLM_TESTED}): {error}")

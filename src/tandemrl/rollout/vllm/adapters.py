@@ -6,7 +6,7 @@ that vLLM fuses has an adapter for each of its parts. A layer that vLLM splits o
 the same way, so that vLLM's own gathers and sums are right for them, too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tandemrl.models.lora import AdapterPlan, adapter_names, name_with_adapters
-from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.parameters import LINEAR, Part, checked, hf_parameters, parameters_of, shapes_of, whole
+from tandemrl.rollout.engine import EngineError, SentWeights
+from tandemrl.rollout.sync import check_shapes
+from tandemrl.rollout.vllm.parameters import LINEAR, Part, hf_parameters, parameters_of, shapes_of, whole
 
 _FORMAT = "tandemrl_adapters"
 
@@ -211,7 +212,7 @@ def _adapt(model: nn.Module, plan: AdapterPlan, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def load_adapters(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_adapters(model: nn.Module, weights: SentWeights) -> None:
     """Replace the adapters of a model in place by a trainer's.
 
     Args:
@@ -222,7 +223,8 @@ def load_adapters(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
         EngineError: a name or shape does not match. No adapter has changed.
     """
     pieces = list(_pieces(model))
-    new = checked(weights, shapes_of(part for part, _ in pieces))
+    check_shapes(weights.shapes, shapes_of(part for part, _ in pieces))
+    new = dict(weights)
     for name, group in groupby(pieces, key=lambda piece: piece[0].name):
         begin = 0
         for part, tensor in group:

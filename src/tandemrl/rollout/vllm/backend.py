@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tandemrl.config import RolloutConfig
 from tandemrl.config.hints import pip_install
-from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.engine import EngineError, SentWeights
 
 try:
     import vllm
@@ -22,8 +21,7 @@ try:
     from vllm import EngineArgs, LLMEngine
 
     from tandemrl.rollout.vllm.settings import TandemOptions
-    from tandemrl.rollout.vllm.versions import STARTING, keep_running
-    from tandemrl.rollout.vllm.weights import send_weights
+    from tandemrl.rollout.vllm.weights import written_weights
     from tandemrl.rollout.vllm.worker import tandem_arguments
 except ImportError as error:
     raise ImportError(
@@ -43,17 +41,13 @@ class Backend:
     Args:
         llm: a ``vllm.LLMEngine``.
         dtype: the dtype of the engine's weights, by torch's name for it.
-        in_process: whether the engine and its worker live in this process. Then weights are handed over as they are.
-        shares_gpu: whether the engine's process is on the GPU of this process. Then CUDA weights are handed over by
-            CUDA IPC handles. All other weights go through a file.
+        in_process: whether the engine and its worker live in this process. Then weights are handed over as they
+            are, else through a file.
         sleeps: whether the engine gives its memory back after every ``awake`` and takes it again for the next.
     """
 
-    def __init__(
-        self, llm: Any, *, dtype: str, in_process: bool = True, shares_gpu: bool = False, sleeps: bool = False
-    ) -> None:
-        self.llm, self.dtype = llm, dtype
-        self.in_process, self._shares_gpu, self._sleeps = in_process, shares_gpu, sleeps
+    def __init__(self, llm: Any, *, dtype: str, in_process: bool = True, sleeps: bool = False) -> None:
+        self.llm, self.dtype, self.in_process, self._sleeps = llm, dtype, in_process, sleeps
         self._asleep = set[str]()
         self.close: Callable[[], object] = lambda: None
         """Stop the engine and its workers. The object cannot be used afterwards."""
@@ -109,13 +103,12 @@ class Backend:
             llm,
             dtype=dtype,
             in_process=not v.multiprocess and parallel == 1,
-            shares_gpu=v.multiprocess and v.devices is None and parallel == 1,
             sleeps=v.sleep,
         )
         client: Any = llm.engine_core
         backend.close = client.shutdown
         if backend.in_process:
-            keep_running(client)
+            client._finalizer.detach()  # it would shut down what engines in this process share
             _RUNNING.add(id(client.engine_core))
             backend.close = weakref.finalize(backend, _shut_down, client.engine_core)
         if v.sleep:  # the trainer has the memory first: what it resumes from comes there
@@ -165,8 +158,11 @@ class Backend:
             EngineError: the weights do not match the engine's model.
         """
         self.wake("weights")
-        load, dtype = partial(self.call, "tandem_load"), getattr(torch, self.dtype)
-        send_weights(weights, load, in_process=self.in_process, shares_gpu=self._shares_gpu, dtype=dtype)
+        sent = SentWeights.of(weights)
+        as_they_are = nullcontext(sent)  # which are gathered while they are loaded
+        handed = as_they_are if self.in_process else written_weights(sent, getattr(torch, self.dtype))
+        with handed as given:
+            self.call("tandem_load", given)
         self.llm.reset_prefix_cache(reset_running_requests=True)
 
 
@@ -197,7 +193,7 @@ def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Itera
         devices: ``CUDA_VISIBLE_DEVICES`` of the engine; None leaves it as it is.
         unbound: whether the ranks are not bound to CPU cores.
     """
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"} | STARTING
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     if unbound and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:  # else ranks want a NUMA node each

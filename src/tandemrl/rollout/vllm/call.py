@@ -57,7 +57,6 @@ class VllmCall(OpenCall[VllmRow]):
         """How many tokens the ended turns have."""
         with ExitStack() as opened, death_reported():
             opened.enter_context(backend.awake())
-            self._before = self._stats()
             backend.call("tandem_begin")
             self._opened = opened.pop_all()
 
@@ -72,15 +71,10 @@ class VllmCall(OpenCall[VllmRow]):
         finally:
             self.engine.closed(self)
 
-    def _stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self._backend.call("tandem_stats")[0]
-        return stats
-
     def _passes(self) -> Passes:
-        now, before = self._stats(), self._before
-        junior, senior = (after - then for after, then in zip(now["rows"], before["rows"], strict=True))
-        drafts = {name: now[name] - before[name] for name in ("drafted", "accepted")}
-        return Passes(self._ended, senior, junior, **drafts)
+        stats: dict[str, Any] = self._backend.call("tandem_stats")[0]
+        junior, senior = stats["rows"]
+        return Passes(self._ended, senior, junior, stats["drafted"], stats["accepted"])
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         for i, request in enumerate(requests):

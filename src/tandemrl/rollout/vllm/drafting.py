@@ -116,12 +116,8 @@ class Round:
         """
         if depth + 1 == self.depths:
             return
-        planner, slots = self.planner, torch.from_numpy(self.slots)
-        senior = planner.selection.step(slots, torch.from_numpy(self.tokens[:, depth].copy())).numpy()
-        self._marks.append(planner.selection.mark(slots))
-        self.authors[:, depth + 1] = senior
-        going = np.flatnonzero(self.ahead > depth)
-        planner.check_writers(self.slots[going], self.authors[going, depth + 1], [self.ids[i] for i in going.tolist()])
+        self.authors[:, depth + 1] = self.planner.next_authors(self.slots, self.tokens[:, depth].copy())
+        self._marks.append(self.planner.selection.mark(torch.from_numpy(self.slots)))
 
     def catch_up_passes(self) -> list[ForwardPass]:
         """The senior's forward passes over tokens before the drafts that it has not read.
@@ -174,13 +170,10 @@ class Round:
                 count[row] = next((d + 1 for d, token in enumerate(written) if token in stops), count[row])
         kept = depth < count[:, None]
         planner.count_drafted(count_accepted(senior & self._drafted & kept, ~self._corrected))
-        planner.count_written(slots[kept.nonzero()[0]], self.authors[kept])
         state.keep_prefix(slots, self._length + count, self._computed)
-        at, last = torch.from_numpy(slots), count - 1
-        planner.selection.rewind(at, self._marks, torch.from_numpy(last))
-        tokens = torch.from_numpy(self.tokens[np.arange(len(slots)), last])
-        state.author[slots] = planner.selection.step(at, tokens).numpy()
-        planner.check_writers(slots, state.author[slots], self.ids)
+        last = count - 1
+        planner.selection.rewind(torch.from_numpy(slots), self._marks, torch.from_numpy(last))
+        state.author[slots] = planner.next_authors(slots, self.tokens[np.arange(len(slots)), last])
         return count
 
     # ---------------------------------------------------------------------------------------------------------- details

@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import vllm
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -19,7 +18,7 @@ from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.call import VllmCall
-from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode, check_mode
+from tandemrl.rollout.vllm.planner import SchedulingMode
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who
 
@@ -67,7 +66,6 @@ class VllmEngine(CallEngine):
         dtype: str = "float32",
         device: int = 0,
         longest: int | None = None,
-        record: bool = False,
         adapters: AdapterPlan | None = None,
         ends: Sequence[int] | None = None,
         engine_args: Mapping[str, Any] | None = None,
@@ -83,7 +81,6 @@ class VllmEngine(CallEngine):
             device: the CUDA device of the engine's models, by its number in this process. ``rollout.vllm.devices`` and
                 ``junior_device`` take precedence.
             longest: how many tokens prompt and completion may have together. None means as many as both models allow.
-            record: whether the workers keep their own record of authors (``recorded_authors``), for tests.
             adapters: if given, the senior is these adapters on the junior's weights. Both are then loaded from the same
                 folder, and the weights only once.
             ends: the ids that end a completion. None stands for those of both models.
@@ -93,18 +90,15 @@ class VllmEngine(CallEngine):
             EngineError: a setting is not supported, or a model has too few logits for the tokenizer.
             ModelError: the models do not share a vocabulary.
         """
-        if vllm.__version__.partition("+")[0] not in VLLM_TESTED:
+        if vllm.__version__.partition("+")[0] != VLLM_TESTED:
             warnings.warn(
-                f"vLLM {vllm.__version__} is not a version that tandem decoding was tested with "
-                f"({', '.join(VLLM_TESTED)}); it relies on internals that change",
+                f"vLLM {vllm.__version__} is not the version that tandem decoding was tested with ({VLLM_TESTED}); it "
+                "relies on internals that change",
                 stacklevel=2,
             )
         config = config or RolloutConfig()
         v = config.vllm
         draft: int | Literal["auto"] = "auto" if config.draft_tokens == "auto" else int(config.draft_tokens)
-        drafts = check_mode(v.mode) in DRAFTING
-        if v.mode == "draft" and not draft:
-            raise EngineError("rollout.vllm.mode=draft: set rollout.draft_tokens to auto, or to a number, e.g. 8")
         if junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
         paths = [str(path) for path in (senior, junior) if path is not None]
@@ -117,14 +111,12 @@ class VllmEngine(CallEngine):
             context = min(context, longest)
         options = TandemOptions(
             junior=None if junior is None else str(junior),
-            mode="lazy" if drafts and (junior is None or not draft) else v.mode,  # nobody to draft, or nothing
-            draft=0 if junior is None else draft,
+            draft=draft,
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
             junior_device=v.junior_device,
             device=device if v.devices is None else 0,  # the first of those that its process sees
             adapters=adapters,
-            record=record,
         )
         backend = Backend.start(
             str(senior), options, config, dtype=dtype, context=context, engine_args=engine_args or {}
@@ -170,24 +162,15 @@ class VllmEngine(CallEngine):
         """Set the scheduling mode from the next ``generate`` on.
 
         Args:
-            mode: ``lazy`` or ``lockstep``. An engine with a junior and ``rollout.draft_tokens`` not 0
-                also has ``draft`` and ``auto``.
+            mode: an engine with a junior and ``rollout.draft_tokens`` not 0 starts in ``draft``, others in ``lazy``.
 
         Raises:
-            EngineError: there is no such mode, or it drafts and this engine was not started for drafts.
+            EngineError: it drafts, and this engine was not started for drafts.
         """
         self.backend.call("tandem_mode", mode)
 
-    def recorded_authors(self) -> dict[int, np.ndarray]:
-        """The authors of each own token since the last call, by request key, as the workers recorded them.
-
-        Raises:
-            EngineError: the engine was started without ``record=True``.
-        """
-        return {key: np.array(authors, dtype=np.int8) for key, authors in self.backend.call("tandem_record")[0].items()}
-
     def stats(self) -> dict[str, Any]:
-        """The counts of ``planner.Stats``, and as ``requests`` the number of requests that the planner knows."""
+        """The counts of ``planner.Stats`` in the last call, and as ``requests`` how many the planner knows."""
         return self.backend.call("tandem_stats")[0]
 
     def close(self) -> None:

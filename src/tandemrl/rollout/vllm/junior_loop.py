@@ -7,7 +7,7 @@ are written to the runner's own buffers. The runner builds its metadata from the
 decoding, if it has one. A CUDA graph of the whole loop would save the kernel launches of the draw. But it would take
 one graph for each number of rows, draft length and kind of sampling, and vLLM builds the metadata in Python.
 
-Written against the V1 model runners of vLLM 0.32 and 0.27.
+Written against the V1 model runners of vLLM 0.32.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,6 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.rollout.vllm.verifying import Draws
-from tandemrl.rollout.vllm.versions import padding_mask
 
 BACKENDS = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
 """Attention backends whose passes read no memory on the host that the next pass overwrites."""
@@ -62,7 +61,7 @@ def stays_on_device(runner: Any, step: Round, depth: int, forward: ForwardPass) 
     return bool(
         backends <= BACKENDS
         and runner.input_batch.sampling_metadata.no_penalties
-        and getattr(runner, "lookback_token_ids", None) is None  # vLLM 0.27 has none
+        and runner.lookback_token_ids is None
         and not runner.supports_mm_inputs
         and not runner.enable_prompt_embeds
         and not runner.uses_mrope
@@ -182,7 +181,7 @@ class JuniorLoop:
             cudagraph_runtime_mode=self._mode,
             batch_descriptor=self._descriptor,
             slot_mapping=by_layer,
-            is_padding=padding_mask(runner, rows, padded),
+            is_padding=runner._prepare_padding_mask(rows, padded),
         ):
             hidden: Tensor = runner._model_forward(
                 input_ids=runner.input_ids.gpu[:padded],

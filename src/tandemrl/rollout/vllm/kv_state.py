@@ -38,9 +38,6 @@ class KVState:
         """The author of the next token."""
         self.stream = np.zeros(one, np.int64)
         """The key of the token draws."""
-        self.drawn = np.zeros(one, np.int64)
-        """The number of the token that the first cached token key is for, counted over all turns; -1 if none is
-        cached."""
         self.computed = np.zeros(two, np.int64)
         """By author: for how many tokens this model holds the KV."""
         self.sent = np.zeros(two, np.int64)
@@ -78,7 +75,6 @@ class KVState:
         for array in (self.computed, self.sent, self.known, self.replace):
             array[:, slots] = 0
         self.changed[:, slots] = True
-        self.drawn[slots] = -1
         for slot in slots.tolist():
             self.blocks[slot] = []
 
@@ -164,21 +160,15 @@ class KVState:
             computed = self.computed[who, slots] = np.minimum(self.computed[who, slots], length - 1)
             self.fill(who, slots, before[who], computed)
 
-    def take_updates(self, who: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[list[int] | None]]:
-        """What a model's runner has to be told of some requests. From then on it knows.
-
-        Args:
-            who: the model.
-            slots: the slots of the requests.
+    def take_update(self, who: int, slot: int) -> tuple[bool, bool, list[int] | None]:
+        """What a model's runner has to be told of a request. From then on it knows.
 
         Returns:
-            Whether each is new to the runner, whether its block ids are replaced instead of extended, and the block ids
-            that the runner lacks, or None if there are none.
+            Whether the request is new to the runner, whether its block ids are replaced instead of extended, and the
+            block ids that the runner lacks, or None if there are none.
         """
-        new, replaced = ~self.known[who][slots], self.replace[who][slots].copy()
-        owned = [self.blocks[slot] for slot in slots.tolist()]
-        blocks = [own[sent:] or None for own, sent in zip(owned, self.sent[who][slots].tolist(), strict=True)]
-        self.sent[who][slots] = [len(own) for own in owned]
-        self.known[who][slots] = True
-        self.replace[who][slots] = self.changed[who][slots] = False
-        return new, replaced, blocks
+        owned = self.blocks[slot]
+        told = not self.known[who, slot], bool(self.replace[who, slot]), owned[self.sent[who, slot] :] or None
+        self.sent[who, slot], self.known[who, slot] = len(owned), True
+        self.replace[who, slot] = self.changed[who, slot] = False
+        return told

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from tandemrl.rollout.vllm.draft_choice import Chosen
-
 
 @dataclass
 class TandemOutput(ModelRunnerOutput):
     """The output of a step, with what the scheduler has to know for the next step."""
 
-    chosen: Chosen | None = None
+    ahead: int | None = None
     """How far the junior drafts in the next step. None means as far as before."""
     handed: Collection[str] = ()
     """The requests that hand over to the model of another engine."""
@@ -40,25 +38,26 @@ class Written:
     Depth 0 is the first token that a row writes in the step.
 
     Args:
-        rows: how many rows the step has.
-        depths: how many tokens a row can write in the step.
+        ahead: how many KV slots for drafts each row of the step has.
     """
 
-    def __init__(self, rows: int, depths: int) -> None:
-        self.tokens, self._logprobs = np.zeros((rows, depths), np.int64), np.zeros((rows, depths), np.float32)
-        self.count = np.zeros(rows, np.int64)
+    def __init__(self, ahead: Sequence[int]) -> None:
+        self.ahead = np.array(ahead)
+        shape = len(ahead), 1 + max(ahead)
+        self.tokens, self._logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        self.count = np.zeros(len(ahead), np.int64)
         """How many tokens each row has written. They are those at its first depths."""
 
     def put(self, rows: np.ndarray, depths: np.ndarray | int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Store one token with its log-prob at each of some places, or at one depth of some rows."""
         self.tokens[rows, depths], self._logprobs[rows, depths] = tokens, logprobs
 
-    def output(self, ids: list[str], chosen: Chosen | None, handed: Collection[str]) -> TandemOutput:
+    def output(self, ids: list[str], ahead: int | None, handed: Collection[str]) -> TandemOutput:
         """The output of the step.
 
         Args:
             ids: the request of each row.
-            chosen, handed: see `TandemOutput`.
+            ahead, handed: see `TandemOutput`.
         """
         kept = np.arange(self.tokens.shape[1]) < self.count[:, None]
         tokens, begin = self.tokens[kept].astype(np.int32), np.concatenate([[0], self.count.cumsum()]).tolist()
@@ -67,6 +66,6 @@ class Written:
             req_id_to_index={id: i for i, id in enumerate(ids)},
             sampled_token_ids=[row[:n] for row, n in zip(self.tokens.tolist(), self.count.tolist(), strict=True)],
             logprobs=LogprobsLists(tokens[:, None], self._logprobs[kept][:, None], np.zeros_like(tokens), begin),
-            chosen=chosen,
+            ahead=ahead,
             handed=handed,
         )

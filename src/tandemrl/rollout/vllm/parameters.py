@@ -28,7 +28,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.sync import check_shapes
 
 _PROBES = 512  # how many rows of the identity matrix a packed layer is read with at once
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
@@ -202,23 +201,8 @@ def _columns(layer: Any) -> int:
 
 
 def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
-    """The paths and layers of LM heads that share the embedding's table. In vLLM 0.27 one can be the embedding."""
+    """The paths and layers of LM heads that share the embedding's table."""
     named = model.named_modules(remove_duplicate=False)
     layers = [(path, layer) for path, layer in named if type(layer) in _VOCABULARY]
     tables = {id(layer.weight): path for path, layer in reversed(layers) if type(layer) is VocabParallelEmbedding}
     return [(path, layer) for path, layer in layers if tables.get(id(layer.weight), path) != path]
-
-
-def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors by name, after a check of their names and shapes.
-
-    Raises:
-        EngineError: their names and shapes are not those of ``shapes``, or a name comes twice.
-    """
-    named: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if name in named:
-            raise EngineError(f"weight {name} was sent twice")
-        named[name] = tensor
-    check_shapes({name: tuple(tensor.shape) for name, tensor in named.items()}, shapes)
-    return named

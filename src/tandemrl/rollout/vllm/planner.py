@@ -3,30 +3,32 @@
 vLLM's scheduler knows only one model. In each step it wants some requests brought from ``start`` to ``start + count``
 computed tokens, in KV blocks that it allocates. Here two models share these block ids, and each may lag behind. The
 planner turns a step of the scheduler into forward passes of each model, by what each has computed (``kv_state``) and by
-the mode (``modes``).
+the mode:
+
+- ``lazy``: a decoding request is computed only by the author of its next token, from where that model stopped. The
+  other model catches up in one chunk when its turn comes. Prompts are computed by both models, or by the only one that
+  writes.
+- ``lockstep``: both models compute every token. Nothing is as simple, so that the others are measured against it.
+- ``draft``: as lazy, but rows that decode are left to a ``drafting.Round``, in which the junior drafts.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from tandemrl.rollout.drafting import Drafts
+from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import EngineError, Passes
-from tandemrl.rollout.vllm.draft_choice import Chosen, DraftChooser
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR, KVState
-from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
-DRAWN_AHEAD = 64
-"""How many keys of token draws are computed at once for a row."""
-NO_DRAFTS = Drafts(0)
+SchedulingMode = Literal["lazy", "lockstep", "draft"]
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
 
 
@@ -66,23 +68,20 @@ class ForwardPass:
     """For each row, whether this pass predicts its next token (bool)."""
     rows: np.ndarray
     """Each row's index in the step."""
-    slots: np.ndarray
-    """Each row's slot in the ``KVState``."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start of the engine. The lists hold [junior, senior].
+    """Counts since the beginning of a call. The lists hold [junior, senior].
 
     steps: engine steps. passes: forward passes. rows: rows in these passes that decode. computed: tokens that the
-    passes computed. written: tokens by author. drafted, accepted: as in ``Passes``.
+    passes computed. drafted, accepted: as in ``Passes``.
     """
 
     steps: int = 0
     passes: list[int] = field(default_factory=lambda: [0, 0])
     rows: list[int] = field(default_factory=lambda: [0, 0])
     computed: list[int] = field(default_factory=lambda: [0, 0])
-    written: list[int] = field(default_factory=lambda: [0, 0])
     drafted: int = 0
     accepted: int = 0
 
@@ -97,9 +96,7 @@ class Planner:
         budget: how many tokens one forward pass can take. A longer catch-up is split.
         block_size: tokens in a block of the KV cache.
         num_blocks: blocks in the KV cache.
-        mode: which model computes which tokens (see the module).
-        drafts: chooses how far the junior drafts, in the modes in which it drafts.
-        record: whether to record the authors of every request by its key (``recorded``), for tests.
+        draft_length: chooses how far the junior drafts in the mode ``draft``; None without that mode.
         capacity: for how many requests there is room at first. The room grows as needed.
     """
 
@@ -109,28 +106,22 @@ class Planner:
         budget: int,
         block_size: int,
         num_blocks: int,
-        mode: SchedulingMode = "lazy",
-        drafts: Drafts = NO_DRAFTS,
-        record: bool = False,
+        draft_length: DraftLength | None = None,
         capacity: int = 256,
     ) -> None:
-        self.budget, self.mode = budget, mode
-        self.chooser = DraftChooser(drafts)
+        self.budget, self.draft_length = budget, draft_length
+        self.mode: SchedulingMode = "lazy" if draft_length is None else "draft"
         self.drafting = np.empty(0, np.int64)
         """The rows of the planned step whose tokens are to be drafted. No pass of ``schedule`` contains them."""
         self.state = KVState(capacity, block_size=block_size, num_blocks=num_blocks)
         self.slots: dict[str, int] = {}
         self.stats = Stats()
-        self.recorded: dict[int, list[int]] | None = {} if record else None
-        self.authors_of: dict[int, list[int]] = {}
         self._free = list(range(capacity))[::-1]
         self.selection = LiveSelection()
         self.stops: dict[int, Collection[int]] = {}  # by slot
         self._row_of: dict[int, int] = {}  # by slot, of requests that another turn may follow
         self._between_turns: dict[int, int] = {}  # row -> the slot that still has its strategy's state
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
-        self._same = self._step  # the last rows planned, and their slots
-        self._token_keys = np.empty((capacity, DRAWN_AHEAD), np.int64)  # by slot
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -138,13 +129,13 @@ class Planner:
         """Forget requests. If another turn may follow, the state of the strategy is kept. Unknown ids are ignored."""
         slots = [self.slots.pop(id) for id in ids if id in self.slots]
         if slots:
-            self._same = [], self._same[1][:0]
             rows = [self._row_of.pop(slot, None) for slot in slots]
             self._between_turns |= {row: slot for row, slot in zip(rows, slots, strict=True) if row is not None}
             self._release([slot for row, slot in zip(rows, slots, strict=True) if row is None])
 
-    def forget_rows(self) -> None:
-        """Forget the strategies' states that were kept for further turns."""
+    def begin_call(self) -> None:
+        """Forget all counts, so that a call depends on its own requests only, and the states kept for further turns."""
+        self.stats = Stats()
         self._release([*self._between_turns.values()])
         self._between_turns = {}
 
@@ -171,30 +162,16 @@ class Planner:
         state.before[at] = before
         state.stream[at] = stream(keys, SAMPLING).numpy()
         state.writers[:, at] = state.reads[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
-        if self.chooser.reads_alone(self.mode, len(self.slots), float(state.length[at].mean())):
-            state.reads[JUNIOR, at] = True
+        if self.drafts(len(self.slots), Passes(), share=1.0, context=float(state.length[at].mean())):
+            state.reads[JUNIOR, at] = True  # so that it can draft where the senior writes alone, too
         self.stops.update((slot, a.stops) for a, slot in zip(admissions, slots, strict=True))
         state.reset(at)
-        self.check_writers(at, state.author[at], [a.id for a in admissions])
-        if self.recorded is not None:
-            for admission, slot in zip(admissions, slots, strict=True):
-                self.authors_of[slot] = self.recorded.setdefault(admission.key, [])
+        self._check_writers(at, state.author[at])
 
-    def token_keys(self, ids: Sequence[str], forward: ForwardPass | None = None) -> Int64[Tensor, " b"]:
-        """The keys that the next tokens of some requests are drawn with. They are the same whichever model draws.
-
-        Args:
-            ids: requests of the planned step.
-            forward: the pass that draws them, which spares a look-up if its rows are ``ids``.
-        """
-        same = forward is not None and ids == forward.ids  # mostly: then no looking up
-        slots = forward.slots if same and forward is not None else self._slots_of(ids)
-        written = self.state.written(slots)
-        column = written % DRAWN_AHEAD
-        empty = slots[self.state.drawn[slots] != written - column]
-        if len(empty):
-            self._refill_token_keys(empty)
-        return torch.from_numpy(self._token_keys[slots, column])
+    def token_keys(self, ids: Sequence[str]) -> Int64[Tensor, " b"]:
+        """The keys that the next tokens of some requests are drawn with. They are the same whichever model draws."""
+        slots = self._slots_of(ids)
+        return fold_in(torch.from_numpy(self.state.stream[slots]), torch.from_numpy(self.state.written(slots)))
 
     @property
     def authors(self) -> np.ndarray:
@@ -235,10 +212,7 @@ class Planner:
             resumed: the requests that come back from preemption.
             room: whether the scheduler has given slots for drafts to some of the requests.
         """
-        state = self.state
-        if ids != self._same[0]:  # decoding mostly goes on with the same rows
-            self._same = list(ids), self._slots_of(ids)
-        slots = self._same[1]
+        state, slots = self.state, self._slots_of(ids)
         counts = np.array(count, dtype=np.int64)
         end = np.array(start, dtype=np.int64) + counts
         first = ~(state.known[JUNIOR, slots] | state.known[SENIOR, slots])
@@ -250,7 +224,7 @@ class Planner:
         if self.mode != "lockstep":
             other = 1 - state.author[slots]
             run[other[decoding], decoding.nonzero()[0]] = False
-        drafted = decoding & state.known[JUNIOR, slots] & (room and self.mode in DRAFTING)
+        drafted = decoding & state.known[JUNIOR, slots] & (room and self.mode == "draft")
         self.drafting = drafted.nonzero()[0]
         run[:, self.drafting] = False
         for who in (JUNIOR, SENIOR):
@@ -270,23 +244,42 @@ class Planner:
         Raises:
             EngineError: a strategy chose an author that its ``writers`` exclude.
         """
-        ids, slots = self._step
+        slots = self._step[1]
         self._step = ([], slots[:0])
         sampled = tokens >= 0
-        written = int(np.count_nonzero(sampled))
-        if not written:
-            return
-        state = self.state
-        if written < len(ids):
-            ids, slots, tokens = [ids[i] for i in sampled.nonzero()[0]], slots[sampled], tokens[sampled]
-        self.count_written(slots, state.author[slots])
-        state.length[slots] += 1
-        state.author[slots] = self.selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy()
-        self.check_writers(slots, state.author[slots], ids)
+        if sampled.any():
+            slots = slots[sampled]
+            self.state.length[slots] += 1
+            self.state.author[slots] = self.next_authors(slots, tokens[sampled])
 
-    def choose(self, ids: Sequence[str]) -> Chosen:
-        """Choose how far the junior drafts in the next step, provided that the step continues these requests."""
-        return self.chooser.choose(self.mode, self.state, self._slots_of(ids))
+    def next_authors(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Draw the next authors of some slots, after a token of each.
+
+        Raises:
+            EngineError: a strategy chose an author that its ``writers`` exclude.
+        """
+        authors = self.selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy().astype(np.int64)
+        self._check_writers(slots, authors)
+        return authors
+
+    def ahead(self, ids: Sequence[str]) -> int:
+        """How far the junior drafts in the next step, provided that the step continues these requests.
+
+        The drafts are then as long as the slots that the scheduler gives them, on all ranks.
+        """
+        slots = self._slots_of(ids)
+        slots = slots[self.state.known[JUNIOR, slots]]
+        if not len(slots):
+            return 0
+        writers, passes = self.state.writers[:, slots], Passes(drafted=self.stats.drafted, accepted=self.stats.accepted)
+        share, context = (writers[SENIOR] / writers.sum(0)).mean(), self.state.length[slots].mean()
+        return self.drafts(len(slots), passes, share=float(share), context=float(context))
+
+    def drafts(self, rows: int, passes: Passes, *, share: float, context: float) -> int:
+        """The length of drafts in the mode, as ``DraftLength`` chooses it."""
+        if self.mode != "draft" or self.draft_length is None:
+            return 0
+        return self.draft_length(rows, passes, share=share, context=context)
 
     # ---------------------------------------------------------------------------------------------------------- details
 
@@ -297,18 +290,6 @@ class Planner:
         """Count the drafted and accepted tokens of a round."""
         self.stats.drafted += counts.drafted
         self.stats.accepted += counts.accepted
-        self.chooser.count_drafts(counts)
-
-    def count_written(self, slots: np.ndarray, authors: np.ndarray) -> None:
-        """Count written tokens by their authors. Tokens of the same slot must be in order."""
-        if self.mode in DRAFTING:
-            self.chooser.count_authors(authors[self.state.writers[:, slots].all(0)])
-        by_senior = int(np.count_nonzero(authors))
-        self.stats.written[SENIOR] += by_senior
-        self.stats.written[JUNIOR] += len(authors) - by_senior
-        if self.recorded is not None:
-            for slot, author in zip(slots.tolist(), authors.tolist(), strict=True):
-                self.authors_of[slot].append(author)
 
     def _first_authors(
         self, admissions: Sequence[Admission], slots: np.ndarray, keys: Tensor, goes_on: np.ndarray
@@ -339,7 +320,6 @@ class Planner:
         while len(self._free) < needed:
             capacity = len(self.state.blocks)
             self.state.grow()
-            self._token_keys = np.concatenate([self._token_keys, np.empty_like(self._token_keys)])
             self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
 
     def _release(self, slots: list[int]) -> None:
@@ -347,27 +327,9 @@ class Planner:
             self.selection.release(slots)
             self._free += slots
 
-    def check_writers(self, slots: np.ndarray, authors: np.ndarray, ids: Sequence[str]) -> None:
-        """Check the authors of some slots against what their strategies promise.
-
-        Raises:
-            EngineError: a strategy chose an author that its ``writers`` exclude.
-        """
-        kept = self.state.writers[authors, slots]
-        if not kept.all():
-            raise EngineError(
-                f"request {ids[int(kept.argmin())]}: its strategy lets somebody write who it promised would not "
-                "(Strategy.writers)"
-            )
-
-    def _refill_token_keys(self, slots: np.ndarray) -> None:
-        """Compute the next ``DRAWN_AHEAD`` token keys of some slots."""
-        state, written = self.state, self.state.written(slots)
-        state.drawn[slots] = first = written - written % DRAWN_AHEAD
-        counters = first[:, None] + np.arange(DRAWN_AHEAD)
-        keys = state.stream[slots].repeat(DRAWN_AHEAD)
-        page = fold_in(torch.from_numpy(keys), torch.from_numpy(counters.reshape(-1)))
-        self._token_keys[slots] = page.numpy().reshape(counters.shape)
+    def _check_writers(self, slots: np.ndarray, authors: np.ndarray) -> None:
+        if not self.state.writers[authors, slots].all():
+            raise EngineError("a strategy lets somebody write who it promised would not (Strategy.writers)")
 
     def prepare_passes(
         self,
@@ -416,7 +378,7 @@ class Planner:
         state, ids = self.state, self._step[0]
         state.computed[who][slots] = start + count
         forward = ForwardPass(
-            ids=ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()],
+            ids=[ids[i] for i in rows.tolist()],
             start=start.tolist(),
             count=count.tolist(),
             blocks=[None] * len(rows),
@@ -425,13 +387,9 @@ class Planner:
             replaced=set(),
             ends=ends,
             rows=rows,
-            slots=slots,
         )
-        changed = state.changed[who][slots].nonzero()[0]
-        if len(changed):
-            new, replaced, blocks = state.take_updates(who, slots[changed])
-            forward.new += changed[new].tolist()
-            forward.replaced |= {forward.ids[i] for i in changed[replaced].tolist()}
-            for row, missing in zip(changed.tolist(), blocks, strict=True):
-                forward.blocks[row] = missing
+        for row in state.changed[who][slots].nonzero()[0].tolist():
+            new, replaced, forward.blocks[row] = state.take_update(who, int(slots[row]))
+            forward.new += [row] * new
+            forward.replaced |= {forward.ids[row]} if replaced else set()
         return forward

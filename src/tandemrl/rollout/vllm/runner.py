@@ -3,51 +3,43 @@
 The engine, its scheduler and its KV block pool are vLLM's and see a single model. The worker holds two runners, each
 with a model, a persistent batch and KV tensors of its own, that share the scheduler's block ids. ``TandemModelRunner``
 splits each step of the scheduler as the planner says, has every row sampled by its author's runner, and tells the other
-runner what was written. It is written against the V1 model runners of vLLM 0.32 and 0.27. No code of vLLM is patched or
+runner what was written. It is written against the V1 model runners of vLLM 0.32. No code of vLLM is patched or
 copied.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from tandemrl.rollout.drafting import Drafts
+from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, DraftLength, Size
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.adapters import adapters_on
-from tandemrl.rollout.vllm.draft_choice import pair_of
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
 from tandemrl.rollout.vllm.outputs import Written, sampled
 from tandemrl.rollout.vllm.planner import ForwardPass, Planner
-from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_unsupported, set_outputs
+from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, set_outputs
 from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.spans import Spans
 from tandemrl.rollout.vllm.verifying import Draws, draws
-from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
 from tandemrl.selection import Strategy
 
 PREFIX = "junior."  # of the junior's layers, where both models' layers are named side by side
-
-
-class _Launched(NamedTuple):
-    """A pass that was launched. ``output`` is None until its tokens are sampled."""
-
-    forward: ForwardPass
-    output: ModelRunnerOutput | None
 
 
 _FOR_EACH = (
@@ -68,10 +60,12 @@ class TandemModelRunner:
         options: the options of tandem decoding.
     """
 
+    planner: Planner
+    """From ``initialize_kv_cache`` on."""
+
     def __init__(self, senior: Any, junior: Any | None, options: TandemOptions) -> None:
         self.runners: dict[int, Any] = {SENIOR: senior} | ({} if junior is None else {JUNIOR: junior})
         self.options = options
-        self.planner: Planner | None = None
         self.strategies: dict[str, Strategy] = {}
         self.spans: Spans | None = None
         """Of an engine that writes spans of texts which another engine goes on with."""
@@ -84,10 +78,12 @@ class TandemModelRunner:
             for who, runner in self.runners.items()
         }
         self._finished: dict[int, set[str]] = {who: set() for who in self.runners}
-        self._launched: dict[int, list[_Launched]] = {}
-        self._scheduled: SchedulerOutput | None = None
-        self._ahead: np.ndarray = np.empty(0, np.int64)
+        self._scheduled: SchedulerOutput
         self._ids: list[str] = []
+        """The requests of the step."""
+        self._written: Written
+        self._launched: list[tuple[int, ForwardPass]] = []
+        """The last pass of each model in the step, whose tokens are yet to be sampled."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _FOR_EACH:
@@ -155,41 +151,23 @@ class TandemModelRunner:
         return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
-        """Make KV tensors for both models, each with the scheduler's number of blocks, and the planner.
-
-        Raises:
-            EngineError: there is more than one KV cache group, or a model cannot share its blocks.
-        """
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise EngineError(f"tandem decoding needs one KV cache group, found {len(kv_cache_config.kv_cache_groups)}")
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        """Make KV tensors for both models, each with the scheduler's number of blocks, and the planner."""
         for who in self.runners:
             with self.runner_of(who) as runner:
-                runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config, block_size), *args, **kwargs)
-        config = self.runners[SENIOR].vllm_config
+                runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config), *args, **kwargs)
+        config, length = self.runners[SENIOR].vllm_config, None
+        if JUNIOR in self.runners and self.options.draft != 0:
+            tokens = None if self.options.draft == "auto" else self.options.draft
+            costs = VLLM_CPU if torch.device(self.device).type == "cpu" else VLLM_CUDA
+            senior, junior = _size(self.runners[SENIOR]), _size(self.runners[JUNIOR])
+            length = DraftLength(tokens, senior, junior, costs, lazy=True)
         self.planner = Planner(
             budget=config.scheduler_config.max_num_batched_tokens,
-            block_size=block_size,
+            block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
             num_blocks=kv_cache_config.num_blocks,
-            record=self.options.record,
+            draft_length=length,
             capacity=config.scheduler_config.max_num_seqs,
         )
-        self.set_mode(self.options.mode)
-
-    def set_mode(self, mode: str) -> None:
-        """Set the scheduling mode.
-
-        Raises:
-            EngineError: there is no such mode, or it drafts and this engine was not started for drafts.
-        """
-        planner, options, known = self.planner, self.options, check_mode(mode)
-        assert planner is not None
-        tokens = None if options.draft == "auto" else int(options.draft)
-        if known in DRAFTING and (tokens == 0 or JUNIOR not in self.runners):
-            raise EngineError(f"mode={mode}: this engine was started without a junior or with rollout.draft_tokens=0")
-        chooses = known == "auto" or (known == "draft" and tokens is None)
-        pair = planner.chooser.drafts.pair or (pair_of(self.runners) if chooses else None)
-        planner.mode, planner.chooser.drafts = known, Drafts(tokens, pair)
 
     # --------------------------------------------------------------------------------------------------------- stepping
 
@@ -203,15 +181,8 @@ class TandemModelRunner:
         Returns:
             None, or an empty output if there is nothing to compute.
 
-        Raises:
-            EngineError: the step asks for something that tandem decoding does not support, or the step before was not
-                sampled.
         """
         planner = self.planner
-        assert planner is not None
-        if self._launched:
-            raise EngineError("the previous step was not sampled")
-        refuse_unsupported(scheduled)
         planner.finish(scheduled.finished_req_ids)
         if self.spans is not None:
             self.spans.update(scheduled)
@@ -220,12 +191,11 @@ class TandemModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
-        planner.admit([admission(each, self.strategies, has_junior=JUNIOR in self.runners) for each in new])
-        self._ids = [n.req_id for n in new] + cached.req_ids
-        placeholders = scheduled.scheduled_spec_decode_tokens
-        ahead = [len(placeholders.get(id, ())) for id in self._ids]
-        self._scheduled, self._ahead = scheduled, np.array(ahead)
-        passes = planner.schedule(
+        planner.admit([admission(each, self.strategies) for each in new])
+        self._scheduled, self._ids = scheduled, [n.req_id for n in new] + cached.req_ids
+        ahead = [len(scheduled.scheduled_spec_decode_tokens.get(id, ())) for id in self._ids]
+        self._written = Written(ahead)
+        planned = planner.schedule(
             self._ids,
             [n.num_computed_tokens for n in new] + cached.num_computed_tokens,
             [scheduled.num_scheduled_tokens[id] - slots for id, slots in zip(self._ids, ahead, strict=True)],
@@ -233,14 +203,12 @@ class TandemModelRunner:
             cached.resumed_req_ids,
             room=any(ahead),
         )
-        data = {n.req_id: n for n in new}
         for who in self.runners:
-            launched = self._launched[who] = []
-            for forward in passes[who]:
-                if launched:
-                    launched[-1] = self._sampled(who, launched[-1])
-                self._launch(who, forward, data)
-                launched.append(_Launched(forward, None))
+            for i, forward in enumerate(planned[who]):
+                if i:
+                    self._sample_pass(*self._launched.pop())
+                self._launch(who, forward)
+                self._launched.append((who, forward))
         return None
 
     def sample_tokens(self, grammar_output: Any = None) -> ModelRunnerOutput:
@@ -248,22 +216,11 @@ class TandemModelRunner:
 
         Afterwards both runners know what was written.
         """
-        planner, ids = self.planner, self._ids
-        assert planner is not None
-        if grammar_output is not None:
-            raise EngineError("structured outputs are not supported in tandem decoding")
-        launched = {who: [self._sampled(who, one) for one in passes] for who, passes in self._launched.items()}
-        self._launched = {}
-        authors = planner.authors
-        written = Written(len(ids), 1 + int(self._ahead.max(initial=0)))
-        for who, passes in launched.items():
-            for forward, output in passes:
-                assert output is not None
-                mine = forward.ends & (authors[forward.rows] == who)
-                drawn = [forward.ids[i] for i in mine.nonzero()[0].tolist()]
-                written.put(forward.rows[mine], 0, *sampled(output, drawn))
-                written.count[forward.rows[mine]] = 1
-        outputs, drafting = planner.outputs, planner.drafting
+        planner, ids, written = self.planner, self._ids, self._written
+        for who, forward in self._launched:
+            self._sample_pass(who, forward)
+        self._launched = []
+        authors, outputs, drafting = planner.authors, planner.outputs, planner.drafting
         if len(drafting):
             written.count[drafting] = self._draft(written)
         in_round = np.isin(np.arange(len(ids)), drafting)
@@ -274,7 +231,7 @@ class TandemModelRunner:
         planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
         going = [ids[row] for row in np.flatnonzero(written.count).tolist()]
         handed = () if self.spans is None else self.spans.handed
-        return written.output(ids, planner.choose(going) if going else None, handed)
+        return written.output(ids, planner.ahead(going) if going else None, handed)
 
     def _draft(self, written: Written) -> np.ndarray:
         """Run a round of drafts for the rows in ``planner.drafting``, and return how many tokens each has written.
@@ -282,14 +239,13 @@ class TandemModelRunner:
         Args:
             written: receives the tokens.
         """
-        assert self.planner is not None
         junior, senior = self.runners[JUNIOR], self.runners[SENIOR]
-        step = Round(self.planner, self._ahead[self.planner.drafting])
+        step = Round(self.planner, written.ahead[self.planner.drafting])
         loop: JuniorLoop | None = None
         for depth in range(step.depths):
             for forward in step.draft_passes(depth):
                 if loop is None:
-                    self._launch(JUNIOR, forward, {})
+                    self._launch(JUNIOR, forward)
                     if stays_on_device(junior, step, depth, forward):
                         with self._devices[JUNIOR]:
                             loop = JuniorLoop(junior, step, depth)
@@ -302,7 +258,7 @@ class TandemModelRunner:
                 written.put(step.rows[some.rows], depth, some.tokens, some.logprobs)
             step.advance(depth)
         for forward in step.catch_up_passes():
-            self._launch(SENIOR, forward, {})
+            self._launch(SENIOR, forward)
             senior.execute_model_state = None  # nothing of it is sampled
             with self._devices[SENIOR]:
                 senior._sync_device()  # its inputs come from buffers of the host that the next pass fills anew
@@ -310,7 +266,7 @@ class TandemModelRunner:
         if verify is not None:
             for id, tokens in step.drafts():
                 set_outputs(senior, id, int(step.outputs[step.index[id]]), tokens)
-            self._launch(SENIOR, verify, {})
+            self._launch(SENIOR, verify)
             with self._devices[SENIOR]:
                 for some in draws(senior, verify, step):
                     step.correct(some.rows, some.depths, some.tokens)
@@ -325,20 +281,13 @@ class TandemModelRunner:
         rows = np.array([step.index[id] for id in ids], dtype=np.int64)
         return Draws(rows, np.full_like(rows, depth), *sampled(output, ids))
 
-    def _launch(self, who: int, forward: ForwardPass, data: Mapping[str, NewRequestData]) -> None:
-        """Launch a pass on the runner of one model.
-
-        Args:
-            who: the model, ``JUNIOR`` or ``SENIOR``.
-            forward: the pass.
-            data: vLLM's data of the requests that are new to this model, by request id.
-        """
-        scheduled = self._scheduled
-        assert scheduled is not None
+    def _launch(self, who: int, forward: ForwardPass) -> None:
+        """Launch a pass on the runner of one model."""
+        data = {each.req_id: each for each in self._scheduled.scheduled_new_reqs} if forward.new else {}
         new = set(forward.new)
         cached = [i for i in range(len(forward.ids)) if i not in new] if new else range(len(forward.ids))
         own = dataclasses.replace(
-            scheduled,
+            self._scheduled,
             scheduled_new_reqs=[
                 dataclasses.replace(
                     data[forward.ids[i]], block_ids=(forward.blocks[i] or [],), num_computed_tokens=forward.start[i]
@@ -363,18 +312,16 @@ class TandemModelRunner:
         runner = self.runners[who]
         with self._devices[who]:
             mirror_tokens(runner, own.scheduled_cached_reqs.req_ids)
-            if runner.execute_model(own) is not None:
-                raise EngineError("the model runner returned before sampling; this vLLM version is not supported")
+            runner.execute_model(own)
 
-    def _sampled(self, who: int, launched: _Launched) -> _Launched:
-        if launched.output is not None:
-            return launched
-        assert self.planner is not None
+    def _sample_pass(self, who: int, forward: ForwardPass) -> None:
+        """Sample after a pass, and keep the tokens of the rows that it finishes and that this model writes."""
         ids = self.runners[who].input_batch.req_ids
-        keys = self.planner.token_keys(ids, launched.forward)
-        if self.spans:
-            keys = self.spans.keys(ids, launched.forward)
-        return _Launched(launched.forward, self._sample(who, keys))
+        output = self._sample(who, self.spans.keys(ids, forward) if self.spans else self.planner.token_keys(ids))
+        mine = forward.ends & (self.planner.authors[forward.rows] == who)
+        drawn = sampled(output, [forward.ids[i] for i in mine.nonzero()[0].tolist()])
+        self._written.put(forward.rows[mine], 0, *drawn)
+        self._written.count[forward.rows[mine]] = 1
 
     def _sample(self, who: int, keys: Tensor) -> ModelRunnerOutput:
         """Sample with the runner of one model after a pass. ``keys`` holds the token key of each row of its batch."""
@@ -384,26 +331,23 @@ class TandemModelRunner:
             return runner.sample_tokens(None)
 
 
-def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:
-    """The KV cache config of one model: its own layers, with the block ids of the scheduler.
-
-    Args:
-        runner: the model runner.
-        shared: the scheduler's KV cache config.
-        block_size: tokens in a block.
-
-    Raises:
-        EngineError: the model cannot have blocks of this size, or not as many.
-    """
-    config = runner.vllm_config
-    adopt_kv_cache_layout(config, shared)
-    groups = get_kv_cache_groups(config, runner.get_kv_cache_spec())
-    if len(groups) != 1 or groups[0].kv_cache_spec.block_size != block_size:
-        raise EngineError(f"{config.model_config.model}: its KV cache cannot share blocks of {block_size} tokens")
-    page = sum(spec.page_size_bytes for spec in runner.get_kv_cache_spec().values())
-    own = get_kv_cache_config_from_groups(config, groups, shared.num_blocks * page)
-    if own.num_blocks != shared.num_blocks:
-        raise EngineError(f"planned {own.num_blocks} KV blocks instead of {shared.num_blocks}")
-    copy_kv_cache_facts(shared, own)
+def _own_kv_cache(runner: Any, shared: KVCacheConfig) -> KVCacheConfig:
+    """The KV cache config of one model: its own layers, with the block ids of the scheduler's config ``shared``."""
+    config, specs = runner.vllm_config, runner.get_kv_cache_spec()
+    assert shared.kv_cache_layout is not None
+    record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+    page = sum(spec.page_size_bytes for spec in specs.values())
+    own = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), shared.num_blocks * page)
+    assert own.num_blocks == shared.num_blocks
     config.cache_config.num_gpu_blocks = shared.num_blocks
-    return own
+    return dataclasses.replace(shared, kv_cache_tensors=own.kv_cache_tensors, kv_cache_groups=own.kv_cache_groups)
+
+
+def _size(runner: Any) -> Size:
+    """The size of this rank's part of a model, which is counted without weights, since vLLM packs those."""
+    config, parallel = runner.model_config, runner.parallel_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config.hf_text_config)
+    heads = config.get_num_kv_heads(parallel) * config.get_head_size()
+    whole = Size.of(model, cached=2 * heads * config.get_num_layers(parallel))
+    return whole._replace(parameters=whole.parameters // parallel.tensor_parallel_size)

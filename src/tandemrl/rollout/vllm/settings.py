@@ -9,7 +9,6 @@ from vllm.config.utils import replace
 
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.modes import SchedulingMode
 
 
 @dataclass(frozen=True)
@@ -18,9 +17,8 @@ class TandemOptions:
 
     junior: str | None = None
     """Model folder or hub id. None means that only the senior writes."""
-    mode: SchedulingMode = "lazy"
     draft: int | Literal["auto"] = 0
-    """How many tokens the junior drafts in the modes ``draft`` and ``auto``. "auto" chooses it from step to step."""
+    """How many tokens the junior drafts. "auto" chooses it from step to step."""
     junior_dtype: str | None = None
     junior_quantization: str | None = None
     junior_device: str | None = None
@@ -30,30 +28,17 @@ class TandemOptions:
     adapters: AdapterPlan | None = None
     """If given, the senior is these adapters on the junior's weights. They start as zero, and ``tandem_load`` takes
     only them."""
-    record: bool = False
-    """Whether to record the authors of every request, for ``tandem_record``."""
-
-
-def options_of(config: VllmConfig) -> TandemOptions:
-    """The options of tandem decoding in a config of vLLM; the defaults if it has none."""
-    additional = config.additional_config
-    return TandemOptions(**(additional.get("tandem", {}) if isinstance(additional, dict) else {}))
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse models that tandem decoding does not support, and vLLM's other model runner.
+    """Refuse models that tandem decoding does not support.
 
     Raises:
-        EngineError: the message names the setting and the value it needs.
+        EngineError: the model is not a decoder of text.
     """
-    rules = [
-        (not config.use_v2_model_runner, "VLLM_USE_V2_MODEL_RUNNER", "0: written against the V1 model runner"),
-        (not config.model_config.is_multimodal_model, "model", "text-only"),
-        (not config.model_config.is_encoder_decoder, "model", "decoder-only"),
-    ]
-    for ok, name, needed in rules:
-        if not ok:
-            raise EngineError(f"tandem decoding needs {name} to be {needed}")
+    model = config.model_config
+    if model.is_multimodal_model or model.is_encoder_decoder:
+        raise EngineError(f"{model.model}: tandem decoding needs a text-only model that is decoder-only")
 
 
 def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:

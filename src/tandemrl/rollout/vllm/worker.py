@@ -2,16 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import torch
-from torch import Tensor
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,19 +19,19 @@ if current_platform.is_cpu():  # its import replaces torch.cuda's streams and ev
     from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.draft_choice import Chosen
+from tandemrl.rollout.engine import EngineError, SentWeights
+from tandemrl.rollout.sync import fingerprint
+from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.modes import SchedulingMode
 from tandemrl.rollout.vllm.outputs import TandemOutput
+from tandemrl.rollout.vllm.parameters import hf_parameters
+from tandemrl.rollout.vllm.planner import SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
-from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
+from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
 from tandemrl.rollout.vllm.spans import HANDED_OVER, SPAN, Spans
-from tandemrl.rollout.vllm.weights import fingerprint_of, receive_weights
+from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights
 from tandemrl.selection import Strategy, Who, solo
 from tandemrl.selection.whole_words import TextTables
-
-logger = init_logger("vllm.tandemrl")  # printed where vLLM's own lines are
 
 
 class _TandemWorker:
@@ -47,7 +45,7 @@ class _TandemWorker:
 
     def init_device(self) -> None:
         check_config(self.vllm_config)
-        options = options_of(self.vllm_config)
+        options = TandemOptions(**self.vllm_config.additional_config["tandem"])  # type: ignore[index]  # a mapping
         if self.device_config.device_type == "cuda":
             self.local_rank += options.device  # by which vLLM chooses the device
         super().init_device()  # type: ignore[misc]  # vLLM's worker, the other base of both classes below
@@ -70,10 +68,9 @@ class _TandemWorker:
         self.model_runner.strategies = {**kept, **named}
 
     def tandem_begin(self) -> None:
-        """Hear that a call begins: the rows of earlier calls are forgotten."""
+        """Hear that a call begins."""
         with torch.inference_mode():  # as in a step, where the planner's tensors come from
-            self.model_runner.planner.forget_rows()
-        self.model_runner.planner.chooser.begin_call()
+            self.model_runner.planner.begin_call()
 
     def tandem_spans(self, tables: TextTables | bytes) -> None:
         """From now on, requests are spans of texts (``spans``).
@@ -90,39 +87,49 @@ class _TandemWorker:
         runner.strategies[SPAN] = solo("senior")
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
-        """Set the scheduling mode."""
-        self.model_runner.set_mode(mode)
-
-    def tandem_record(self) -> dict[int, list[int]]:
-        """The authors of each own token since the last call, by request key, as the planner recorded them.
+        """Set the scheduling mode.
 
         Raises:
-            EngineError: the engine was started without ``record``.
+            EngineError: it drafts, and this engine was not started for drafts.
         """
         planner = self.model_runner.planner
-        if planner.recorded is None:
-            raise EngineError("start the engine with record=True")
-        recorded, planner.recorded = planner.recorded, {}
-        return recorded
+        if mode == "draft" and planner.draft_length is None:
+            raise EngineError("this engine was started without a junior or with rollout.draft_tokens=0")
+        planner.mode = mode
 
     def tandem_stats(self) -> dict[str, Any]:
-        """The counts of ``planner.Stats``, and as ``requests`` the number of requests that the planner knows."""
+        """The counts of ``planner.Stats`` since a call began, and as ``requests`` how many the planner knows."""
         planner = self.model_runner.planner
         return dataclasses.asdict(planner.stats) | {"requests": len(planner.slots)}
 
-    def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str | bytes) -> None:
-        """Replace the senior's weights; see ``weights.receive_weights``."""
-        tandem = self.model_runner
-        with tandem.runner_of(SENIOR):
-            receive_weights(tandem.runners, weights, self.device, adapters=tandem.options.adapters is not None)
+    def tandem_load(self, weights: SentWeights | str) -> None:
+        """Replace the senior's weights in place, or only its adapters if it is adapters.
+
+        Args:
+            weights: the trainer's, or the path of a file with them (``written_weights``).
+        """
+        sent = read_weights(weights) if isinstance(weights, str) else weights
+        with self.model_runner.runner_of(SENIOR) as runner:
+            if self.model_runner.options.adapters is None:
+                load_checkpoint_weights(runner, sent)
+            else:
+                load_adapters(runner.get_model(), sent)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
 
     def tandem_fingerprint(self, who: Who) -> int:
-        """The checksum of the weights that a model computes with; see ``weights.fingerprint_of``."""
-        tandem, author = self.model_runner, SENIOR if who == "senior" else JUNIOR
-        if author not in tandem.runners:
+        """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
+
+        Raises:
+            EngineError: the weights cannot be read back.
+        """
+        runners, author = self.model_runner.runners, SENIOR if who == "senior" else JUNIOR
+        if author not in runners:
             raise EngineError("this engine has no junior")
-        with tandem.runner_of(author):
-            return fingerprint_of(tandem.runners, author, adapters=tandem.options.adapters is not None)
+        with self.model_runner.runner_of(author):
+            if author == SENIOR and self.model_runner.options.adapters is not None:
+                return fingerprint(adapted_parameters(runners[SENIOR], runners[JUNIOR]))
+            return fingerprint(hf_parameters(runners[author]))
 
 
 if current_platform.is_cpu():
@@ -134,31 +141,9 @@ if current_platform.is_cpu():
 class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
     """The ``worker_cls`` on CUDA devices."""
 
-    _slept: Mapping[str, Tensor] | None = None  # the junior's buffers while level 2 has dropped its weights
-
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """vLLM's context of memory that sleeps, but one that both models' runners can enter, one after the other."""
         return _Again(partial(super()._maybe_get_memory_pool_context, tag))
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back as vLLM does, and keep the junior's buffers if level 2 drops its weights."""
-        if level == 2 and JUNIOR in self.model_runner.runners:
-            junior = self.model_runner.runners[JUNIOR].get_model()
-            self._slept = {name: buffer.cpu().clone() for name, buffer in junior.named_buffers()}
-        super().sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take memory back as vLLM does. If level 2 dropped the weights, the junior's are read from disk again.
-
-        The senior's weights come from the trainer.
-        """
-        super().wake_up(tags)
-        if self._slept is not None and (tags is None or "weights" in tags):
-            with self.model_runner.runner_of(JUNIOR) as runner:
-                for name, buffer in runner.get_model().named_buffers():
-                    buffer.copy_(self._slept[name])
-                runner.reload_weights()
-            self._slept = None
 
 
 class TandemScheduler(Scheduler):
@@ -190,8 +175,8 @@ class TandemScheduler(Scheduler):
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, TandemOutput):
-            if model_runner_output.chosen is not None:
-                self._follow(model_runner_output.chosen)
+            if model_runner_output.ahead is not None:
+                self._ahead = model_runner_output.ahead
             for output in [each for client in outputs.values() for each in client.outputs]:
                 if output.request_id in model_runner_output.handed:
                     output.stop_reason = HANDED_OVER
@@ -202,19 +187,6 @@ class TandemScheduler(Scheduler):
                 for one in (_one_by_one(output) if output.request_id in with_strings else [output])
             ]
         return outputs
-
-    def _follow(self, chosen: Chosen) -> None:
-        """Give as many slots for drafts from now on as the planner has chosen, and log a change."""
-        ahead, (rows, context, _), passes = chosen.choice.ahead, chosen.load, chosen.passes
-        if ahead != self._ahead and rows:
-            logger.info(
-                "%s: %d rows of %.0f tokens, acceptance %s",
-                f"the junior drafts {ahead} tokens" if ahead else "no drafts",
-                rows,
-                context,
-                "unknown" if passes.acceptance is None else f"{passes.acceptance:.2f} of {passes.drafted}",
-            )
-        self._ahead = ahead
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> None:
         """Return None, since these statistics are about vLLM's own speculative decoding."""
