@@ -378,7 +378,7 @@ def our_writer(engine: Any, *, solo: bool) -> Callable[..., dict[str, Any]]:
         engine.generate(asked)
         stats, acceptance = engine.stats(), engine.passes.acceptance
         passes = stats["passes"]
-        facts = {"steps": stats["steps"], "junior_passes": passes[0], "senior_passes": passes[1]}
+        facts = {"junior_passes": passes[0], "senior_passes": passes[1]}
         return facts | {"acceptance": None if acceptance is None else round(acceptance, 3)}
 
     return write
