@@ -108,7 +108,7 @@ class DraftLength:
     costs: Costs
     lazy: bool = False
 
-    def __call__(self, rows: int, passes: Passes, *, share: float = 0.5, context: float = 0.0) -> int:
+    def __call__(self, rows: int, passes: Passes, *, share: float = 0.5, context: float | int = 0) -> int:
         """The length of the next draft.
 
         Args:
@@ -130,7 +130,7 @@ class DraftLength:
         best = min(LENGTHS, key=per_token)
         return best if GAIN * per_token(best) < self.single(rows, share, context) else 0
 
-    def single(self, rows: int, share: float = 0.5, context: float = 0.0) -> float:
+    def single(self, rows: int, share: float = 0.5, context: float | int = 0) -> float:
         """Seconds for one token of every row, without a draft."""
         wanted = self._wanted(share, rows), self._wanted(1 - share, rows)
         seconds = self.costs.round + (sum(wanted) if self.lazy else 1) * self.costs.draw
@@ -139,7 +139,7 @@ class DraftLength:
             seconds += self._forward(size, rows * (part > 0), context, rows=rows * part, wanted=needed)
         return seconds
 
-    def draft(self, length: int, rows: int, share: float = 0.5, context: float = 0.0) -> float:
+    def draft(self, length: int, rows: int, share: float = 0.5, context: float | int = 0) -> float:
         """Seconds for a draft of every row and what the senior makes of it."""
         places, last = length + self.lazy, self.lazy * self._wanted(1 - share, rows)
         read = self._wanted(share, rows * places)
@@ -154,7 +154,9 @@ class DraftLength:
         """The probability that a pass takes place of a model that is the author at this share of some places."""
         return 1 - (1 - share) ** places if self.lazy else float(share > 0)
 
-    def _forward(self, size: Size, tokens: int, context: float, *, rows: float, wanted: float = 1.0) -> float:
+    def _forward(
+        self, size: Size, tokens: int, context: float | int, *, rows: float | int, wanted: float | int = 1
+    ) -> float:
         """Expected seconds of a pass over some tokens of some rows, if it takes place with probability ``wanted``."""
         c = self.costs
         once = c.launch + size.layers * c.layer + size.parameters * c.fetch
