@@ -17,6 +17,7 @@ from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.warm_start import Solved, solution_batch
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError, chat_tokens
+from tandemrl.tasks.math.prime import extract_answer
 from tandemrl.tasks.rubric.in_process import make_judge
 from tandemrl.tasks.rubric.judge import JudgeError
 from tandemrl.training.checkpoint import CheckpointError
@@ -170,25 +171,32 @@ def score_of(response: str) -> int:
     return sum(response.encode()) % 11
 
 
-@pytest.fixture(scope="module")
-def solvers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plain pair that comes with the library: right often enough that rule and judge both have something to do."""
-    pair = tmp_path_factory.mktemp("solvers") / "pair"
-    tiny.build_tiny_pair(pair)
-    return pair
+def with_answers_of_a_first_step(problems: Path, pair: Path, folder: Path) -> Path:
+    """The same problems, whose ground truth is what the pair answers: to each second one, what it wrote first."""
+    keys = ["train.steps=1", "judge.url=null", "reward.scorers.*=prime"]
+    first = train(policy(pair, problems, folder / "first", None, *keys), quiet=True)
+    answers: dict[str, str] = {}
+    for sample in lines(first / "samples.jsonl"):
+        answers.setdefault(sample["example_id"], extract_answer(text_of(sample)))
+    rows = lines(problems)
+    for row in rows[::2]:
+        answer = answers.get(f"polaris_tinyv/{row['extra_info']['index']}")
+        row["reward_model"]["ground_truth"] = answer or row["reward_model"]["ground_truth"]
+    return write_rows(folder / "answered.jsonl", rows)
 
 
-def test_addon_trains_for_three_steps_with_a_judge_over_http(solvers: Path, problems: Path, tmp_path: Path) -> None:
+def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
     def judged(prompt: str, number: int) -> str | Reply:
         if number % 7 == 0:
             return Reply(503, b"busy")
         return f"Well.\nTotal Score: {score_of(prompt.partition('Answer:')[2].strip())}/10"
 
+    problems = with_answers_of_a_first_step(problems, tiny_pair, tmp_path)
     with FakeJudge(judged, models=("rrm",)) as judge:
-        out = train(policy(solvers, problems, tmp_path / "out", judge.url), quiet=True)
+        out = train(policy(tiny_pair, problems, tmp_path / "out", judge.url), quiet=True)
         judge.models = ("another",)
         with pytest.raises(CheckpointError, match="another judge"):
-            train(policy(solvers, problems, tmp_path / "out", judge.url, "train.steps=4"), quiet=True)
+            train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "train.steps=4"), quiet=True)
     metrics, samples = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
     assert len(samples) == 3 * 16
     asked = 0
@@ -200,17 +208,17 @@ def test_addon_trains_for_three_steps_with_a_judge_over_http(solvers: Path, prob
             asked += 1
             assert sample["reward"] == pytest.approx(0.5 * score_of(text_of(sample)) / 10)
             assert parts["judge_asked"] == 1.0
-    assert 0 < asked < 48
+    assert 0 < asked < 48, [sample["text"] for sample in samples]
     for prompt in judge.prompts:
         number = prompt.partition("question ")[2].split()[0]
         assert f"criteria {number}\n" in prompt
     assert judge.most_at_once <= 3
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert sum(line["reward/judge_asked"] for line in metrics) * 16 == pytest.approx(asked)
-    assert changed(solvers / "senior", out / "hf" / "step_3")
+    assert changed(tiny_pair / "senior", out / "hf" / "step_3")
     with FakeJudge(judged, models=("rrm",)) as moved:  # the same judge at another address may go on
         changes = ["train.steps=4", "judge.concurrency=2", "judge.timeout_s=30"]
-        train(policy(solvers, problems, tmp_path / "out", moved.url, *changes), quiet=True)
+        train(policy(tiny_pair, problems, tmp_path / "out", moved.url, *changes), quiet=True)
     assert [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
