@@ -135,10 +135,10 @@ def test_output_at_the_end_of_a_program(program, right):
 
 
 def test_extraction_is_linear():
-    start = time.monotonic()
+    start = time.process_time()
     for piece in ("```", "```\n", "```python", "```python\n", "`", "```x`"):
         extract_program(piece * 200_000)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 # The tests ---------------------------------------------------------------------------------------------------------
