@@ -33,7 +33,7 @@ COMMANDS = {
     "train-4b-offload": "gpu_train.py --steps=3 rollout.max_tokens=256 parallel.offload_optimizer=true",
     "compile": f"{SMALL} rollout.compile=true model.compile=true",
     "drafts": f"{SMALL} rollout.draft_tokens=auto",
-    "pair-46m": "-m tandemrl experiment paper-claims --size 46m --device cuda --seeds 0 --out runs/gpu-46m",
+    "claims": "-m tandemrl experiment paper-claims --device cuda --seeds 0 --out runs/gpu-claims",
     "smollm2": "-m tandemrl experiment smollm2 --device cuda --workers 6 --out runs/gpu-smollm2",
     "vllm-exactness": "-m pytest -q -x tests/rollout/vllm/test_exactness.py tests/rollout/vllm/test_drafting.py",
     "vllm-train": VLLM,

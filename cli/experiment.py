@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandemrl.apps.experiments.arms import EXPERIMENTS, PRETRAINED, Experiment
+from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
 
 app = typer.Typer(help="Train, evaluate and compare the arms of an experiment.", no_args_is_help=True)
 
@@ -39,12 +39,6 @@ def _add(experiment: Experiment) -> None:
         arms: Annotated[str | None, typer.Option(help=f"Train only some of {known}; commas between them.")] = None,
         problems: Problems = None,
         samples: Samples = None,
-        size: Annotated[
-            str | None,
-            typer.Option(
-                help="Size of the models: tiny, 1m, 4m, or 46m (on a GPU).", hidden=experiment.family == PRETRAINED
-            ),
-        ] = None,
         device: Device = None,
         workers: Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")] = None,
     ) -> None:
@@ -59,7 +53,6 @@ def _add(experiment: Experiment) -> None:
             "seeds": _numbers(seeds),
             "problems": problems,
             "samples": samples,
-            "size": size,
             "device": device,
         }
         chosen, folder = replace(chosen, **_given(changes)), out or Path("runs") / name

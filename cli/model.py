@@ -94,7 +94,7 @@ def warm_start(
         torch.set_num_threads(threads)
     recipe = replace(RECIPE, steps=steps, batch_size=batch_size, lr=lr)
     with _shown(f"warm start of {model}", out) as progress:
-        made = train_on_solutions(
+        rows, left_out, loss = train_on_solutions(
             model,
             data,
             out,
@@ -104,7 +104,7 @@ def warm_start(
             device=device,
             progress=progress,
         )
-    typer.echo(f"{out}: {steps} steps on {made.rows:,} solutions ({made.left_out:,} left out), loss {made.loss:.3f}")
+    typer.echo(f"{out}: {steps} steps on {rows:,} solutions ({left_out:,} left out), loss {loss:.3f}")
 
 
 @contextmanager

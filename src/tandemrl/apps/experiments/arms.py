@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 BASE = "base"
-"""The arm of the model before training."""
-DEFAULT_SIZE = "tiny"
+"""The arm of the model before training, as ``report.records`` has it; this module is to import nothing heavy."""
+
 WORDED = ("plain", "jargon", "jargon_two_tokenizers", "repair")
 AGENTS = ("hops", "hops_jargon")
 PRETRAINED = ("word_problems", "word_problems_terse")
@@ -36,10 +36,10 @@ class Experiment:
     """What to compare.
 
     contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: the config of every run, and
-    assignments of keys on top of it. pair_steps: the number of warm-start steps; None means the pair's own. size: the
-    size of the models, one of ``tiny.SIZES``. device: where everything runs. problems, samples: the number of held-out
-    problems of every evaluation, and of samples for each. evaluation, evaluation_overrides: the config of every
-    evaluation (None means the defaults), and assignments of keys on top of it. summary: a line for users.
+    assignments of keys on top of it. pair_steps: the number of warm-start steps; None means the pair's own. device:
+    where everything runs. problems, samples: the number of held-out problems of every evaluation, and of samples for
+    each. evaluation, evaluation_overrides: the config of every evaluation (None means the defaults), and assignments of
+    keys on top of it. summary: a line for users.
     """
 
     name: str
@@ -50,7 +50,6 @@ class Experiment:
     config: str = "quickstart"
     overrides: tuple[str, ...] = ()
     pair_steps: int | None = None
-    size: str = DEFAULT_SIZE
     device: str = "cpu"
     problems: int = 512
     samples: int = 4

@@ -1,13 +1,11 @@
 """The claims of an experiment with their bars, written before it is run, and the verdicts on its results."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from tandemrl.apps.experiments.arms import BASE
-from tandemrl.apps.report.records import Claim, Verdict
+from tandemrl.apps.report.records import BASE, Claim, Verdict
 from tandemrl.evals.stats import Interval, at_least
 
 ResultRow = Mapping[str, Any]
@@ -30,36 +28,94 @@ def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast
             counts them.
     """
     of = {
-        "jargon": paper_claims,
-        "jargon_two_tokenizers": paper_claims,
-        "hops": hops_claims,
-        "hops_jargon": hops_jargon_claims,
-        "word_problems": pretrained_claims,
+        "jargon": _paper,
+        "jargon_two_tokenizers": _paper,
+        "hops": _hops,
+        "hops_jargon": _hops_jargon,
+        "word_problems": _pretrained,
     }.get(pair)
-    claims = [] if of is None else of(pair, rows, contrasts)
+    claims = [] if of is None else of(_Found(pair, rows, contrasts))
     if refused:
-        claims.insert(
-            0, Claim("pairs refused, because they missed the criteria before training", "<= 0", (refused,), "fails")
-        )
+        what = "pairs refused, because they missed the criteria before training"
+        claims.insert(0, Claim(what, "<= 0", (refused,), "fails"))
     return claims
 
 
-def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+_BEFORE = "over the model before training, solo pass@1"
+
+
+class _Found:
+    """The results of one pair."""
+
+    def __init__(self, pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> None:
+        self.arms = {
+            row["arm"]: [each for each in rows if (each["pair"], each["arm"]) == (pair, row["arm"])] for row in rows
+        }
+        self.contrasts = [each for each in contrasts if each["pair"] == pair]
+        self.seeds = len(self.arms.get(BASE, ()))
+
+    def has(self, *arms: str) -> bool:
+        return all(self.arms.get(arm) for arm in arms)
+
+    def each(self, arm: str, measure: str) -> np.ndarray:
+        """A measure of an arm, by seed."""
+        return np.array([row[measure] for row in self.arms[arm]])
+
+    def gain(self, arm: str, over: str, measure: str = "solo/pass@1") -> np.ndarray:
+        """By how much a measure of one arm is above another arm's, by seed."""
+        return self.each(arm, measure) - self.each(over, measure)
+
+    def every_seed(self, what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
+        holds = (values <= bar if sense == "<=" else values >= bar).all()
+        name = what if self.seeds == 1 else f"{what}, every seed"
+        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
+
+    def solo_difference(self, arm: str, than: str = "grpo") -> Interval | None:
+        """The difference in solo pass@1 between an arm and another, over seeds, or over problems of one seed."""
+        solo_skill = {"A": arm, "B": than, "phase": "pass-at-k", "metric": "pass@1"}
+        differences = [each["difference"] for each in self.contrasts if solo_skill.items() <= each.items()]
+        return Interval(**differences[0]) if differences else None
+
+    def loss_excluded(self, what: str, difference: Interval, margin: float) -> Claim:
+        """The claim that a difference shows no loss above ``margin``; being better is no fault.
+
+        It holds if the lower end of the 95 % interval is above ``-margin``, fails if the whole interval is below, and
+        is undecided otherwise.
+        """
+        support = at_least(difference, -margin)
+        verdict: Verdict = "undecided" if support is None else "holds" if support else "fails"
+        over = "seeds" if self.seeds > 1 else "problems"
+        name = f"{what}, lower end of the 95 % interval over {over}"
+        return Claim(name, f">= {-margin:g}", (difference.low,), verdict)
+
+    def not_inferior(self, name: str, difference: Interval) -> list[Claim]:
+        """The claims that an arm's solo skill is not inferior to GRPO's. One seed is not asked about the mean."""
+        what, bar = f"{name} - GRPO in solo pass@1", f">= {-SOLO_MEAN_MARGIN:g}"
+        holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
+        asked: tuple[tuple[float, ...], Verdict] = (
+            ((difference.mean,), holds) if self.seeds > 1 else ((), "not asked of one seed")
+        )
+        return [
+            self.loss_excluded(f"solo skill not inferior: {what}", difference, SOLO_MARGIN),
+            Claim(f"{what}, mean over seeds", bar, *asked),
+        ]
+
+
+def _paper(found: _Found) -> list[Claim]:
     """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair.
 
     None if an arm or the contrast of the two is missing.
     """
-    found = _Found.of(pair, rows)
-    difference = _solo_difference(pair, contrasts, "tandem")
+    difference = found.solo_difference("tandem")
     if difference is None or not found.has(BASE, "grpo", "tandem"):
         return []
-    each, gain, claim = found.each, found.gain, found.every_seed
+    each, claim = found.each, found.every_seed
     legible = each("grpo", "junior_ce") / each("tandem", "junior_ce")
-    handed = gain("tandem", "grpo", "handoff/pass@1")
+    handed = found.gain("tandem", "grpo", "handoff/pass@1")
     return [
-        *_not_inferior(found, difference, "tandem"),
+        *found.not_inferior("tandem", difference),
         claim("solo pass@1 of tandem GRPO", ">=", 0.9, each("tandem", "solo/pass@1")),
-        claim("its gain over the model before training", ">=", 0.15, gain("tandem", BASE, "solo/pass@1")),
+        claim("its gain over the model before training", ">=", 0.15, found.gain("tandem", BASE)),
         claim("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, handed),
         claim("legibility: junior cross-entropy of GRPO / of tandem GRPO", ">=", 5, legible),
         claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
@@ -67,139 +123,56 @@ def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contr
     ]
 
 
-def hops_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+def _hops(found: _Found) -> list[Claim]:
     """The claims that agents which write alike can be trained, alone and in tandem.
 
     Each is about the gain of an arm over the model before training. There is none for a missing arm.
     """
-    found = _Found.of(pair, rows)
     titles = {"grpo": "GRPO", "turns": "tandem by turns", "words": "tandem by words"}
     return [
-        found.every_seed(f"gain of {title} {_BEFORE}", ">=", 0.25, found.gain(arm, BASE, "solo/pass@1"))
+        found.every_seed(f"gain of {title} {_BEFORE}", ">=", 0.25, found.gain(arm, BASE))
         for arm, title in titles.items()
         if found.has(BASE, arm)
     ]
 
 
-def pretrained_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+def _pretrained(found: _Found) -> list[Claim]:
     """The claims that a pretrained model learns by GRPO, and in tandem with what it was before, as published.
 
     Tandem GRPO is compared with ``grpo``, of as many rollouts, and with ``grpo_8``, of as many trained tokens. There is
     no claim for a missing arm.
     """
-    found = _Found.of(pair, rows)
     claims = [
-        found.every_seed(f"gain of {title} {_BEFORE}", ">=", bar, found.gain(arm, BASE, "solo/pass@1"))
+        found.every_seed(f"gain of {title} {_BEFORE}", ">=", bar, found.gain(arm, BASE))
         for arm, title, bar in (("grpo", "GRPO", 0.15), ("tandem_self", "tandem GRPO", 0.1))
         if found.has(BASE, arm)
     ]
     for reference, equal, margin in (("grpo_8", "trained tokens", SOLO_MARGIN), ("grpo", "rollouts", 2 * SOLO_MARGIN)):
-        if (difference := _solo_difference(pair, contrasts, "tandem_self", than=reference)) is not None:
+        if (difference := found.solo_difference("tandem_self", than=reference)) is not None:
             what = f"tandem GRPO - GRPO in solo pass@1, at equal numbers of {equal}"
-            claims.append(_loss_excluded(found, what, difference, margin))
+            claims.append(found.loss_excluded(what, difference, margin))
     return claims
 
 
-def hops_jargon_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+def _hops_jargon(found: _Found) -> list[Claim]:
     """The paper's claims carried over to agents, for GRPO and the tandem by turns.
 
     None if an arm or the contrast of the two is missing.
     """
-    found = _Found.of(pair, rows)
-    difference = _solo_difference(pair, contrasts, "turns")
+    difference = found.solo_difference("turns")
     if difference is None or not found.has(BASE, "grpo", "turns"):
         return []
-    each, gain, claim = found.each, found.gain, found.every_seed
-    once, often = (gain("turns", "grpo", f"handoff/{how}") for how in ("senior_then_junior", "senior_first_turns"))
+    each, claim = found.each, found.every_seed
+    once, often = (
+        found.gain("turns", "grpo", f"handoff/{how}") for how in ("senior_then_junior", "senior_first_turns")
+    )
     legible = each("grpo", "junior_ce") / each("turns", "junior_ce")
     return [
-        *_not_inferior(found, difference, "turns"),
-        claim(f"gain of tandem by turns {_BEFORE}", ">=", 0.15, gain("turns", BASE, "solo/pass@1")),
+        *found.not_inferior("tandem by turns", difference),
+        claim(f"gain of tandem by turns {_BEFORE}", ">=", 0.15, found.gain("turns", BASE)),
         claim("handoff after the senior's first turn: tandem by turns - GRPO", ">=", 0.15, once),
         claim("handoff after every turn, the senior first: tandem by turns - GRPO", ">=", 0.15, often),
         claim("legibility: junior cross-entropy of GRPO / of tandem by turns", ">=", 2, legible),
         claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
         claim("jargon rate after tandem by turns", "<=", 0.2, each("turns", "jargon_rate")),
-    ]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-
-
-_BEFORE = "over the model before training, solo pass@1"
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The rows of one pair, by arm and seed."""
-
-    arms: Mapping[str, Mapping[int, ResultRow]]
-
-    @classmethod
-    def of(cls, pair: str, rows: Sequence[ResultRow]) -> "_Found":
-        arms: dict[str, dict[int, ResultRow]] = {}
-        for row in rows:
-            if row["pair"] == pair:
-                arms.setdefault(row["arm"], {})[row["seed"]] = row
-        return cls(arms)
-
-    def has(self, *arms: str) -> bool:
-        return self.arms.keys() >= set(arms)
-
-    @property
-    def seeds(self) -> list[int]:
-        return list(self.arms[BASE])
-
-    def each(self, arm: str, measure: str) -> np.ndarray:
-        """A measure of an arm, by seed."""
-        return np.array([self.arms[arm][seed][measure] for seed in self.seeds])
-
-    def gain(self, arm: str, over: str, measure: str) -> np.ndarray:
-        """By how much a measure of one arm is above another arm's, by seed."""
-        return self.each(arm, measure) - self.each(over, measure)
-
-    def every_seed(self, what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
-        holds = (values <= bar if sense == "<=" else values >= bar).all()
-        name = what if len(self.seeds) == 1 else f"{what}, every seed"
-        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
-
-
-def _solo_difference(pair: str, contrasts: Sequence[Contrast], arm: str, than: str = "grpo") -> Interval | None:
-    """The difference in solo pass@1 between an arm and another, over seeds, or over problems if there is one seed."""
-    solo_skill = {"pair": pair, "A": arm, "B": than, "phase": "pass-at-k", "metric": "pass@1"}
-    differences = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
-    return Interval(**differences[0]) if differences else None
-
-
-def _loss_excluded(found: _Found, what: str, difference: Interval, margin: float) -> Claim:
-    """The claim that a difference shows no loss above ``margin``; being better is no fault.
-
-    It holds if the lower end of the 95 % interval is above ``-margin``, fails if the whole interval is below, and is
-    undecided otherwise.
-    """
-    support = at_least(difference, -margin)
-    return Claim(
-        f"{what}, lower end of the 95 % interval over {'seeds' if len(found.seeds) > 1 else 'problems'}",
-        f">= {-margin:g}",
-        (difference.low,),
-        "undecided" if support is None else "holds" if support else "fails",
-    )
-
-
-def _not_inferior(found: _Found, difference: Interval, arm: str) -> list[Claim]:
-    """The claims that an arm's solo skill is not inferior to GRPO's.
-
-    With one seed, the claim about the mean over seeds is not asked.
-    """
-    several = len(found.seeds) > 1
-    mean_holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
-    name = {"turns": "tandem by turns"}.get(arm, arm)
-    return [
-        _loss_excluded(found, f"solo skill not inferior: {name} - GRPO in solo pass@1", difference, SOLO_MARGIN),
-        Claim(
-            f"{name} - GRPO in solo pass@1, mean over seeds",
-            f">= {-SOLO_MEAN_MARGIN:g}",
-            (difference.mean,) if several else (),
-            mean_holds if several else "not asked of one seed",
-        ),
     ]

@@ -1,34 +1,13 @@
 """The families of pairs: how their models are built, and what is measured of their texts (``PAIRS``, by pair)."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from tandemrl.apps.experiments import pretrained, smollm2, tiny
-from tandemrl.apps.experiments.arms import DEFAULT_SIZE
-from tandemrl.apps.experiments.warm_start import Progress
+from tandemrl.apps.experiments import pretrained, tiny
 from tandemrl.tasks.generated import hops
 from tandemrl.tasks.generated.synthetic import repairs, slips, uses_jargon
 from tandemrl.tasks.generated.word_problems import uses_shorthand
-
-
-class Recipe(NamedTuple):
-    """What decides which pair is built. steps: of each stage of the warm start; None means the pair's own."""
-
-    pair: str
-    seed: int
-    steps: int | None = None
-    size: str = DEFAULT_SIZE
-
-
-class Build(Protocol):
-    """A function that puts a pair into a folder, unless it is there, and returns its manifest."""
-
-    def __call__(
-        self, out: Path, recipe: Recipe, *, device: str, progress: Progress | None = None
-    ) -> dict[str, Any]: ...
-
 
 Measures = Callable[[Mapping[str, float], Sequence[str], Sequence[str]], dict[str, float]]
 """A function of the solo metrics (macro), the solo texts and the handoff texts of an evaluation."""
@@ -37,19 +16,18 @@ Measures = Callable[[Mapping[str, float], Sequence[str], Sequence[str]], dict[st
 class Family(NamedTuple):
     """How the pairs of a family are built and measured.
 
-    identity: what the manifest of a pair says of how it was built. measures: what an evaluation says beside the
-    measures of every pair. evaluation_rows: how many texts an evaluation writes at once on a CPU; on a GPU, eight times
-    as many. memory_gb: what a process that builds, trains or evaluates needs at most. sizes: those that the models can
-    have, if any. prepare: is called once before pairs are built, with a function that is told in lines what is done.
+    build: puts a pair into a folder, unless it is there, and returns its manifest; it is called with ``pair``, ``seed``
+    and ``steps``, ``device`` and ``progress``. identity: what the manifest says of how a pair was built, from the first
+    three of these. measures: what an evaluation says beside the measures of every pair. evaluation_rows: how many texts
+    an evaluation writes at once on a CPU; on a GPU, eight times as many. memory_gb: what a process that builds, trains
+    or evaluates needs at most.
     """
 
-    build: Build
-    identity: Callable[[Recipe], dict[str, Any]]
+    build: Callable[..., dict[str, Any]]
+    identity: Callable[..., dict[str, Any]]
     measures: Measures
     evaluation_rows: int
     memory_gb: float
-    sizes: Collection[str] = ()
-    prepare: Callable[[Callable[[str], None]], object] = lambda say: None
 
 
 def worded_measures(macro: Mapping[str, float], solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
@@ -73,31 +51,15 @@ def shorthand_measures(macro: Mapping[str, float], solo: Sequence[str], handoff:
     return {"shorthand_rate": fmean(map(uses_shorthand, solo))}
 
 
-def _build_tiny(out: Path, recipe: Recipe, *, device: str, progress: Progress | None = None) -> dict[str, Any]:
-    return tiny.build_tiny_pair(out, **recipe._asdict(), device=device, progress=progress)
-
-
-def _build_pretrained(out: Path, recipe: Recipe, *, device: str, progress: Progress | None = None) -> dict[str, Any]:
-    pair, seed, steps, _ = recipe
-    return pretrained.build_pretrained_pair(out, pair=pair, seed=seed, steps=steps, device=device, progress=progress)
-
-
-WORDED = Family(
-    build=_build_tiny,
-    identity=lambda recipe: tiny.pair_identity(**recipe._asdict()),
-    measures=worded_measures,
-    evaluation_rows=1024,  # of tiny models: large batches cost memory only
-    memory_gb=1.0,
-    sizes=tuple(tiny.SIZES),
-)
+# Of tiny models, large batches cost memory only.
+WORDED = Family(tiny.build_tiny_pair, tiny.pair_identity, worded_measures, evaluation_rows=1024, memory_gb=1.0)
 AGENTS = WORDED._replace(measures=agents_measures)
 PRETRAINED = Family(
-    build=_build_pretrained,
-    identity=lambda recipe: pretrained.pretrained_identity(pair=recipe.pair, seed=recipe.seed, steps=recipe.steps),
-    measures=shorthand_measures,
+    pretrained.build_pretrained_pair,
+    pretrained.pretrained_identity,
+    shorthand_measures,
     evaluation_rows=64,
     memory_gb=7.0,
-    prepare=lambda say: smollm2.fetch(say),
 )
 
 PAIRS: dict[str, Family] = {

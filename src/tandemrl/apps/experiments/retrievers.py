@@ -3,9 +3,9 @@
 The models are given, or they are tiny pairs of agents, which every seed builds for itself. Nothing else is trained. A
 killed benchmark continues when it is started again.
 
-    OUT/experiment.json                      what was asked for
     OUT/PAIR/seed-N/pair/                    senior, junior, manifest.json
     OUT/PAIR/seed-N/eval/RETRIEVER/          an evaluation; of a model that was given: OUT/MODEL/eval/RETRIEVER/
+    OUT/experiment.json                      what was asked for
     OUT/results.json                         a row per model, seed and retriever; contrasts with the first retriever
     OUT/report.html
 """
@@ -18,11 +18,10 @@ from typing import Any
 
 from tandemrl import evals
 from tandemrl.apps.experiments.arms import ExperimentError
-from tandemrl.apps.experiments.experiment import SCHEMA, reported
+from tandemrl.apps.experiments.experiment import SCHEMA, contrasts_of, measured, reported
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import load
 from tandemrl.evals import Phase
-from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 
 NAME = "retrievers"
@@ -70,44 +69,38 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
     Raises:
         ConfigError, DataError, EngineError, EvalError: an evaluation cannot be run.
         ExperimentError: there are fewer than two retrievers, two models have the same name, models are given without
-            data or with pairs or seeds, or a junior without models; or ``out`` holds another experiment.
+            data or with pairs or seeds, or a junior or data without models; or ``out`` holds another experiment.
     """
-    out = Path(out)
-    _check(benchmark)
-    arms = [{"name": name, "title": name} for name in benchmark.retrievers]
-    asked = {"name": NAME, **asdict(benchmark), "arms": arms, "versions": versions()}
-    described, file = json.dumps(asked, indent=2) + "\n", out / "experiment.json"
-    if not file.exists():
-        write_text(file, described)
-    elif (other := json.loads(file.read_text()).get("name")) != NAME:
+    out, (first, *others) = Path(out), benchmark.retrievers
+    if not others or len({*benchmark.retrievers}) < len(benchmark.retrievers):
+        raise ExperimentError(f"retrievers {', '.join(benchmark.retrievers)}: give at least two, each once")
+    default, names = Benchmark(), {Path(model).name for model in benchmark.models}
+    if len(names) < len(benchmark.models):
+        raise ExperimentError(f"two of the models have one name: {', '.join(benchmark.models)}; give others")
+    if names and ((benchmark.pairs, benchmark.seeds) != (default.pairs, default.seeds) or not benchmark.data):
+        raise ExperimentError("models that are given need --data; leave out --pair and --seeds of the tiny ones")
+    if not names and (benchmark.data or benchmark.junior):
+        raise ExperimentError("the tiny pairs have questions and juniors of their own; give --model, too")
+    file = out / "experiment.json"
+    if file.exists() and (other := json.loads(file.read_text()).get("name")) != NAME:
         raise ExperimentError(f"{out} holds the experiment {other}; choose another folder")
     rows: list[dict[str, Any]] = []
     homes: dict[str, list[Path]] = {}
-    for name, seed, senior, junior, home in _models(benchmark, out, say):
+    for name, seed, senior, junior, home in _models(benchmark, out):
         homes.setdefault(name, []).append(home / "eval")
         for retriever in benchmark.retrievers:
             phases: tuple[Phase, ...] = ("pass-at-k",) if junior is None else ("pass-at-k", "tandem", "handoff")
             config = load(benchmark.config, _settings(benchmark, name, junior, retriever))
             limit = benchmark.problems if benchmark.data else None
-            found = evals.evaluate(config, model=senior, out=homes[name][-1] / retriever, phases=phases, limit=limit)
-            macros = {phase: result["metrics"]["macro"] for phase, result in found.items()}
-            rows.append({"pair": name, "seed": seed, "arm": retriever})
-            rows[-1] |= {key: macros[p][m] for key, (p, m) in METRICS.items() if p in macros and m in macros[p]}
-            say(f"{home.relative_to(out)}, {retriever}: solo pass@1 {rows[-1]['solo/pass@1']:.3f}")
-    write_text(file, described)  # what earlier results were not made with, the evaluations have refused
-    contrasts = [
-        {"pair": name, "A": other, "B": first, **each}
-        for name, own in homes.items()
-        for first, *others in [benchmark.retrievers]
-        for other in others
-        for each in to_json(
-            compare(
-                *([home / retriever for home in own] for retriever in (other, first)),
-                shown={metric for _, metric in METRICS.values()}.__contains__,
-                varied=("retrieval", "signature"),  # the environment's signature holds its retriever, and nothing else
-            )
-        )
-    ]
+            evals.evaluate(config, model=senior, out=home / "eval" / retriever, phases=phases, limit=limit)
+            measures = measured(home / "eval" / retriever, METRICS)
+            rows.append({"pair": name, "seed": seed, "arm": retriever} | measures)
+            say(f"{home.relative_to(out)}, {retriever}: solo pass@1 {measures['solo/pass@1']:.3f}")
+    arms = [{"name": name, "title": name} for name in benchmark.retrievers]
+    asked = {"name": NAME, **asdict(benchmark), "arms": arms, "versions": versions()}
+    write_text(file, json.dumps(asked, indent=2) + "\n")
+    # The environment's signature holds its retriever, and nothing else.
+    contrasts = contrasts_of(homes, [(other, first) for other in others], METRICS, varied=("retrieval", "signature"))
     results = {"schema": SCHEMA, "experiment": asked, "rows": rows, "contrasts": contrasts, "claims": []}
     return reported(results, out, say)
 
@@ -115,27 +108,7 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _check(benchmark: Benchmark) -> None:
-    names = [Path(model).name for model in benchmark.models]
-    default = Benchmark()
-    wrong = {
-        f"retrievers {', '.join(benchmark.retrievers)}: give at least two, each once": len({*benchmark.retrievers})
-        < max(2, len(benchmark.retrievers)),
-        f"two of the models have one name: {', '.join(names)}": len({*names}) < len(names),
-        "models that are given need questions: --data, or data of the benchmark": names and not benchmark.data,
-        "pairs and seeds are of the tiny models; leave out --pair and --seeds, or --model": names
-        and (benchmark.pairs, benchmark.seeds) != (default.pairs, default.seeds),
-        "the tiny pairs have juniors of their own; leave out --junior, or give --model": benchmark.junior is not None
-        and not names,
-    }
-    for message, holds in wrong.items():
-        if holds:
-            raise ExperimentError(message)
-
-
-def _models(
-    benchmark: Benchmark, out: Path, say: Callable[[str], None]
-) -> Iterator[tuple[str, int, str, str | None, Path]]:
+def _models(benchmark: Benchmark, out: Path) -> Iterator[tuple[str, int, str, str | None, Path]]:
     """Yield (name, seed, senior, junior, folder for the evaluations). Without a junior, a model answers alone."""
     for model in benchmark.models:
         yield Path(model).name, 0, model, benchmark.junior, out / Path(model).name
@@ -143,7 +116,6 @@ def _models(
         for seed in benchmark.seeds:
             home = out / pair / f"seed-{seed}"
             build_tiny_pair(home / "pair", pair=pair, seed=seed, device=benchmark.device)
-            say(f"{home.relative_to(out)}: the pair is there")
             yield pair, seed, str(home / "pair" / "senior"), str(home / "pair" / "junior"), home
 
 

