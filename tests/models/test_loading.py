@@ -198,13 +198,13 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     model.model.layers[1].mlp.down_proj.weight.data[0, :3] = torch.nan
     model.lm_head.weight.data[0, 0] = torch.inf
     model.save_pretrained(tmp_path)
-    named = r"its logits are NaN or infinite: the weight model\.layers\.1\.mlp\.down_proj\.weight is, in 3 of 960 "
+    named = r"its logits are NaN or infinite: the weight model\.layers\.1\.mlp\.down_proj\.weight is \(damaged"
     with pytest.raises(ModelError, match=named):
         load_model(tmp_path)
     large = llama()
     large.lm_head.weight.data.mul_(1e38)
     large.model.norm.weight.data.mul_(1e3)
-    with pytest.raises(ModelError, match=r"its logits are NaN or infinite: it overflows in torch\.float32"):
+    with pytest.raises(ModelError, match=r"its logits are NaN or infinite: torch\.float32 overflows"):
         prepare(large)
 
 
@@ -228,12 +228,7 @@ def test_a_junior_has_a_vocabulary_of_its_own_if_a_token_differs(tmp_path):
     more = copy.deepcopy(tokenizer())
     more.add_tokens([AddedToken("later", normalized=False)])
     more.save_pretrained(longer)
-
-    def unread(path):
-        raise AssertionError(f"{path} need not be loaded")
-
-    assert junior_tokenizer_of(senior, None, endpoint=True, load=unread) is None
-    assert junior_tokenizer_of(senior, same, load=unread) is None
+    assert junior_tokenizer_of(senior, None, endpoint=True) is None
     told = json.loads((tmp_path / "same" / "tokenizer_config.json").read_text())
     (tmp_path / "same" / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": "{{ messages }}"}))
     assert junior_tokenizer_of(senior, same) is None

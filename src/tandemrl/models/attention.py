@@ -5,8 +5,8 @@ transformers model to the attention function that is registered here.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from inspect import signature
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,16 +17,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from tandemrl.types import Author, Batch
 
-try:  # flash attention over packed sequences; CUDA only
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # pragma: no cover - torch < 2.10
-    varlen_attn = None  # type: ignore[assignment]
-
 ATTENTION = "tandemrl"
+HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether torch's attention over packed sequences takes fewer heads of keys than of queries. That of 2.11 does not."""
 
 
 class ModelError(ValueError):
@@ -147,7 +145,7 @@ class PackedLayout:
             k, v = k.index_select(0, x.keys), v.index_select(0, x.keys)
         grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1]:
-            if _takes_groups(varlen_attn):
+            if HAS_GROUPS:
                 grouped = {"enable_gqa": True}
             else:
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -167,14 +165,14 @@ class PackedLayout:
         return out if x.outputs is None else out.index_select(0, x.outputs)
 
     def _rectangular(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Float[Tensor, "t h d"]:
-        parts = []
+        parts, grouped = [], q.shape[1] != k.shape[1]
         for bucket in self.buckets:
-            padded = (
+            rows, keys, values = (
                 rearrange(x.index_select(0, bucket.gather), "(rows width) h d -> rows h width d", width=bucket.width)
                 for x in (q, k, v)
             )
-            flat = rearrange(_causal(*padded, scaling=scaling), "rows h width d -> (rows width) h d")
-            parts.append(flat.index_select(0, bucket.slots))
+            out = F.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped)
+            parts.append(rearrange(out, "rows h width d -> (rows width) h d").index_select(0, bucket.slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self.order)
 
     @cached_property
@@ -245,24 +243,13 @@ def _has_flash(device: torch.device, dtype: torch.dtype, *head_sizes: int) -> bo
     """Whether torch's flash kernels can be used. They need 16 bits, an Ampere GPU or later, and heads of one size up to
     256."""
     return (
-        varlen_attn is not None
-        and device.type == "cuda"
+        device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and len(set(head_sizes)) == 1
         and head_sizes[0] % 8 == 0
         and head_sizes[0] <= 256
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-
-
-@cache
-def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether torch's varlen attention takes fewer heads of keys than of queries. That of torch 2.11 does not."""
-    return "enable_gqa" in signature(kernel).parameters
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def share_contexts(batch: Batch) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:

@@ -142,8 +142,12 @@ def micro_batches(
 def _deals(
     order: Sequence[int], count: int, lengths: Sequence[int], costs: Sequence[Cost], groups: Sequence[int], budget: int
 ) -> Iterator[list[list[int]]]:
-    """Deals into ``count`` bins that fit the budget, in order of preference."""
-    for pieces in _cuts(order, lengths, groups, budget):
+    """Yield deals into ``count`` bins that fit the budget, in order of preference."""
+    members: dict[int, list[int]] = {}
+    for i in order:
+        members.setdefault(groups[i], []).append(i)
+    for limit in (budget, budget / 2, budget / 4, 0):  # groups as wholes, in ever smaller pieces, single sequences
+        pieces = [piece for group in members.values() for piece in _first_fit(group, lengths, limit)]
         if len(pieces) < min(count, len(lengths)):
             continue  # some bin would be empty without need
         for weights in (costs, lengths):  # equal costs are not equal tokens: the budget may ask for these
@@ -158,21 +162,6 @@ def _deals(
             if not bin_ and len(fullest) > 1:
                 bin_.append(fullest.pop())
         yield [sorted(bin_) for bin_ in deal]
-
-
-def _cuts(
-    order: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int
-) -> Iterator[list[list[int]]]:
-    """Yield the groups as wholes, then cut into ever smaller pieces, down to single sequences."""
-    members: dict[int, list[int]] = {}
-    for i in order:
-        members.setdefault(groups[i], []).append(i)
-    limit, pieces = float(budget), 0
-    while pieces < len(lengths):
-        cut = [piece for group in members.values() for piece in _first_fit(group, lengths, limit)]
-        if len(cut) > pieces:
-            yield cut
-        limit, pieces = limit / 1.5, len(cut)
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: Cost) -> list[list[int]]:

@@ -46,13 +46,11 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
     missing = {str(key) for key in report["missing_keys"]}
     if body := sorted(key for key in missing if not key.startswith(f"{name}.")):
         raise ModelError(f"critic {str(path)!r}: {len(body)} weights are missing there, the first is {body[0]}")
-    weight, bias = head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone()
+    own = {key: torch.zeros_like(value) if missing else value.clone() for key, value in head.state_dict().items()}
     with torch.no_grad():  # a probe through a head of zeros would prove nothing
         head.weight.copy_(torch.linspace(-1, 1, head.in_features))
-        prepare(model, name=f"critic {str(path)!r}", head=head)
-        head.weight.copy_(torch.zeros_like(weight) if missing else weight)
-        if bias is not None:
-            head.bias.copy_(torch.zeros_like(bias) if missing else bias)
+    prepare(model, name=f"critic {str(path)!r}", head=head)
+    head.load_state_dict(own)
     return model
 
 

@@ -4,7 +4,6 @@ A path is checked before transformers would take it for a hub id, so that the er
 in a model is patched, unless the user asks for one of the options in ``compile``.
 """
 
-import filecmp
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,8 +33,7 @@ from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.weight_files import stored_shapes
 from tandemrl.processes.watchdog import stamp
 
-CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
+CONFIG = "config.json"
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
 """What transformers raises for a folder that holds no model it can load; `refusal` says it in words."""
 
@@ -130,7 +128,10 @@ def prepare(
         tolerance = 1e-3 if alone[0].dtype == torch.float32 else 0.1
         stock = torch.cat(alone).float()
         if not stock.isfinite().all():
-            raise ModelError(f"{name}: its logits are NaN or infinite: {_not_finite(model)}")
+            parts = {each: p.to_local() if isinstance(p, DTensor) else p for each, p in model.named_parameters()}
+            wrong = next((each for each, part in parts.items() if not part.isfinite().all()), "")
+            why = f"the weight {wrong} is (damaged, or training had diverged)" if wrong else f"{model.dtype} overflows"
+            raise ModelError(f"{name}: its logits are NaN or infinite: {why}")
         try:
             model.set_attn_implementation(ATTENTION)
             spans = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
@@ -145,18 +146,6 @@ def prepare(
             f"{gap:.3g}): its attention or its LM head is not a standard one"
         )
     return model
-
-
-def _not_finite(model: PreTrainedModel) -> str:
-    """Why the logits of a model are not finite."""
-    for name, parameter in model.named_parameters():
-        value = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if count := int((~value.isfinite()).sum()):
-            return (
-                f"the weight {name} is, in {count} of {value.numel()} numbers (the first such weight). The files are "
-                "damaged, or training had diverged before they were written"
-            )
-    return f"it overflows in {model.dtype}"
 
 
 def check_positions(config: PretrainedConfig, *, name: str) -> None:
@@ -266,17 +255,10 @@ def junior_tokenizer_of(
     Raises:
         ModelError: a tokenizer cannot be loaded.
     """
-    if junior is None or (not endpoint and _same_tokenizer_files(Path(senior), Path(junior))):
+    if junior is None:
         return None
     found = load(junior)
     return found if endpoint or differing_entries(load(senior), found) else None
-
-
-def _same_tokenizer_files(one: Path, other: Path) -> bool:
-    """Whether two folders have equal tokenizers, so that none has to be loaded."""
-    pairs = [(one / name, other / name) for name in TOKENIZER_FILES if (one / name).exists() or (other / name).exists()]
-    both = all(a.is_file() and b.is_file() for a, b in pairs)
-    return both and (one / TOKENIZER).is_file() and all(filecmp.cmp(a, b, shallow=False) for a, b in pairs)
 
 
 def differing_entries(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
@@ -306,8 +288,7 @@ def stored_eos_token_ids(
         download: download the generation config from the hub if it is not on this machine.
     """
     if junior is not None:
-        same = _same_tokenizer_files(Path(path), Path(junior))
-        its = stored_eos_token_ids(junior, tokenizer if same else load_tokenizer(junior), download=download)
+        its = stored_eos_token_ids(junior, load_tokenizer(junior), download=download)
         return tuple(sorted({*stored_eos_token_ids(path, tokenizer, download=download), *its}))
     try:
         generation = GenerationConfig.from_pretrained(path, local_files_only=not download)
@@ -351,9 +332,14 @@ def check_folder(path: str | Path) -> None:
         ModelError: the folder does not exist, or has neither a model nor a tokenizer.
     """
     folder = Path(path)
-    if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)) or not is_local(path):
+    if any((folder / name).is_file() for name in (CONFIG, "tokenizer_config.json")) or not is_local(path):
         return
-    export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
+    runs = [parent.parent for parent in (folder, *folder.parents) if parent.name == "checkpoints"]
+    exports = [run / "hf" / name for run in runs for name in (folder.name, "best")]
+    for home in (folder / "hf", folder):
+        steps = sorted(home.glob("step_*"), key=lambda each: (len(each.name), each.name), reverse=True)
+        exports += [home / "best", *steps]
+    export = next((f"; did you mean {each}?" for each in (*exports, folder / "senior") if each.is_dir()), "")
     if not folder.exists():
         tiny, dash, pair = folder.parent.name.partition("-")
         command = f"tandemrl model tiny{f' {pair}' if dash else ''} --out {folder.parent}"
@@ -361,20 +347,9 @@ def check_folder(path: str | Path) -> None:
         near = hint(folder)
         mistyped = near if folder.parent.is_dir() and folder.name not in ("senior", "junior") else ""
         raise ModelError(f"{path}: no such folder{export or mistyped or build or near}")
-    if not folder.is_dir():
-        raise ModelError(f"{path}: a file; expected the folder of a model{export}")
-    kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else ""
-    raise ModelError(f"{path}: {kind or 'neither a model nor a tokenizer is there'}{export}")
-
-
-def _exports(folder: Path) -> Iterator[Path]:
-    """Folders that may hold the model which a user meant by a path into a run or a tiny pair, to suggest them."""
-    for run in (parent.parent for parent in (folder, *folder.parents) if parent.name == "checkpoints"):
-        yield from (run / "hf" / folder.name, run / "hf" / "best")
-    for home in (folder / "hf", folder):
-        yield home / "best"
-        yield from sorted(home.glob("step_*"), key=lambda each: (len(each.name), each.name), reverse=True)
-    yield folder / "senior"
+    kind = "a file; expected the folder of a model" if folder.is_file() else "neither a model nor a tokenizer is there"
+    kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else kind
+    raise ModelError(f"{path}: {kind}{export}")
 
 
 def refusal(what: str, path: str | Path, error: Exception) -> ModelError:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,15 +26,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from tandemrl.config import LoraConfig
 from tandemrl.models.critic import load_critic, packed_values, value_head, without_dropout
 from tandemrl.models.loading import check_folder, load_model, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
-from tandemrl.models.weight_files import is_converted, stored_names
+from tandemrl.models.weight_files import is_converted, stored_names, tied_names, weight_files
 from tandemrl.processes.watchdog import stamp
 from tandemrl.processes.world import World
 
@@ -44,13 +42,6 @@ class Adapters(NamedTuple):
 
     config: LoraConfig
     seed: int
-
-
-@runtime_checkable
-class Slices(Protocol):
-    """A tensor in memory or in a file that can be read in parts."""
-
-    def __getitem__(self, box: tuple[slice, ...]) -> Tensor: ...
 
 
 def load_sharded(
@@ -81,17 +72,20 @@ def load_sharded(
     """
     check_folder(path)
     with _opened("model", path) as stored:
-        model = meta_model(_configuration("model", path), dtype=getattr(torch, dtype))
+        model = meta_model(_configuration("model", path), dtype=getattr(torch, dtype)).requires_grad_(not frozen)
         keys = stored_names(model, stored)
-        if reason := why_not_sliceable(model, stored, keys, world):
+        if reason := why_not_sliceable(model, stored, keys):
             _warn(path, reason, world)
-            model = load_model(path, dtype=dtype, device=device)
+            model = load_model(path, dtype=dtype, device=device).requires_grad_(not frozen)
             if adapters is not None:
                 attach(model, *adapters)
-            return shard(_trained(model, frozen), world, dtype=compute, offload=offload)
-        model.generation_config = _generation(path, model)
+            return shard(model, world, dtype=compute, offload=offload)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        except OSError:  # it has none
+            model.generation_config = GenerationConfig.from_model_config(model.config)
         drawn = {} if adapters is None else attach_without_memory(model, *adapters)
-        shard(_trained(model, frozen), world, dtype=compute, offload=offload)
+        shard(model, world, dtype=compute, offload=offload)
         allocate(model, resolve_device(device), on_host=offload)
         for name, parameter in model.named_parameters():
             fill(parameter, drawn[name] if name in drawn else stored[keys[base_name(name)]])
@@ -115,25 +109,24 @@ def load_sharded_critic(
         name, head = value_head(model)
         keys = stored_names(model, stored)
         of_head = {key for key in keys if key.startswith(f"{name}.")}
-        if reason := why_not_sliceable(model, stored, keys, world, without=of_head):
+        if reason := why_not_sliceable(model, stored, keys, without=of_head):
             _warn(path, reason, world)
             critic = load_critic(path, device=device)
             return shard(critic, world, dtype=compute, forward=packed_values, offload=offload)
         without_dropout(model)
         shard(model, world, dtype=compute, forward=packed_values, offload=offload)
         allocate(model, resolve_device(device), on_host=offload)
-        there = of_head <= keys.keys() and all(keys[key] in stored for key in of_head)
-        of_probe: dict[str, Tensor] = {}
-        for key, parameter in model.named_parameters():
+        parameters = dict(model.named_parameters())
+        for key, parameter in parameters.items():
             if key in of_head:  # as in load_critic: a probe through a head of zeros would prove nothing
-                count = parameter.numel()
-                of_probe[key] = torch.linspace(-1, 1, count).view(parameter.shape)
-            fill(parameter, of_probe[key] if key in of_head else stored[keys[key]])
+                fill(parameter, torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+            else:
+                fill(parameter, stored[keys[key]])
             stamp()
         prepare(model, name=what, head=head, device=resolve_device(device))
-        for key, parameter in model.named_parameters():
-            if key in of_head:
-                fill(parameter, stored[keys[key]] if there else torch.zeros(parameter.shape))
+        there = all(keys[key] in stored for key in of_head)
+        for key in of_head:
+            fill(parameters[key], stored[keys[key]] if there else torch.zeros(parameters[key].shape))
     return model
 
 
@@ -175,21 +168,20 @@ def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -
     Args:
         on_host: put the parameters in host memory, for ``shard(offload=True)``. Buffers are on ``device`` all the same.
     """
-    tied: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(name)
+    tied = tied_names(model)
     home = torch.device("cpu") if on_host else device
     # As nn.Module.to_empty, which would also empty the buffers.
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
-    for first, *others in tied.values():
+    for first, *others in tied:
         for other in others:
             owner, _, leaf = other.rpartition(".")
             setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, value: Slices) -> None:
-    """Fill the part of ``parameter`` that this process holds from the whole ``value``, in the parameter's dtype."""
+def fill(parameter: Tensor, value: Any) -> None:
+    """Fill the part of ``parameter`` that this process holds from the whole ``value``, in the parameter's dtype. The
+    value is a tensor in memory or in a file."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(value[(slice(None),) * parameter.ndim])
         return
@@ -209,8 +201,8 @@ def _opened(what: str, path: str | Path) -> Iterator[Mapping[str, Any]]:
         slices: dict[str, Any] = {}
         try:
             with no_progress_bars():
-                names = _files(path)
-            for name in names:
+                files_of_model = weight_files(path, download=True)
+            for name in files_of_model:
                 file = files.enter_context(safe_open(name, framework="pt"))
                 slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, ValueError, SafetensorError) as error:
@@ -218,20 +210,10 @@ def _opened(what: str, path: str | Path) -> Iterator[Mapping[str, Any]]:
         yield slices
 
 
-def _files(path: str | Path) -> list[str]:
-    """The safetensors files of a model, downloaded from the hub if need be."""
-    optional: dict[str, Any] = dict(_raise_exceptions_for_missing_entries=False)
-    if whole := cached_file(path, SAFE_WEIGHTS_NAME, **optional):
-        return [whole]
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
-    return [] if index is None else list(get_checkpoint_shard_files(path, index)[0])
-
-
 def why_not_sliceable(
     model: PreTrainedModel,
     stored: Mapping[str, Any],
     keys: Mapping[str, str],
-    world: World,
     *,
     without: frozenset[str] | set[str] = frozenset(),
 ) -> str:
@@ -258,26 +240,10 @@ def why_not_sliceable(
             return f"{key} has another shape in its files"
     if buffers := sorted(model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}):
         return f"its files hold the buffer {buffers[0]}"
-    if different := next(iter(_untied(model, stored, world)), ""):
-        return f"{different} is tied to another parameter, and differs from it in its files"
+    for names in tied_names(model):
+        if len(twice := [name for name in names if name in stored]) > 1:
+            return f"{twice[1]} is tied to another parameter, and its files have both, which may differ"
     return ""
-
-
-def _untied(model: nn.Module, stored: Mapping[str, Any], world: World) -> Iterator[str]:
-    """Yield the names of tied parameters that the files store twice with different values.
-
-    Each process compares a part of the values.
-    """
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for names in groups.values():
-        first, *others = [name for name in names if name in stored] or [""]
-        for other in others:
-            rows = stored[first].get_shape()[0]
-            part = slice(world.rank * rows // world.size, (world.rank + 1) * rows // world.size)
-            if not all(world.gather(torch.equal(stored[first][part], stored[other][part]))):
-                yield other
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -289,18 +255,6 @@ def _configuration(what: str, path: str | Path, **options: Any) -> PretrainedCon
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise refusal(what, path, error) from None
     return configuration
-
-
-def _generation(path: str | Path, model: PreTrainedModel) -> GenerationConfig:
-    """The generation config that ``from_pretrained`` would give the model."""
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return GenerationConfig.from_model_config(model.config)
-
-
-def _trained(model: PreTrainedModel, frozen: bool) -> PreTrainedModel:
-    return model.requires_grad_(False) if frozen else model
 
 
 def _warn(path: str | Path, reason: str, world: World) -> None:

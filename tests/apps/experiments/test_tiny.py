@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.packaged import pack
-from tandemrl.apps.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
+from tandemrl.apps.experiments.tiny import PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
 from tandemrl.tasks.generated.synthetic import PAIRS, examples, generate
 
@@ -112,7 +112,7 @@ def jargon(tmp_path_factory):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
-        patch.setitem(tiny.CRITERIA, "jargon", ())
+        patch.setitem(tiny.CRITERIA, "jargon", {})
         manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
         yield out, manifest, seen
 
@@ -202,7 +202,7 @@ def measured(monkeypatch):
     """A jargon pair of two steps a stage, whose senior is as good after each round as a test says."""
     recipe = WarmStart(steps=2, batch_size=2, vocab_size=480, eval_rows=4)
     monkeypatch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
-    monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.88, 1.0),))
+    monkeypatch.setitem(tiny.CRITERIA, "jargon", {"jargon/pass@1": (0.88, 1.0)})
 
     def skills(*values: float) -> None:
         found = iter(values)
@@ -232,7 +232,7 @@ def test_a_pair_that_never_meets_its_criteria_is_refused_and_stays_so(measured, 
         build_tiny_pair(tmp_path / "pair", pair="jargon")
     with pytest.raises(PairError, match=refused):
         build_tiny_pair(tmp_path / "pair", pair="jargon", progress=pytest.fail)
-    monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.8, 1.0),))
+    monkeypatch.setitem(tiny.CRITERIA, "jargon", {"jargon/pass@1": (0.8, 1.0)})
     measured(0.81)
     assert len(build_tiny_pair(tmp_path / "pair", pair="jargon")["rounds"]) == 1  # other criteria: another pair
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.data.sources import checksum
@@ -49,9 +51,9 @@ def finished(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
 def store(
     out: Path,
     models: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
-    manifest: Mapping[str, Any],
+    manifest: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write a pair into ``out`` in one rename, and return its manifest, with the hashes of the weights.
+    """Write a pair into ``out`` in one rename, and return its manifest, with versions, sizes, and hashes of weights.
 
     Args:
         models: each with its tokenizer.
@@ -61,7 +63,14 @@ def store(
         with no_progress_bars():
             model.save_pretrained(new / name)
         tokenizer.save_pretrained(new / name)
-    stored = json.loads(json.dumps({**manifest, "sha256": weight_hashes(new)}))
+    senior, tokenizer = models["senior"]
+    found = {
+        "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
+        "parameters": sum(p.numel() for p in senior.parameters()),
+        "vocab_size": len(tokenizer),
+        "sha256": weight_hashes(new),
+    }
+    stored = json.loads(json.dumps(manifest | found))
     (new / MANIFEST).write_text(json.dumps(stored, indent=2) + "\n")
     publish(out, new)
     return stored

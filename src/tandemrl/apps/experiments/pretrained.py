@@ -12,10 +12,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.apps.experiments import smollm2
@@ -102,15 +101,11 @@ def build_pretrained_pair(
             if progress is not None:
                 progress(step, total, loss)
 
-        plain, own = (
-            solution_batches(
-                tokenizer,
-                solved_rows(rows, tokenizer, source=source, max_prompt_tokens=MAX_PROMPT_TOKENS),
-                RECIPE.batch_size,
-                seed,
-            )
-            for source, rows in ((PLAIN, _rows(PLAIN)), (pair, _rows(pair)))
+        solved = (
+            solved_rows(_rows(each), tokenizer, source=each, max_prompt_tokens=MAX_PROMPT_TOKENS)
+            for each in (PLAIN, pair)
         )
+        plain, own = (solution_batches(tokenizer, each, RECIPE.batch_size, seed) for each in solved)
         # The senior goes on with the problems that follow the junior's, in its own style.
         batches = itertools.chain(itertools.islice(plain, counts.junior), itertools.islice(own, counts.junior, None))
         recipe = replace(RECIPE, steps=sum(counts))
@@ -118,9 +113,6 @@ def build_pretrained_pair(
         base = _skill(model, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
     manifest = identity | {
         "source": fetched.source,
-        "versions": {library.__name__: library.__version__ for library in (torch, transformers)},
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "vocab_size": len(tokenizer),
         "base": base | {"eval_rows": RECIPE.eval_rows, "warm_start/loss": loss},
     }
     return store(out, {"senior": (model, tokenizer), "junior": (junior[0], tokenizer)}, manifest)
@@ -170,13 +162,12 @@ def _skill(
 ) -> dict[str, float]:
     """What the models can do alone before reinforcement learning."""
     written, of_junior = (solo_texts(model, tokenizer, rows, seed, max_tokens=MAX_TOKENS) for model in (senior, junior))
-
-    def accuracy(texts: Sequence[str]) -> float:
-        right = [gsm8k(row, text, RewardConfig()).value == 1 for row, text in zip(rows, texts, strict=True)]
-        return sum(right) / len(right)
-
+    right, of_junior_right = (
+        [gsm8k(row, text, RewardConfig()).value == 1 for row, text in zip(rows, texts, strict=True)]
+        for texts in (written, of_junior)
+    )
     return {
-        "solo/pass@1": accuracy(written),
-        "junior/solo/pass@1": accuracy(of_junior),
-        "shorthand/rate": sum(map(uses_shorthand, written)) / len(written),
+        "solo/pass@1": fmean(right),
+        "junior/solo/pass@1": fmean(of_junior_right),
+        "shorthand/rate": fmean(map(uses_shorthand, written)),
     }

@@ -11,14 +11,13 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from statistics import fmean
+from typing import Any, Literal
 
-import tokenizers
 import torch
-import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -93,27 +92,14 @@ trained if it is not the base. Where its ``vocab_size`` is another, the junior h
 trained on texts of the base alone. It does not apply to agents, whose vocabulary is closed."""
 
 
-class Criterion(NamedTuple):
-    """A measure of what the models can do before reinforcement learning, and the range in which it must be."""
-
-    measure: str
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.low:g} <= {self.measure} <= {self.high:g}"
-
-
-_JARGON = (
-    Criterion("jargon/pass@1", 0.88, 1.0),
-    Criterion("plain/pass@1", 0.3, 0.55),
-    Criterion("jargon/rate", 0.45, 0.75),
-)
-CRITERIA: dict[str, tuple[Criterion, ...]] = {
+Criteria = Mapping[str, tuple[float, float]]
+"""Measures of what the models can do before reinforcement learning, each with the range in which it must be."""
+_JARGON = {"jargon/pass@1": (0.88, 1.0), "plain/pass@1": (0.3, 0.55), "jargon/rate": (0.45, 0.75)}
+CRITERIA: dict[str, Criteria] = {
     "jargon": _JARGON,
     "jargon_two_tokenizers": _JARGON,
-    "repair": (Criterion("solo/pass@1", 0.4, 0.58), Criterion("slips/repaired", 0.07, 0.25)),
-    "hops_jargon": (Criterion("jargon/gain", 0.0, 1.0),),
+    "repair": {"solo/pass@1": (0.4, 0.58), "slips/repaired": (0.07, 0.25)},
+    "hops_jargon": {"jargon/gain": (0.0, 1.0)},
 }
 """What makes a pair fit for its experiment, measured on held-out problems. The last stage of the warm start is repeated
 until all of it holds. A jargon senior must be so much better in jargon than in plain words that plain GRPO has a reason
@@ -159,7 +145,7 @@ def build_tiny_pair(
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
         PairError: the criteria are not met. The manifest and the models are kept, so the same call raises it at once.
     """
-    recipes, criteria = _recipes(pair, steps), CRITERIA.get(pair, ()) if steps is None else ()
+    recipes = _recipes(pair, steps)
     base = recipes["base"]
     identity = pair_identity(pair=pair, seed=seed, steps=steps)
     if (stored := finished(out, identity)) is not None:
@@ -202,18 +188,16 @@ def build_tiny_pair(
         while True:
             _round_to_bfloat16(senior, junior)
             rounds.append(_skill((senior, tokenizer), (junior, of_junior), rows, seed))
-            unmet = [each for each in criteria if not each.low <= rounds[-1][each.measure] <= each.high]
+            found, ranges = rounds[-1], identity["criteria"].items()
+            unmet = [f"{low:g} <= {name} <= {top:g}" for name, (low, top) in ranges if not low <= found[name] <= top]
             if not unmet or len(rounds) == MAX_ROUNDS:
                 break
             loss = learn(senior, last, batches)
 
     manifest = identity | {
-        "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
-        "parameters": sum(p.numel() for p in senior.parameters()),
-        "vocab_size": len(tokenizer),
         "base": rounds[-1] | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
         "rounds": rounds,
-        "unmet": [str(each) for each in unmet],
+        "unmet": unmet,
     }
     return _accepted(store(out, {"senior": (senior, tokenizer), "junior": (junior, of_junior)}, manifest), out)
 
@@ -229,13 +213,12 @@ def pair_identity(*, pair: str, seed: int, steps: int | None = None) -> dict[str
         return asdict(recipe) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
 
     learnt = {part: of(part, recipe) for part, recipe in _recipes(pair, steps).items()}
-    criteria = CRITERIA.get(pair, ()) if steps is None else ()
     identity = {
         "schema": 2,
         "pair": pair,
         "seed": seed,
         "recipe": learnt.pop("base") | {"model": SHAPE} | learnt,
-        "criteria": {each.measure: [each.low, each.high] for each in criteria},
+        "criteria": CRITERIA.get(pair, {}) if steps is None else {},
     }
     return json.loads(json.dumps(identity))
 
@@ -339,8 +322,7 @@ def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> di
         return [(text, text.endswith(f"\\boxed{{{row.ground_truth}}}")) for row, text in zip(rows, texts, strict=True)]
 
     def accuracy(found: Sequence[tuple[str, bool]], of: Callable[[str], bool] = lambda text: True) -> float:
-        right = [correct for text, correct in found if of(text)]
-        return sum(right) / len(right) if right else 0.0
+        return fmean([correct for text, correct in found if of(text)] or [0])
 
     found = written(senior)
     skill = {"solo/pass@1": accuracy(found)}
@@ -348,14 +330,13 @@ def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> di
         skill["junior/solo/pass@1"] = accuracy(written(junior))
     if "jargon" in rows[0].data_source and junior[0] is not senior[0]:
         skill |= {
-            "jargon/rate": sum(jargon(text) for text, _ in found) / len(found),
+            "jargon/rate": fmean(jargon(text) for text, _ in found),
             "jargon/pass@1": accuracy(found, jargon),
             "plain/pass@1": accuracy(found, lambda text: not jargon(text)),
         }
         skill["jargon/gain"] = skill["jargon/pass@1"] - skill["plain/pass@1"]
     if rows[0].data_source.endswith("repair"):
-        wrong = [slip for text, _ in found for slip in slips(text)]
-        skill["slips/repaired"] = sum(slip.repaired for slip in wrong) / len(wrong) if wrong else 0.0
+        skill["slips/repaired"] = fmean([slip.repaired for text, _ in found for slip in slips(text)] or [0])
     return skill
 
 
