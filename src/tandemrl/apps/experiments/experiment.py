@@ -404,6 +404,11 @@ def _run_jobs(
 
 def _exit_with_parent() -> None:
     """End this worker when its parent is gone, so that it does not write into a folder that a new run uses."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
