@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runs import config, lines, metrics
-from tandemrl.config import ConfigError, load, with_steps
+from tandemrl.config import load, with_steps
 from tandemrl.training.loop import train
 
 SHORT = ["train.prompts_per_step=4", "train.eval_every=1", "train.save_every=1", "rollout.max_tokens=16"]
@@ -39,29 +39,5 @@ def test_a_run_of_an_epoch_over_a_few_rows_goes_on_for_another(tiny_pair: Path, 
         assert all(text["text"] for text in kept)
 
 
-def test_the_kl_can_be_in_the_loss_and_in_the_reward_at_once(tiny_pair: Path, tmp_path: Path) -> None:
-    """Two updates: the first moves the senior away from the reference, the second has a KL to speak of."""
-    kl = ["loss.kl_coef=0.5", "loss.kl_in_reward=true", "train.steps=1", "train.mini_batch_prompts=2", "train.lr=3e-3"]
-    found = {}
-    for name, keys in {"reward": [], "both": ["loss.kl_in_loss=true"]}.items():
-        train(config(tiny_pair, tmp_path / name, *kl, "train.eval_every=0", *keys), quiet=True)
-        [found[name]] = metrics(tmp_path / name)
-    assert found["reward"]["kl/coef"] == found["both"]["kl/coef"] == 0.5
-    assert found["both"]["ref_kl"] > 1e-3
-    added = found["both"]["loss"] - found["reward"]["loss"]
-    assert added == pytest.approx(0.5 * found["both"]["ref_kl"], rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["loss.kl_in_loss=true"], r"loss\.kl_in_loss=True: must be null or false unless loss\.kl_coef > 0"),
-        (["loss.kl_in_loss=false", "loss.kl_coef=0.1"], r"the KL is nowhere else \(loss\.kl_in_reward=false\)"),
-    ],
-)
-def test_where_the_kl_cannot_be(keys: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(overrides=keys)
-    both = load(overrides=["loss.kl_coef=0.1", "loss.kl_in_reward=true", "loss.kl_in_loss=true"])
-    assert both.loss.loss_kl_coef == 0.1
+def test_a_kl_in_the_reward_is_not_in_the_loss() -> None:
     assert load(overrides=["loss.kl_coef=0.1", "loss.kl_in_reward=true"]).loss.loss_kl_coef == 0.0

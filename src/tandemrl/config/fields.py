@@ -5,7 +5,7 @@ and ``Allowed`` their range.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
 
@@ -21,13 +21,6 @@ class Allowed(NamedTuple):
     holds: Callable[[Any], bool]
     names: tuple[tuple[str, str], ...] = ()
     """The library's components that the field can name, each with its explanation."""
-
-
-class Fault(NamedTuple):
-    """A value that contradicts others: its key, and what it must be."""
-
-    key: str
-    must_be: str
 
 
 class Kind(Protocol):
@@ -61,12 +54,6 @@ def component(kinds: Mapping[str, Kind]) -> Allowed:
     """The names that a key takes which names a component: those of a registry, or ``module:name``."""
     names = tuple((name, kind.says) for name, kind in kinds.items())
     return Allowed(f"one of {', '.join(kinds)}, or module:name", lambda name: name in kinds or is_own(name), names)
-
-
-def check_parameters(key: str, name: str, parameters: Mapping[str, Any]) -> Iterator[Fault]:
-    """Only a component of the user's own has parameters of its own; the library's read keys."""
-    if parameters and not is_own(name):
-        yield Fault(key, f"{{}} with {name}, whose parameters are keys; only a module:name has others")
 
 
 PositiveInt = Annotated[int, Allowed("at least 1", lambda n: n >= 1)]

@@ -112,11 +112,9 @@ def _assigned(item: str) -> Any:
 def _place(key: str) -> tuple[list[str], Any]:
     """The names that lead to a dotted key, and the type there, or None if it is unknown.
 
-    What follows the key of a mapping of texts or numbers is one name, since a ``data_source`` may have dots. A name in
-    brackets, as ``reward.scorers[a.b]``, is one as well.
+    What follows the key of a mapping of texts or numbers is one name, since a ``data_source`` may have dots.
     """
-    outer, bracket, name = key.partition("[")
-    names = [*outer.split("."), name[:-1]] if bracket and name.endswith("]") else key.split(".")
+    names = key.split(".")
     annotation: Any = Config
     for i, name in enumerate(names):
         if is_dataclass(annotation):
@@ -212,6 +210,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "train.wandb_project": ("tandemrl", _WANDB.format("WANDB_PROJECT")),
     "train.wandb_name": (None, _WANDB.format("WANDB_NAME")),
     "train.wandb_tags": ([], _WANDB.format("WANDB_TAGS")),
+    "loss.kl_in_loss": (None, "the KL is in the loss, or with loss.kl_in_reward=true in the reward"),
     "judge.gates": ([], "a custom reward can refuse a response (reward.scorers=module:function); no judge needs gates"),
     "eval.select_by": (None, "train.select_by=pass@k or train.select_by=reward chooses hf/best"),
 }

@@ -1,13 +1,11 @@
 """The settings of rewards: scorers, the judge, the sandbox. No torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from tandemrl.config.fields import (
     Address,
     Allowed,
-    Fault,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -56,11 +54,6 @@ class RewardConfig:
     `cohlem`, too).
     `tinyzero`: GSM8K's first `####`; Countdown answers on the last line, with `**`, `//` and decimals. `cohlem`:
     Countdown numbers in any multiplicity."""
-
-    def faults(self) -> Iterator[Fault]:
-        """What contradicts each other in this section."""
-        if self.compat in ("cohlem", "tinyzero") and self.countdown != self.compat:
-            yield Fault("reward.countdown", f"{self.compat} with reward.compat={self.compat}")
 
 
 @dataclass(frozen=True)
@@ -112,18 +105,6 @@ class JudgeConfig:
     max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
     """Stop if the judge gives no score to more than this fraction of a batch, where one response is always tolerated
     unless this is 0. Below the limit, such responses are not used in training."""
-
-    def faults(self) -> Iterator[Fault]:
-        """What contradicts each other in this section."""
-        if self.url is None and self.command is not None:
-            yield Fault("judge.command", "null without judge.url, the address that it serves")
-        if self.command is not None and self.wait_s == 0:
-            why = "a server needs minutes to load a model, e.g. 1800"
-            yield Fault("judge.wait_s", f"positive with judge.command: {why}")
-        if self.url is None and self.wait_s > 0:
-            yield Fault("judge.wait_s", "0 without judge.url: waiting requires judge.url")
-        if self.url is None and self.api_key_env is not None:
-            yield Fault("judge.api_key_env", "null without judge.url")
 
 
 @dataclass(frozen=True)

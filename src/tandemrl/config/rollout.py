@@ -1,6 +1,5 @@
 """The settings of rollouts: engine, environment, search. No torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -19,7 +18,6 @@ from tandemrl.config.fields import (
     Address,
     Allowed,
     DraftTokens,
-    Fault,
     Fraction,
     HostEvery,
     NonNegativeFloat,
@@ -27,7 +25,6 @@ from tandemrl.config.fields import (
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
-    check_parameters,
     component,
 )
 
@@ -157,39 +154,6 @@ class RolloutConfig:
         """What the environment is."""
         return environment_kind(self.environment)
 
-    def faults(self) -> Iterator[Fault]:
-        """What contradicts each other in this section."""
-        kind, v = self.kind, self.vllm
-        yield from check_parameters("rollout.engine_parameters", self.engine, self.engine_parameters)
-        yield from check_parameters("rollout.environment_parameters", self.environment, self.environment_parameters)
-        if self.tensor_parallel > 1 and not kind.splits:
-            yield Fault("rollout.tensor_parallel", f"1 with the {self.engine} engine")
-        if self.compile and not kind.compiles:
-            yield Fault("rollout.compile", f"false with rollout.engine={self.engine}, which has its own way")
-        if self.host_every != "auto" and not kind.compiles:
-            yield Fault("rollout.host_every", f"auto with rollout.engine={self.engine}, which has its own way")
-        if self.draft_tokens != 0 and not kind.drafts:
-            yield Fault("rollout.draft_tokens", f"0 with rollout.engine={self.engine}, which does not draft")
-        if v.max_batched_tokens is not None and v.max_batched_tokens < self.max_rows:
-            yield Fault("rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({self.max_rows})")
-        if v.devices is not None and not v.multiprocess:
-            why = "a process has one set of devices"
-            yield Fault("rollout.vllm.devices", f"null unless rollout.vllm.multiprocess=true: {why}")
-        for name in ("devices", "junior_device") if self.workers else ():
-            if getattr(v, name) is not None:
-                why = "Ray gives each of them as many GPUs as rollout.tensor_parallel says"
-                yield Fault(f"rollout.vllm.{name}", f"null with rollout.workers={self.workers}: {why}")
-        if self.tools and not self.environment_kind.turns:
-            where = f"rollout.environment={self.environment}"
-            yield Fault("rollout.tools", f"empty with {where}, which calls no tools")
-        if self.environment_kind.only_tools and not self.tools:
-            what = "at least one module:function"
-            yield Fault("rollout.tools", f"{what} with rollout.environment={self.environment}")
-        if self.turn_tokens is not None and self.turn_tokens > self.max_tokens:
-            yield Fault(
-                "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({self.max_tokens}), which is of all turns"
-            )
-
 
 @dataclass(frozen=True)
 class RetrievalConfig:
@@ -231,18 +195,6 @@ class RetrievalConfig:
     def kind(self) -> RetrieverKind:
         """What the retriever needs."""
         return retriever_kind(self.retriever)
-
-    def faults(self) -> Iterator[Fault]:
-        """What contradicts each other in this section."""
-        yield from check_parameters("retrieval.parameters", self.retriever, self.parameters)
-        if self.kind.model and self.model is None and self.url is None:
-            yield Fault("retrieval.model", f"a model's folder with {self.retriever}, unless retrieval.url is set")
-        if self.index is not None and not self.kind.corpus:
-            yield Fault("retrieval.index", f"null with {self.retriever}: a corpus is searched by words")
-        if self.kind.hosted and self.url is None:
-            yield Fault("retrieval.url", f"the address of a service with POST /search, with {self.retriever}")
-        if self.api_key_env is not None and self.url is None:
-            yield Fault("retrieval.api_key_env", "null without retrieval.url")
 
     @property
     def patience_s(self) -> float:

@@ -1,17 +1,14 @@
 """The settings of who generates what. No torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from tandemrl.config.fields import (
     Allowed,
-    Fault,
     Fraction,
     NonNegativeInt,
     PositiveFraction,
     PositiveInt,
-    check_parameters,
     component,
 )
 from tandemrl.config.strategies import KINDS, Kind, kind_of
@@ -50,15 +47,3 @@ class SelectionConfig:
     def kind(self) -> Kind:
         """What the strategy says of itself."""
         return kind_of(self.strategy)
-
-    def faults(self) -> Iterator[Fault]:
-        """What contradicts each other in this section."""
-        yield from check_parameters("selection.parameters", self.strategy, self.parameters)
-        if self.draws == "per_group" and not self.kind.draws:
-            yield Fault("selection.draws", f"per_rollout with {self.strategy}, which draws nothing")
-        if self.anneal_steps > 0 and not self.kind.draws:
-            yield Fault("selection.anneal_steps", f"0 with {self.strategy}, which draws nothing")
-        if self.kind.solo and self.first != "senior":
-            yield Fault("selection.first", f"senior with {self.strategy}: a junior alone trains nothing")
-        if (self.prob_senior_final is None) != (self.anneal_steps == 0):
-            yield Fault("selection.anneal_steps", "set together with selection.prob_senior_final")

@@ -4,8 +4,10 @@ YAML alone reads 0123 as 83 and yes as true. Here a scalar stays the text that w
 ``typed`` reads it as what its key takes.
 """
 
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -139,20 +141,9 @@ def _whole(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    try:
-        return float(int(text, 0))
-    except OverflowError:
-        raise ValueError from None
-    except ValueError:
-        if text.strip().lstrip("+-").replace("_", "").isdigit():
-            raise
-        return float(re.sub(r"^([+-]?)\.(inf|nan)$", r"\1\2", text, flags=re.IGNORECASE))
-
-
-_WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*)")
-_FRACTION = re.compile(
-    r"[+-]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][+-]?[0-9]+)?|[+-]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-)
+    if re.fullmatch(r"\s*[+-]?0[0-9_]+\s*", text):  # as in `_whole`
+        raise ValueError
+    return float(text)
 
 
 def free(value: Tree) -> Any:
@@ -169,12 +160,8 @@ def free(value: Tree) -> Any:
         return str(value)
     if value.null:
         return None
-    if value in ("true", "True", "TRUE", "false", "False", "FALSE"):
-        return value.lower() == "true"
-    if _WHOLE.fullmatch(value) and len(value) < 4000:  # the most digits that Python reads
-        return int(value)
-    if _FRACTION.fullmatch(value):
-        return _number(value)
+    with suppress(ValueError):
+        return json.loads(value, parse_constant=_none)
     if _resolver().resolve(yaml.ScalarNode, str(value), (True, False)).rpartition(":")[2] in ("bool", "int", "float"):
         raise ConfigError(f"{value} can be read in two ways; put a text in quotes, or write true, false or digits only")
     if value.commented:
