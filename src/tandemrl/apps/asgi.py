@@ -2,7 +2,7 @@
 Host that is not this machine, and bodies without end. The module imports nothing but the standard library."""
 
 import ipaddress
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -52,45 +52,22 @@ def refused_host(scope: Mapping[str, Any], names: Collection[str]) -> str | None
     return None if not hosts or (len(hosts) == 1 and is_ours(hosts[0], names)) else ", ".join(hosts)
 
 
-def limited(
-    receive: Receive,
-    headers: Iterable[tuple[bytes, bytes]],
-    limit: int,
-    error: Callable[[int, str], Exception],
-) -> Receive:
-    """``receive``, with the whole body in its first message, in linear time.
-
-    The messages after it are passed on, and so is the message of a client that leaves while it sends.
+def limited(receive: Receive, limit: int, error: Callable[[int, str], Exception]) -> Receive:
+    """``receive``, until the body of a request has more than ``limit`` bytes.
 
     Args:
         receive: the function of the ASGI server.
-        headers: the headers of the request. If they announce too long a body, nothing of it is read.
-        limit: how many bytes the body may have.
-        error: makes the exception of a status and a message that the application turns into a response.
-
-    Raises:
-        error: the body is longer (status 413); at the time when the application asks for it.
+        error: makes the exception of a status (413) and a message, which is then raised and the application turns into
+            a response.
     """
-    announced = next((value for name, value in headers if name == b"content-length"), b"")
-    read = False
+    size = 0
 
-    def check(size: int) -> None:
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
         if size > limit:
             raise error(413, f"the body of a request may have at most {limit} bytes")
+        return message
 
-    async def whole() -> Message:
-        nonlocal read
-        if read:
-            return await receive()
-        read, more, body = True, True, bytearray()
-        check(int(announced) if announced.isdigit() else 0)
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return message
-            body += message.get("body", b"")
-            check(len(body))
-            more = message.get("more_body", False)
-        return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-    return whole
+    return counted

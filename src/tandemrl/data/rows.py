@@ -290,21 +290,10 @@ def messages_of(prompt: Any, where: str, field: str = "prompt") -> tuple[Message
 
 _CHATML = "<|im_start|>"
 _USUAL = {
-    *(
-        "system",
-        "developer",
-        "user",
-        "assistant",
-        "tool",
-        "role",
-        "content",
-        "name",
-        "tool_calls",
-        "id",
-        "tool_call_id",
-    ),
-    *("type", "function", "arguments", "description", "parameters", "properties", "required", "items", "enum"),
-    *("object", "array", "string", "integer", "number", "boolean", "null", *THOUGHTS),
+    *("system", "developer", "user", "assistant", "tool", "role", "content", "name", "tool_calls", "id"),
+    *("tool_call_id", "description", "parameters", "properties", "required", "items", "enum"),
+    *("type", "function", "arguments", "object", "array", "string", "integer", "number", "boolean", "null"),
+    *THOUGHTS,
 }
 """Words of messages and schemas that templates look for: parts of control tokens they may be, such as <|user|>."""
 
@@ -393,6 +382,8 @@ def _message(message: Any, where: str) -> Message:
     if message["role"] == "user" and not (content and content.strip()):
         raise DataError(f"{where}.content': empty; write what the user says, or leave the message out")
     kept = {key: message[key] for key in ("name", "tool_call_id", *THOUGHTS) if message.get(key) is not None}
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"{where}.tool_calls': expected a list, found {calls!r:.200}")
     if calls:
         kept["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]'") for number, call in enumerate(calls)]
     return {"role": message["role"], "content": content, **kept}

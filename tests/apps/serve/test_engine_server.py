@@ -57,7 +57,7 @@ def engine(words: Any) -> TorchEngine:
 
 def serving(engine: Any, words: Any, **options: Any) -> Any:
     api_key = options.pop("api_key", None)
-    settings: dict[str, Any] = dict(defaults={}, template_arguments={}, calls=True)
+    settings: dict[str, Any] = dict(defaults={}, template_arguments={}, calls=True, ends=frozenset({EOS}))
     reader = Reader(words, engine.context, **settings | options)
     return application(
         EngineThread(engine),
@@ -66,7 +66,6 @@ def serving(engine: Any, words: Any, **options: Any) -> Any:
         model="pair",
         strategy_of=strategy_of,
         selection=DEFAULT,
-        ends=frozenset({EOS}),
         hosts={"127.0.0.1"},
         api_key=api_key,
     )
@@ -487,13 +486,13 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, body
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"messages": []}, "messages: expected a list of objects"),
-        ({"messages": [{"content": "a"}]}, "messages[0]: expected an object with a role"),
+        ({"messages": []}, "field 'messages': expected a non-empty string or a list"),
+        ({"messages": [{"content": "a"}]}, "field 'messages[0].role': expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of the type text"),
-        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls: expected a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls': expected a list"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "["}}]}]},
-            "[0].tool_calls: exp",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+            "tool_calls[0]': exp",
         ),
         ({"tools": [{"name": "look"}]}, "tools: expected a list"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools: expected a list"),
@@ -686,12 +685,10 @@ def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "draft"], "--mode requires --engine vllm"),
-        (["--junior-quantization", "fp8"], "--junior-quantization requires --engine vllm"),
-        (["--draft-tokens", "none"], "rollout.draft_tokens=none"),
-        (["--", "--max-model-len", "4"], "'--max-model-len': expected keys of model and rollout"),
-        (["--", "rollout.nothing=1"], "rollout.nothing"),
-        (["--strategy", "words"], "'words' is none of word"),
+        (["rollout.draft_tokens=none"], "rollout.draft_tokens=none"),
+        (["--", "--max-model-len", "4"], "'--max-model-len': expected keys of model, rollout and selection"),
+        (["train.steps=4"], "expected keys of model, rollout and selection"),
+        (["selection.strategy=words"], "selection.strategy=words: must be one of word"),
     ],
 )
 def test_options_that_are_none_are_refused(options: list[str], message: str) -> None:
@@ -703,8 +700,7 @@ def test_options_that_are_none_are_refused(options: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--strategy", "before_word"], "which this engine cannot do in a server; serve with --engine torch"),
-        (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
+        (["selection.strategy=before_word"], "which this engine cannot do in a server; serve with --engine torch"),
     ],
 )
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(
@@ -719,17 +715,16 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize(
-    ("template", "chosen", "parser"),
+    ("template", "calls"),
     [
-        ("{{ tools | length }}", None, "hermes"),
-        ("{{ messages }} {{ stools }}", None, None),
-        ("{{ tools | length }}", "mistral", "mistral"),
-        ("{{ tools }} {{- '\"parameters\": ' }}", None, "llama3_json"),
-        ("{{ tools }} {{ '\"parameters\": ' }}<tool_call>", None, "hermes"),
+        ("{{ tools | length }}", "hermes"),
+        ("{{ messages }} {{ stools }}", None),
+        ("{{ tools }} {{- '\"parameters\": ' }}", "json"),
+        ("{{ tools }} {{ '\"parameters\": ' }}<tool_call>", "hermes"),
     ],
 )
-def test_tool_calls_are_read_where_a_template_knows_tools(template: str, chosen: str | None, parser: Any) -> None:
-    assert engine_server.tool_call_parser_of(chosen, template) == parser
+def test_tool_calls_are_read_where_a_template_knows_tools(template: str, calls: str | None) -> None:
+    assert engine_server.call_format_of(template) == calls
 
 
 def test_a_port_in_use_is_named() -> None:

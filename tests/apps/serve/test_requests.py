@@ -1,39 +1,24 @@
 """What a request says of who writes, and the conversations that it may continue."""
 
-import asyncio
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from clients import DEFAULT, authors, strategy_of, written
-from starlette.exceptions import HTTPException
 
 from helpers import EOS as EOS_SURFACE
-from helpers import IDS, tokenizer
-from tandemrl.apps.asgi import is_ours, limited
+from helpers import IDS
+from tandemrl.apps.asgi import is_ours
 from tandemrl.apps.serve.address import hosts_of
-from tandemrl.apps.serve.conversations import Conversation, Conversations, Refused, prompt_of
+from tandemrl.apps.serve.conversations import Conversation, Conversations, Refused
 from tandemrl.apps.serve.requests import parse
-from tandemrl.apps.serve.responses import Authors
+from tandemrl.apps.serve.texts import Authors
 from tandemrl.selection.draws import mix64
 
 EOS = IDS[EOS_SURFACE]
 OPENING: list[Any] = [{"role": "system", "content": "abc"}, {"role": "user", "content": "de f"}]
 CALL = {"id": "call-1", "type": "function", "function": {"name": "ab", "arguments": '{"c": 1}'}}
-
-
-def rendered(messages: Sequence[Any], to_write: bool = True) -> list[int]:
-    """A template that shows names of tools that are called, ends a turn with EOS and a newline, and hides the first of
-    several turns: a prompt that is rendered anew is another one."""
-    hidden = [i for i, message in enumerate(messages) if message["role"] == "assistant"][:-1]
-    ids: list[int] = []
-    for i, message in enumerate(messages):
-        calls = "".join(call["function"]["name"] for call in message.get("tool_calls") or ())
-        text = message["role"][0] + ("" if i in hidden else (message["content"] or "") + calls)
-        ids += [*tokenizer().encode(text), EOS, IDS["Ċ"]]
-    return [*ids, IDS["!"]] if to_write else ids
 
 
 def test_a_request_without_a_seed_gets_one() -> None:
@@ -115,24 +100,6 @@ def test_a_page_whose_name_was_bound_to_this_machine_is_not_answered(host: str, 
     assert is_ours(host, hosts_of("gpu-7.example", ["pair"])) == ours
 
 
-def test_a_body_is_read_until_it_is_too_long_and_not_at_all_if_it_says_so() -> None:
-    async def sent(headers: list[tuple[bytes, bytes]], pieces: int) -> tuple[Any, int]:
-        left = iter(range(pieces))
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"12345", "more_body": next(left) < pieces - 1}
-
-        try:
-            got: Any = (await limited(receive, headers, 20, HTTPException)())["body"]
-        except HTTPException as error:
-            got = error.status_code
-        return got, len(list(left))
-
-    assert asyncio.run(sent([], 4)) == (b"12345" * 4, 0)
-    assert asyncio.run(sent([], 100)) == (413, 95)
-    assert asyncio.run(sent([(b"content-length", b"21")], 5)) == (413, 5)
-
-
 @pytest.mark.parametrize("history", [(), ((5, 6, 7), (8,))])
 @pytest.mark.parametrize("size", [1, 3])
 def test_authors_come_piece_by_piece(history: Any, size: int) -> None:
@@ -153,7 +120,7 @@ def talk(selection: Any = DEFAULT, **message: Any) -> tuple[Conversation, list[A
     """A conversation of one turn, and the messages that go on with it."""
     said = {"role": "assistant", "content": "ab"} | message
     begun = Conversation.begin(3, selection, {})
-    one = begun.after([*OPENING, said], rendered(OPENING), [*written(5), EOS])
+    one = begun.after([*OPENING, said], written(4), [*written(5), EOS])
     return one, [*OPENING, said, {"role": "user", "content": "c"}]
 
 
@@ -191,22 +158,6 @@ def test_a_history_that_was_not_is_refused(edit: Any, body: dict[str, Any], reas
         read()
     assert reason in str(refused.value)
     assert known.further({"messages": messages}) == messages[-1:]
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_conversation_goes_on_token_by_token(ended: bool) -> None:
-    """What was written stays as it is, whatever a template would make of it."""
-    known, _ = talk(tool_calls=[CALL], content=None)
-    if not ended:  # by a limit: the end that the author did not write
-        known = replace(known, tokens=known.tokens[:-1])
-    result = {"role": "tool", "tool_call_id": "call-1", "content": "x y"}
-    ids = prompt_of(known, [result], rendered, frozenset({EOS}))
-    assert ids == [*known.tokens.tolist(), *([] if ended else [EOS]), IDS["Ċ"], *rendered([result])]
-
-
-def test_a_template_without_ends_of_turns_is_refused() -> None:
-    with pytest.raises(Refused, match="does not end each turn with one EOS token"):
-        prompt_of(talk()[0], OPENING[-1:], rendered, frozenset({IDS["z"]}))
 
 
 def test_a_conversation_is_written_by_one_request_at_a_time() -> None:

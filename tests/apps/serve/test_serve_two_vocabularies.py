@@ -301,11 +301,10 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     body = {"messages": [{"role": "user", "content": "ab"}], "tools": TOOLS, "n": 1, "seed": 1}
     body |= {"max_tokens": 4}
     strategy = before_text_word(0.5, text_tables(known))
+    settings: dict[str, Any] = dict(defaults={}, template_arguments={}, calls=True, ends=())
 
     def read(takes_tools: bool) -> Request:
-        reader = Reader(
-            known, 64, defaults={}, template_arguments={}, calls=True, junior=OtherReader(other, 64, takes_tools)
-        )
+        reader = Reader(known, 64, **settings, junior=OtherReader(other, 64, takes_tools))
         return reader.read(body, parse(body, SelectionConfig()), strategy, chat=True).requests[0]
 
     told = read(True)
@@ -317,6 +316,6 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     known.model_max_length = 3
     short = engine_server.other_reader(known, "served", load().model.junior_endpoint)
     assert short[1:3] == (3, True)
-    reader = Reader(known, 64, defaults={}, template_arguments={}, calls=True, junior=short)
+    reader = Reader(known, 64, **settings, junior=short)
     with pytest.raises(ValueError, match="tokens of the junior's leave no room in its context of 3; shorten it"):
         reader.read(body, parse(body, SelectionConfig()), strategy, chat=True)

@@ -30,7 +30,6 @@ from tandemrl.selection.draws import mix64
 from tandemrl.training.checkpoint.export import export_hf
 
 pytest.importorskip("openai", reason="the tests ask by OpenAI's client")
-OPTIONS = {"torch": [], "vllm": ["--mode", "draft"]}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("vllm", marks=VLLM)])
 def running(request: pytest.FixtureRequest, pair: Path) -> Iterator[Server]:
-    options = ["--max-gap-tokens", "4", "--draft-tokens", "4", *OPTIONS[request.param]]
+    options = ["selection.max_gap_tokens=4", "rollout.draft_tokens=4"]
     log = pair / f"{request.param}.log"
     with serving(request.param, pair / "senior", pair / "junior", log, *options) as server:
         yield server
@@ -200,7 +199,7 @@ def test_a_published_template_tells_of_tools_and_its_calls_are_read(engine: str,
     question = {"role": "user", "content": "What is there?"}
     written = [*words.encode(CALL), words.eos_token_id]
     folder = save_speaker(tmp_path / "pair", words, [template([question])[-1], *written])
-    with serving(engine, folder, folder, tmp_path / "log", "--max-gap-tokens", "4") as server:
+    with serving(engine, folder, folder, tmp_path / "log", "selection.max_gap_tokens=4") as server:
         client = openai_client(server)
         body = {"return_token_ids": True}
         create = partial(client.chat.completions.create, model=client.model, tools=TOOLS, temperature=0, seed=1)
@@ -247,7 +246,7 @@ def test_a_pretrained_pair_answers_as_the_models_do(engine: str, tmp_path: Path)
     plain, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor([prompt])
     alone = plain.generate(ids, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(ids))
     del plain
-    options = ["--max-gap-tokens", "4"]
+    options = ["selection.max_gap_tokens=4"]
     with serving(engine, folder, tmp_path / "junior", tmp_path / "log", *options, context=256) as server:
         client = openai_client(server)
         create = partial(

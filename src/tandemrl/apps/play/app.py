@@ -126,7 +126,7 @@ class _Door:
         elif (host := refused_host(scope, LOOPBACK)) is not None:
             await _error(400, f"requests to {host!r} are not answered; open http://127.0.0.1")(scope, receive, send)
         else:
-            await self.app(scope, limited(receive, scope["headers"], MAX_BODY, HTTPException), send)
+            await self.app(scope, limited(receive, MAX_BODY, HTTPException), send)
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -5,18 +5,20 @@ What would change a response and cannot be done is refused. The names and meanin
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tandemrl.apps.serve.conversations import Refused
+from tandemrl.apps.serve.conversations import Conversation, Refused
 from tandemrl.apps.serve.requests import MAX_SAMPLES, ParsedRequest
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.data.messages import Message, sound, text_of
-from tandemrl.data.rows import chat_tokens
+from tandemrl.data.messages import sound
+from tandemrl.data.rows import chat_tokens, messages_of
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.rollout.endpoint_partner import body_of
 from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.envs.tools import Schema
 from tandemrl.selection import Strategy
 
@@ -86,6 +88,7 @@ class Reader:
         defaults: values of ``SAMPLED`` for requests that do not state them.
         template_arguments: further variables of the chat template.
         calls: whether tool calls can be read in a text; else requests with tools are refused.
+        ends: the token ids that end a turn.
         junior: the junior, if it has a vocabulary of its own. Its chat template gets the default arguments.
     """
 
@@ -97,10 +100,11 @@ class Reader:
         defaults: Mapping[str, float],
         template_arguments: Mapping[str, Any],
         calls: bool,
+        ends: Collection[int],
         junior: OtherReader | None = None,
     ) -> None:
         self.tokenizer, self.context, self.calls, self.junior = tokenizer, context, calls, junior
-        self.defaults, self.template_arguments = defaults, template_arguments
+        self.defaults, self.template_arguments, self.ends = defaults, template_arguments, ends
 
     def read(
         self,
@@ -191,11 +195,26 @@ class Reader:
             raise Refused("chat_template: not possible with this server; leave it out")
         return self._rendered(self.tokenizer, body, arguments, tools, to_answer=to_answer)
 
+    def after(self, conversation: Conversation, body: Mapping[str, Any]) -> list[int]:
+        """The token ids of the next prompt of a conversation, with the further messages of a request.
+
+        Raises:
+            Refused, DataError, ConfigError: it does not go on with it, or the chat template cannot.
+        """
+        further = messages_of(sound(conversation.further(body)), "the request", "messages")
+        tools = [*self._tools(body).values()]
+        arguments = {**self.template_arguments, **_mapping(body, "chat_template_kwargs")}
+        limits = {"result_tokens": sys.maxsize, "keep_turns": True}
+        how = dict[str, Any](eos_token_ids=self.ends, template_arguments=arguments, **limits)
+        rendering = Rendering(self.tokenizer, tools, **how)
+        written = conversation.tokens.tolist()
+        return [*written, *rendering.context(further, ended=written[-1] == rendering.end_of_turn).tokens]
+
     def _rendered(
         self, tokenizer: Any, body: Mapping[str, Any], arguments: Any, tools: Any, *, to_answer: bool = True
     ) -> list[int]:
         """The ids of a chat. The answer continues a last message of the assistant, unless the body says not to."""
-        said, continued = messages_of(body.get("messages")), None
+        said, continued = messages_of(sound(body.get("messages")), "the request", "messages"), None
         if body.get("continue_final_message") is not None:
             continued = _flag(body, "continue_final_message", False)
         if continued and (said[-1]["role"] != "assistant" or body.get("add_generation_prompt")):
@@ -212,9 +231,7 @@ class Reader:
         if not given or body.get("tool_choice") == "none":
             return {}
         if not self.calls:
-            raise Refused(
-                "tools: the chat template of the senior knows none; start with --tool-call-parser, or leave out"
-            )
+            raise Refused("tools: the chat template of the senior knows none; leave them out")
         if strict := [tool["function"]["name"] for tool in given if tool["function"].get("strict")]:
             raise Refused(f"tools: {strict[0]} is strict, which needs structured outputs, and grammars are not applied")
         return {tool["function"]["name"]: _with_parameters(tool) for tool in given}
@@ -304,44 +321,6 @@ class Reader:
             )
         except ValueError as error:
             raise Refused(str(error).removeprefix("sampling.")) from None
-
-
-def messages_of(given: Any) -> list[Message]:
-    """The messages of a chat for its template: contents as texts, the arguments of calls as objects.
-
-    Raises:
-        Refused: they are no messages, or hold something other than text; names the message.
-    """
-    if not isinstance(given, list) or not given:
-        raise Refused("messages: expected a list of objects, not empty")
-    messages: list[Message] = []
-    for i, message in enumerate(sound(given)):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"messages[{i}]: expected an object with a role")
-        try:
-            content = text_of(message)
-        except ValueError as error:
-            raise Refused(f"messages[{i}].content: {error}") from None
-        if content is None and message["role"] != "assistant":
-            raise Refused(f"messages[{i}].content: expected a text")
-        shown = {**message, "content": content or ""}
-        if calls := message.get("tool_calls"):
-            if not isinstance(calls, list):
-                raise Refused(f"messages[{i}].tool_calls: expected a list")
-            shown["tool_calls"] = [_call(call, i) for call in calls]
-        messages.append(shown)
-    return messages
-
-
-def _call(call: Any, i: int) -> dict[str, Any]:
-    try:
-        arguments = call["function"].get("arguments") or "{}"
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(read, dict):
-            raise TypeError
-        return {**call, "function": {**call["function"], "arguments": read}}
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        raise Refused(f"messages[{i}].tool_calls: expected functions with arguments that are a JSON object") from None
 
 
 def _with_parameters(tool: Schema) -> Schema:

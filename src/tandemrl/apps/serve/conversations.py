@@ -3,12 +3,12 @@
 A chat that begins with ``"tandem": {"conversation": "new"}`` gets an id in its response. A later request sends the id,
 the messages so far as they were, and further messages after them. It continues where the turn before ended, with the
 same seed, the same state of the strategy and the same counters of the draws. Its prompt is the stored token ids,
-followed by those of the further messages, so what was written is never rendered again. To get the ids of the further
-messages, the server renders them after a dummy turn, and what precedes the end of that turn is cut off.
+followed by those of the further messages, which become tokens as an environment's do (``rollout.envs.rendering``). So
+what was written is never rendered again.
 """
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,6 @@ import numpy as np
 from tandemrl.config import SelectionConfig
 
 Message = Mapping[str, Any]
-Render = Callable[[list[Message], bool], list[int]]
-"""A function that renders messages with the chat template to token ids. The bool says whether the prompt of a turn
-of the assistant follows them."""
 
 NEW = "new"
 MAX_CONVERSATIONS = 256
@@ -134,36 +131,3 @@ class Conversations:
         idle = [id for id in self._known if id not in self._busy]
         for id in idle[: max(0, len(self._known) - MAX_CONVERSATIONS)]:
             del self._known[id]
-
-
-def prompt_of(
-    conversation: Conversation, further: Sequence[Message], render: Render, ends: Collection[int]
-) -> list[int]:
-    """The token ids of a conversation's next prompt: those it has, followed by those of further messages.
-
-    Args:
-        conversation: the conversation, with at least one turn.
-        further: the further messages.
-        render: renders messages to token ids.
-        ends: the EOS ids, with one of which the chat template must end a turn.
-
-    Raises:
-        Refused: the chat template does not end each turn with one EOS token.
-    """
-    opening: Message = {"role": "user", "content": "."}
-    turn: dict[str, Any] = {"role": WRITER, "content": "."}
-    if calls := conversation.messages[-1].get("tool_calls"):  # a template may look whose results follow
-        turn["tool_calls"] = [
-            {**call, "type": "function", "function": {**call["function"], "arguments": "{}"}} for call in calls
-        ]
-    count = [sum(token in ends for token in render(messages, False)) for messages in ([opening], [opening, turn])]
-    whole = render([opening, turn, *further], True)
-    places = [i for i, token in enumerate(whole) if token in ends]
-    if count[1] != count[0] + 1 or len(places) < count[1]:
-        raise Refused(
-            "tandem.conversation: the chat template does not end each turn with one EOS token, so what follows a turn "
-            "cannot be told from it; use another model"
-        )
-    end = places[count[1] - 1]
-    written = conversation.tokens.tolist()
-    return written + whole[end + (written[-1] == whole[end]) :]

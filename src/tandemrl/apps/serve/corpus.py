@@ -31,7 +31,7 @@ def application(corpus: Corpus, host: str = "127.0.0.1") -> Starlette:
     async def search(request: Request) -> Response:
         if (other := refused_host(request.scope, names)) is not None:
             raise HTTPException(403, f"host {other}: not this machine")
-        receive = limited(request.receive, request.scope["headers"], LONGEST, HTTPException)
+        receive = limited(request.receive, LONGEST, HTTPException)
         asked = dict(request.query_params) or _object(await Request(request.scope, receive).body())
         query, count = asked.get("query"), str(asked.get("top_n", ""))
         if not isinstance(query, str) or not (count.isascii() and count.isdigit() and int(count) > 0):

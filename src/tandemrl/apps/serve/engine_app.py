@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
@@ -21,11 +21,10 @@ from starlette.routing import Route
 
 from tandemrl.apps.asgi import Message, Receive, Send, limited, refused_host
 from tandemrl.apps.serve.asked import Asked, Reader
-from tandemrl.apps.serve.conversations import NEW, Conversations, Refused, prompt_of
+from tandemrl.apps.serve.conversations import NEW, Conversations, Refused
 from tandemrl.apps.serve.engine_thread import EngineThread, Job
 from tandemrl.apps.serve.requests import conversation_of, parse
-from tandemrl.apps.serve.responses import VERSION, Authors, dumps, summary
-from tandemrl.apps.serve.texts import Speaker, TextStream
+from tandemrl.apps.serve.texts import VERSION, Authors, Speaker, TextStream, dumps, summary
 from tandemrl.config import SelectionConfig
 from tandemrl.rollout.engine import Completion, EngineError
 from tandemrl.selection import Strategy
@@ -35,8 +34,6 @@ MAX_BODY = 1 << 24
 """The length in bytes of the longest request: a million tokens, and more."""
 MAX_SELECTIONS = 32
 """How many selections a server remembers the strategies of, with their token tables."""
-_RENDERED = ("tools", "chat_template", "chat_template_kwargs")
-"""The fields of a request that determine how its messages are rendered."""
 
 
 def application(
@@ -47,7 +44,6 @@ def application(
     model: str,
     strategy_of: Callable[[SelectionConfig], Strategy],
     selection: SelectionConfig,
-    ends: frozenset[int],
     hosts: Collection[str],
     api_key: str | None = None,
 ) -> Starlette:
@@ -58,11 +54,10 @@ def application(
         model: the name of the model in requests.
         strategy_of: makes the strategy of a selection, or raises ``ValueError``.
         selection: that of requests which name none.
-        ends: the token ids that end a turn.
         hosts: the names under which the server is asked.
         api_key: the key that clients have to send; None: none.
     """
-    routes = _Routes(thread, reader, speaker, model, lru_cache(MAX_SELECTIONS)(strategy_of), selection, ends)
+    routes = _Routes(thread, reader, speaker, model, lru_cache(MAX_SELECTIONS)(strategy_of), selection)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -123,25 +118,21 @@ class _Gate:
         elif locked and not hmac.compare_digest(sent, self._wanted or b""):
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
         else:
-            await self.app(scope, limited(receive, scope["headers"], MAX_BODY, HTTPException), send)
+            await self.app(scope, limited(receive, MAX_BODY, HTTPException), send)
 
 
+@dataclass(slots=True)
 class _Routes:
     """The endpoints."""
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        reader: Reader,
-        speaker: Speaker,
-        model: str,
-        strategy_of: Callable[[SelectionConfig], Strategy],
-        selection: SelectionConfig,
-        ends: frozenset[int],
-    ) -> None:
-        self._thread, self._reader, self._speaker = thread, reader, speaker
-        self._model, self._strategy_of, self._selection, self._ends = model, strategy_of, selection, ends
-        self._conversations, self._began = Conversations(), int(time.time())
+    _thread: EngineThread
+    _reader: Reader
+    _speaker: Speaker
+    _model: str
+    _strategy_of: Callable[[SelectionConfig], Strategy]
+    _selection: SelectionConfig
+    _conversations: Conversations = field(default_factory=Conversations)
+    _began: int = field(default_factory=lambda: int(time.time()))
 
     async def health(self, request: HttpRequest) -> Response:
         return Response()
@@ -190,7 +181,7 @@ class _Routes:
             return JSONResponse(error_body(message, 404, kind="NotFoundError", param="model"), 404)
         with _refusals():
             asked = replace(self._read(body, chat=chat, session=request.headers.get("x-session-id")), raw=raw)
-        exchange, streams = _Exchange(self._thread, self._speaker, self._ends, asked, self._model), False
+        exchange, streams = _Exchange(self._thread, self._speaker, self._reader.ends, asked, self._model), False
         try:
             with _refusals():
                 exchange.submit()
@@ -247,7 +238,7 @@ class _Routes:
         try:
             parsed = parse(body, self._selection, known)
             if known is not None:
-                ids = prompt_of(known, known.further(body), partial(self._rendered, body), self._ends)
+                ids = self._reader.after(known, body)
             try:
                 strategy = self._strategy_of(parsed.selection)
             except ValueError as error:
@@ -257,11 +248,6 @@ class _Routes:
             if known is not None:
                 self._conversations.give_back(known)
             raise
-
-    def _rendered(self, body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], to_answer: bool) -> list[int]:
-        """The ids of messages that are rendered as those of a request."""
-        said = {name: body[name] for name in _RENDERED if name in body} | {"messages": messages}
-        return self._reader.chat_ids(said, body.get("tools") or [], to_answer=to_answer)
 
 
 class _Stream(StreamingResponse):
@@ -281,7 +267,7 @@ class _Stream(StreamingResponse):
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, thread: EngineThread, speaker: Speaker, ends: frozenset[int], asked: Asked, model: str) -> None:
+    def __init__(self, thread: EngineThread, speaker: Speaker, ends: Collection[int], asked: Asked, model: str) -> None:
         self._thread, self._speaker, self._ends, self.asked = thread, speaker, ends, asked
         self.jobs, self.closed = list[Job](), False
         self.choices: list[dict[str, Any]] = []

@@ -34,9 +34,6 @@ from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.selection import Strategy
 
-PARSERS: Mapping[str, CallFormat] = {"hermes": "hermes", "llama3_json": "json"}
-"""vLLM's names of the parsers of tool calls that this server has."""
-
 
 def serve(
     config: Config,
@@ -45,7 +42,6 @@ def serve(
     port: int = 8000,
     allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
-    tool_call_parser: str | None = None,
     template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     context: int | None = None,
     junior_dtype: str | None = None,
@@ -59,7 +55,6 @@ def serve(
         port: the port to listen at.
         allowed_hosts: further names under which clients know this machine (see ``hosts_of``).
         api_key: the key that clients have to send. None means that of the environment, and if it has none, no key.
-        tool_call_parser: one of ``PARSERS``. None means the one of the chat template.
         template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
             not send others as ``chat_template_kwargs``.
         context: how many tokens prompt and response may have together. None means as many as the models allow.
@@ -67,8 +62,8 @@ def serve(
         junior_device: the junior's device. None means the senior's.
 
     Raises:
-        ConfigError: the chat template does not read one of the template arguments, nobody knows the parser, the config
-            does not suit models of two vocabularies, or a value of the selection is out of range.
+        ConfigError: the chat template does not read one of the template arguments, the config does not suit models of
+            two vocabularies, or a value of the selection is out of range.
         EngineError: the port is in use, or the engine does not start.
         ModelError: a model cannot be loaded.
     """
@@ -79,9 +74,7 @@ def serve(
     endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
     other = junior_tokenizer_of(model.senior, junior, endpoint=endpoint is not None)
     variables = template_variables(tokenizer, template_arguments)
-    chosen = tool_call_parser_of(tool_call_parser, template_of(tokenizer))
-    if chosen not in (None, *PARSERS):
-        raise ConfigError(f"--tool-call-parser: {chosen!r} is none of {', '.join(PARSERS)}")
+    calls = call_format_of(template_of(tokenizer))
     try:  # before models are loaded
         _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
     except ValueError as error:
@@ -111,14 +104,14 @@ def serve(
             min(engine.context, context or engine.context),
             defaults=sampling_defaults(model.senior),
             template_arguments=variables,
-            calls=chosen is not None,
+            calls=calls is not None,
+            ends=frozenset(ends),
             junior=None if other is None else other_reader(other, junior, endpoint),
         ),
-        Speaker(tokenizer, PARSERS[chosen or "hermes"]),
+        Speaker(tokenizer, calls or "hermes"),
         model=model.senior,
         strategy_of=strategy_of,
         selection=config.selection,
-        ends=frozenset(ends),
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )
@@ -132,14 +125,10 @@ def serve(
     engine.close()
 
 
-def tool_call_parser_of(chosen: str | None, chat_template: str) -> str | None:
-    """The parser of tool calls that fits a chat template; None if it knows no tools and nobody ``chosen`` one.
-
-    It is ``hermes``, or ``llama3_json`` if the template writes bare calls with parameters, as Llama's.
-    """
-    knows_tools = re.search(r"\btools\b", chat_template) is not None
+def call_format_of(chat_template: str) -> CallFormat | None:
+    """How a chat template writes tool calls; None if it knows no tools. Llama's writes bare calls with parameters."""
     bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
-    return chosen or (("llama3_json" if bare else "hermes") if knows_tools else None)
+    return None if re.search(r"\btools\b", chat_template) is None else "json" if bare else "hermes"
 
 
 def _strategy(
@@ -173,7 +162,7 @@ def other_reader(tokenizer: PreTrainedTokenizerBase, path: str, endpoint: Junior
     context = int(tokenizer.model_max_length)  # what an endpoint can read, the engine asks it
     if endpoint is None:
         context = context_of(AutoConfig.from_pretrained(path, trust_remote_code=False))
-    takes_tools = tool_call_parser_of(None, template_of(tokenizer, [{}])) is not None
+    takes_tools = call_format_of(template_of(tokenizer, [{}])) is not None
     return OtherReader(tokenizer, context, takes_tools, endpoint)
 
 

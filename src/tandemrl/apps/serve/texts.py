@@ -1,16 +1,29 @@
-"""What an engine wrote, as OpenAI's bodies: texts, messages with tool calls, log-probs, chunks of a stream."""
+"""What an engine wrote, as OpenAI's bodies: texts, messages with tool calls, log-probs, chunks of a stream; and its
+authors.
 
+Every choice has ``authorship``, with one entry for each of its ``token_ids``: 1 for the senior, 0 for the junior. The
+response has ``tandem``; in a stream, each chunk that ends a choice has it. It holds the senior's share of the tokens,
+the seed that repeats the request, the strategy, our version and the id of the conversation, if there is one.
+"""
+
+import importlib.metadata
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from tandemrl.apps.serve.asked import Asked, TextStyle
+from tandemrl.apps.serve.requests import ParsedRequest
 from tandemrl.data.messages import sound
 from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
+from tandemrl.selection import Strategy, resumed
 from tandemrl.selection.boundaries import token_bytes
+
+VERSION = importlib.metadata.version("tandemrl")
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "turns": "stop", "abort": "abort"}
 _REASONS |= dict.fromkeys(LOST, "error")
@@ -193,3 +206,42 @@ def _of_ids(tokens: Sequence[int], values: Sequence[float] | None) -> Any:
         return None
     named = [(f"token_id:{token}", value) for token, value in zip(tokens, values, strict=True)]
     return {"content": [{"token": name, "logprob": value, "bytes": None, "top_logprobs": []} for name, value in named]}
+
+
+class Authors:
+    """The authors of a choice, piece by piece.
+
+    Args:
+        strategy: who writes.
+        key: of the choice.
+        history: the own tokens of each earlier turn.
+    """
+
+    def __init__(self, strategy: Strategy, key: int, history: Sequence[Sequence[int]]) -> None:
+        keys, self._strategy = torch.tensor([key]), strategy
+        self._state = resumed(strategy, keys, [history]) if history else strategy.init(keys)
+
+    def of(self, tokens: Iterable[int]) -> list[int]:
+        """The authors of the next tokens."""
+        authors = []
+        for token in tokens:
+            before = self._state
+            after = self._state = self._strategy.step(before[1], torch.tensor([token]))
+            authors.append(int((before if self._strategy.starts is None else after)[0]))
+        return authors
+
+
+def summary(parsed: ParsedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The field ``tandem`` of a response."""
+    senior, total = (sum(map(count, completions)) for count in (lambda c: int(c.author.sum()), lambda c: len(c.tokens)))
+    return {
+        "senior_frac": senior / total if total else None,
+        "seed": parsed.seed,
+        "strategy": parsed.selection.strategy,
+        "version": VERSION,
+    } | ({} if parsed.conversation is None else {"conversation": parsed.conversation.id})
+
+
+def dumps(value: Any) -> bytes:
+    """A JSON value without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()
