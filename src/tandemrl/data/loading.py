@@ -205,18 +205,6 @@ def parse_row(
             return gsm8k_row(asked, str(answer), split=split, index=line - 1)
         except DataError as error:
             raise DataError(f"{where}, field 'answer': {error}, as in GSM8K's files") from None
-    return _row(record, where, line, split, repo, graded, columns)
-
-
-def _row(
-    record: Mapping[str, Any],
-    where: str,
-    line: int,
-    split: str,
-    repo: str | None,
-    graded: bool,
-    columns: Mapping[str, str],
-) -> Row:
     verls = isinstance(record.get("reward_model"), Mapping)
 
     def find(key: str, names: Sequence[str]) -> tuple[str | None, Any]:
@@ -234,7 +222,9 @@ def _row(
     if asked is None:
         raise DataError(f"{where}, field 'prompt': missing; set data.columns.prompt=COLUMN. {_there(record)}")
     source, data_source = find("data_source", ("data_source",))
-    data_source = (repo or split) if source is None else _text(data_source, f"{where}, field {source!r}")
+    data_source = (repo or split) if source is None else data_source
+    if not isinstance(data_source, str) or not data_source:
+        raise DataError(f"{where}, field {source!r}: expected a non-empty string, found {data_source!r}")
     kind, ability = find("ability", ("ability",))
     if not isinstance(ability, str | None):
         raise DataError(f"{where}, field {kind!r}: expected a string, found {ability!r}")
@@ -313,12 +303,6 @@ def _ground_truth(value: Any, where: str, graded: bool) -> str:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:
         raise DataError(f"{where}: expected a text, a number or JSON, found a {type(value).__name__}") from None
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where}: expected a non-empty string, found {value!r}")
-    return value
 
 
 def _unique(rows: list[Row]) -> list[Row]:

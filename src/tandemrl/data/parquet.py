@@ -14,7 +14,7 @@ from tandemrl.data.sources import checksum
 from tandemrl.files import write_text
 
 CHUNK = 1024
-"""Rows that are in memory at once."""
+"""Rows that become a table of Arrow's at once."""
 
 
 def write_splits(
@@ -26,7 +26,7 @@ def write_splits(
     may happen in published splits.
 
     Args:
-        splits: the rows of each split. Streams are read in order, with one chunk in memory at a time.
+        splits: the rows of each split, which are read in order.
         origin: further entries of the manifest. Counts in them may still change while the splits are read.
 
     Raises:
@@ -67,10 +67,9 @@ def heldout_size(size: int, rows: int) -> int:
 
 
 def _write_parquet(records: Iterable[Mapping[str, Any]], path: Path, *, where: str) -> tuple[int, set[bytes]]:
-    """Write rows in verl's schema, a chunk at a time, and return their number and the digests of their prompts.
+    """Write rows in verl's schema, and return their number and the digests of their prompts.
 
-    The fields are those of all rows. A chunk with fields that none before has begins a file of its own; in the end, all
-    are put together.
+    The fields are those of all rows.
 
     Raises:
         DataError: there are no rows, or a field has values of several types.
@@ -79,36 +78,20 @@ def _write_parquet(records: Iterable[Mapping[str, Any]], path: Path, *, where: s
     import pyarrow.parquet
 
     count, prompts, stream = 0, set[bytes](), iter(records)
-    schema, writer = pyarrow.schema([]), None
-    pieces: list[Path] = []
-    try:
-        while chunk := list(itertools.islice(stream, CHUNK)):
-            try:
-                table = pyarrow.Table.from_pylist(chunk)
-                wider = pyarrow.unify_schemas([schema, table.schema], promote_options="permissive")
-            except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-                rows = f"rows {count + 1} to {count + len(chunk)}"
-                raise DataError(f"{where}, {rows}: {error}; give a field values of one type in all rows") from None
-            if writer is None or not wider.equals(schema):
-                if writer is not None:
-                    writer.close()
-                schema = wider
-                pieces.append(path.with_name(f"{path.name}.{len(pieces)}"))
-                writer = pyarrow.parquet.ParquetWriter(pieces[-1], schema)
-            writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
-            count += len(chunk)
-            prompts |= {hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest() for row in chunk}
-        if writer is None:
-            raise DataError(f"{where}: no rows are left")
-        writer.close()
-        if len(pieces) == 1:
-            os.replace(pieces[0], path)
-        else:
-            with pyarrow.parquet.ParquetWriter(path, schema) as whole:
-                for piece in pieces:
-                    for batch in pyarrow.parquet.ParquetFile(piece).iter_batches(CHUNK):
-                        whole.write_table(pyarrow.Table.from_pylist(batch.to_pylist(), schema=schema))
-    finally:
-        for piece in pieces:
-            piece.unlink(missing_ok=True)
+    schema, tables = pyarrow.schema([]), list[Any]()
+    while chunk := list(itertools.islice(stream, CHUNK)):
+        try:
+            tables.append(pyarrow.Table.from_pylist(chunk))
+            schema = pyarrow.unify_schemas([schema, tables[-1].schema], promote_options="permissive")
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+            rows = f"rows {count + 1} to {count + len(chunk)}"
+            raise DataError(f"{where}, {rows}: {error}; give a field values of one type in all rows") from None
+        count += len(chunk)
+        prompts |= {hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest() for row in chunk}
+    if not tables:
+        raise DataError(f"{where}: no rows are left")
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for table in tables:
+            same = table.schema.equals(schema)
+            writer.write_table(table if same else pyarrow.Table.from_pylist(table.to_pylist(), schema=schema))
     return count, prompts

@@ -95,15 +95,10 @@ def test_methods_are_tools() -> None:
         ({"text": "a"}, "many needs the argument 'count'"),
         ({"text": "a", "count": 1, "colour": 2}, "many has no argument 'colour'; known: text, count, share"),
         ({"text": "a", "count": 1, "row": {}}, "many has no argument 'row'"),
-        ({"text": "a", "count": 1, "state": {}}, "many has no argument 'state'"),
         ({"text": 1, "count": 1}, "argument 'text' of many must be string"),
-        ({"text": None, "count": 1}, "argument 'text' of many must be string"),
-        ({"text": "a", "count": "1"}, "argument 'count' of many must be integer"),
         ({"text": "a", "count": True}, "argument 'count' of many must be integer"),
         ({"text": "a", "count": 1.0}, "argument 'count' of many must be integer"),
-        ({"text": "a", "count": 1, "share": False}, "argument 'share' of many must be number"),
         ({"text": "a", "count": 1, "sure": 1}, "argument 'sure' of many must be boolean"),
-        ({"text": "a", "count": 1, "names": "x"}, "argument 'names' of many must be array"),
         ({"text": "a", "count": 1, "names": ["x", 1]}, "argument 'names' of many must be array whose items are string"),
         ({"text": "a", "count": 1, "kind": "c"}, """argument 'kind' of many must be one of ["a", "b"]"""),
         ({"text": "a", "count": 1, "either": []}, "argument 'either' of many must be integer or string"),
@@ -206,10 +201,7 @@ def test_what_a_config_makes() -> None:
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
-        (["rollout.environment=nothing"], r"rollout\.environment=nothing: must be one of single, tools, multihop, or"),
         (["rollout.environment=no_such:x"], r"rollout\.environment=no_such:x: cannot be imported: ModuleNotFound"),
-        (["rollout.environment=tempers:no"], r"rollout\.environment=tempers:no: cannot be imported: AttributeError"),
-        (["rollout.environment=tempers:time"], "is a module, not a function"),
         (["rollout.environment=tempers:add"], r"tempers:add: its parameter 'a' has no value; give it one"),
         (["rollout.environment=tempers:row"], "it is a Row, not an Environment"),
         (

@@ -128,7 +128,14 @@ class EpisodeRunner:
                 result_tokens=sys.maxsize,  # it is told what is left for the senior
                 keep_turns=config.keep_turns,
             )
-            self._check_calls(junior.tokenizer.name_or_path, self.junior_rendering)
+            if (misread := self._misread(self.junior_rendering, self._calls)) is not None:
+                name, text, arguments = misread
+                raise ConfigError(
+                    f"tokenizer {junior.tokenizer.name_or_path!r} of the junior: its chat template writes a call of "
+                    f"{name} as {text[:200]!r}, the senior's as {self.rendering.call_text(name, arguments)[:200]!r}, "
+                    "and a turn by both is read in one way. Use a junior whose chat template writes calls as the "
+                    "senior's does"
+                )
 
     def opening(self, row: Row) -> Opening:
         """The messages and the state that the episode of a row begins with.
@@ -189,47 +196,27 @@ class EpisodeRunner:
         Raises:
             ConfigError: there is none.
         """
-        asked = self._sample_calls()
-        written = [self.rendering.call_text(name, arguments) for name, arguments in asked]
-        fits = {
-            calls: [self._reads(text, *call, calls) for text, call in zip(written, asked, strict=True)]
-            for calls in CALL_FORMATS
-        }
-        if (found := next((calls for calls, each in fits.items() if all(each)), None)) is not None:
+        misread = {calls: self._misread(self.rendering, calls) for calls in CALL_FORMATS}
+        if (found := next((calls for calls, each in misread.items() if each is None), None)) is not None:
             return found
-        worst = min(each.index(False) for each in fits.values())
-        name, arguments = asked[worst]
+        name, text, arguments = misread["hermes"] or ("", "", {})
         raise ConfigError(
-            f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as "
-            f"{written[worst][:200]!r}, which is not read as one with the arguments {json.dumps(arguments)}. Use a "
-            "tokenizer with a response template that reads its calls (response_template in tokenizer_config.json), or "
-            'a chat template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, '
-            '"parameters": {…}}'
+            f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as {text[:200]!r}, "
+            f"which is not read as one with the arguments {json.dumps(arguments)}. Use a tokenizer with a response "
+            "template that reads its calls (response_template in tokenizer_config.json), or a chat template that "
+            'writes <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, "parameters": {…}}'
         )
 
-    def _check_calls(self, junior: str, rendering: Rendering) -> None:
-        """Check that the calls of a junior with a chat template of its own are read as the senior's are.
-
-        Raises:
-            ConfigError: one is not.
-        """
-        for name, arguments in self._sample_calls():
+    def _misread(self, rendering: Rendering, calls: CallFormat) -> tuple[str, str, Mapping[str, Any]] | None:
+        """A tool whose call is not read as a template writes it: its name, the text and the arguments; None if all are
+        read."""
+        for tool in self.tools:
+            name, arguments = tool["function"]["name"], sample(tool["function"]["parameters"])
             text = rendering.call_text(name, arguments)
-            if not self._reads(text, name, arguments, self._calls):
-                raise ConfigError(
-                    f"tokenizer {junior!r} of the junior: its chat template writes a call of {name} as {text[:200]!r}, "
-                    f"the senior's as {self.rendering.call_text(name, arguments)[:200]!r}, and a turn by both is read "
-                    "in one way. Use a junior whose chat template writes calls as the senior's does"
-                )
-
-    def _sample_calls(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """A call of every tool, by name and arguments."""
-        return [(tool["function"]["name"], sample(tool["function"]["parameters"])) for tool in self.tools]
-
-    def _reads(self, text: str, name: str, arguments: Mapping[str, Any], calls: CallFormat) -> bool:
-        """Whether a turn is read as this one call."""
-        read = parse_turn(text, self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
-        return read == [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+            read = parse_turn(text, self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
+            if read != [{"type": "function", "function": {"name": name, "arguments": arguments}}]:
+                return name, text, arguments
+        return None
 
     def close(self) -> None:
         """End the processes of the environment. The next call of the environment starts new ones."""
