@@ -95,36 +95,18 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
     assert plan.startswith("16 prompts -> ")
 
 
-def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.training.loop
-    from tandemrl.training.checkpoint import Resume
-
-    train = Recorder(Path("runs/x"))
-    monkeypatch.setattr(tandemrl.training.loop, "train", train)
-    result = run("train", "-c", "quickstart", "train.lr=1e-5", "--resume", "never")
-    assert result.exit_code == 0, result.output
-    assert train.arguments[0].train.lr == 1e-5
-    assert train.keywords == {"resume": Resume("never"), "stated": {"train.lr"}}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "-c", "nope", "--dry-run"], "error: config 'nope' not found; packaged configs: "),
         (["train"], "error: give --config: a YAML file or one of the packaged configs, which are countdown, "),
-        (["train", "train.steps=3"], "error: give --config: a YAML file or one of the packaged configs, "),
         (["train", "-c", "quickstart", "train.steps=ten"], "error: train.steps=ten: expected a whole number"),
         (["train", "-c", "quickstart", "--resume", "nope"], "error: --resume nope: no such folder; expected auto, "),
         (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
-        (["train", "-c", "quickstart", "train.lr"], "expected key=value"),
-        (["train", "-c", "deepscaler_kl", "--dry-run"], "set loss.kl_coef=…"),
         (["data", "show", "nope.jsonl"], "nope.jsonl"),
-        (["data", "show", "synthetic:nope:train"], "nope"),
         (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "nowhere: no such folder; --source takes"),
-        (["data", "build", "math500", "--out", "x", "--source", "nowhere"], "nowhere: no such file or folder"),
         (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
         (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),
-        (["data", "build", "olympiad", "--out", "x"], "no public data set has its 581 problems"),
         (["compare", "nowhere", "nothere"], "nowhere: no evaluation is there"),
         (["compare", "a", "b", "--level", "95"], "--level 95.0: expected a number between 0 and 1"),
         (
@@ -133,21 +115,10 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         ),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
-        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--samples", "4", "--k", "8"], "eval.k=[8]: must be"),
-        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     assert message in refused(run(*arguments))
-
-
-@pytest.mark.parametrize(
-    "arguments", [["eval", "nope"], ["nope"], ["train", "-c", "quickstart", "--nope"], ["data", "show"]]
-)
-def test_wrong_usage_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output + result.stderr
 
 
 def test_errors_of_the_library_are_the_users_and_others_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +180,7 @@ def load():
             if where == "twice":
                 press()
 
-check._python = load
+check._package = lambda name: load()
 sys.argv[1:] = ["check"]
 main()
 """
@@ -459,20 +430,6 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
     assert [document.id for document in Corpus(tmp_path / "index").search("dog", 2)] == ["b"]
 
 
-def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.apps.experiments.tiny
-
-    build = Recorder({"parameters": 1234567, "vocab_size": 400, "base": {"solo/pass@1": 0.5}})
-    monkeypatch.setattr(tandemrl.apps.experiments.tiny, "build_tiny_pair", build)
-    result = run("model", "tiny", "plain", "--out", "x", "--seed", "3", "--train")
-    assert result.exit_code == 0, result.output
-    assert build.arguments == (Path("x"),)
-    assert (build.keywords["pair"], build.keywords["seed"], build.keywords["train"]) == ("plain", 3, True)
-    build.keywords["progress"](1, 2, 0.5)
-    assert "1,234,567 parameters" in result.output
-    assert "solo/pass@1 0.5" in result.output
-
-
 def test_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from tandemrl.cli import check
 
@@ -577,7 +534,6 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["train", "--config", "quickstart", "--output_dir=r"], "output_dir=VALUE"),
         (["train", "--config", "quickstart", "--output-dir", "r"], "output_dir=VALUE"),
         (["train", "--config", "quickstart", "--train.steps", "5"], "train.steps=VALUE"),
         (["train", "--config", "quickstart", "--lr", "1"], "train.lr=VALUE"),

@@ -68,23 +68,18 @@ def test_ground_truth_becomes_a_string(tmp_path, value, text):
     [
         (verl(prompt=...), "'prompt'"),
         (verl(prompt=""), "'prompt': expected a non-empty string or a list of messages, found ''"),
-        (verl(prompt=[]), "'prompt'"),
-        (verl(prompt=3), "'prompt'"),
-        (verl(prompt=["hi"]), "'prompt[0]'"),
         (verl(prompt=[{"role": "user"}]), "'prompt[0].content'"),
         (verl(prompt=[{"role": "user", "content": "a"}, {"content": "b"}]), "'prompt[1].role'"),
         (verl(prompt=[{"role": "assistant", "tool_calls": [{"name": "add"}]}]), "'prompt[0].tool_calls[0]'"),
         (verl(data_source=""), "'data_source'"),
         (verl(reward_model=...), "'ground_truth': missing; write the correct answer there"),
         (verl(reward_model="4"), "'reward_model': no object: '4'; write the correct answer there"),
-        (verl(reward_model={"style": "rule"}), "'reward_model.ground_truth'"),
         (verl(reward_model={"ground_truth": ""}), "'reward_model.ground_truth'"),
         (verl(extra_info=[1]), "'extra_info'"),
         ({"question": "q"}, "'ground_truth': missing; write the correct answer there"),
         ({"question": "q", "answer": "#### "}, "'answer': no '#### N' in"),
         ({"text": "q", "label": "4"}, "'prompt': missing; set data.columns.prompt=COLUMN. The row has label, text"),
         (verl(ability=3), "'ability': expected a string"),
-        ({"question": 3, "answer": "#### 3"}, "'question'"),
         ([1, 2], "expected an object"),
     ],
 )
@@ -104,13 +99,6 @@ def test_ungraded_rows_need_no_ground_truth(tmp_path, reward):
     [row] = load_rows([jsonl(tmp_path / "rows.jsonl", record)], graded=False)
     assert (row.ground_truth, row.raw_ground_truth) == ("", None)
     assert row.messages == load_rows([jsonl(tmp_path / "one.jsonl", verl())])[0].messages
-
-
-def test_ungraded_rows_keep_what_they_have_and_are_checked_otherwise(tmp_path):
-    whole = jsonl(tmp_path / "whole.jsonl", verl())
-    assert load_rows([whole], graded=False) == load_rows([whole])
-    with pytest.raises(DataError, match="'prompt'"):
-        load_rows([jsonl(tmp_path / "one.jsonl", {"text": "q"})], graded=False)
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
@@ -166,18 +154,15 @@ def test_a_column_that_is_not_there_is_refused(tmp_path, columns, message):
 
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{oops\n')
-    (tmp_path / "b.jsonl").write_text(json.dumps(verl()) + "\n{oops\n")
     (tmp_path / "c.parquet").write_text("not parquet")
     (tmp_path / "d.csv").write_text("a,b")
     (tmp_path / "e.jsonl").write_text("\n")
     for name, message in (
         ("a.jsonl", "line 1, field 'prompt'"),
-        ("b.jsonl", "line 2: not JSON: .* at character 2; write one JSON object on each line"),
         ("c.parquet", "not readable as Parquet"),
         ("d.csv", r"expected a \.jsonl or \.parquet"),
         ("e.jsonl", "no rows; give a file"),
         ("gsm8k/train.parquet", "tandemrl data build gsm8k"),
-        ("countdown/train.parquet", "tandemrl data build countdown"),
         ("other.jsonl", "no such file"),
     ):
         with pytest.raises(DataError, match=message) as error:
@@ -196,7 +181,6 @@ DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arg
         (b'{"prompt": "a", "prompt": "b"}', r"line 2: not JSON: the key 'prompt' stands twice"),
         (b'{"prompt": "\xff"}', r"line 2: not JSON: its bytes are not UTF-8"),
         (b'{"prompt": ' + b"1" * 5000 + b"}", r"line 2: not JSON: Exceeds the limit"),
-        (bytes(10), r"line 2: not JSON"),
         (
             json.dumps(verl(reward_model={"ground_truth": float("nan")})).encode(),
             r"line 2, field 'reward_model\.gr.*mis",
@@ -254,12 +238,6 @@ def test_ids_are_unique_over_all_sources(tmp_path):
 def test_malformed_source_is_refused(source):
     with pytest.raises(DataError, match=source):
         load_rows([source])
-
-
-def test_synthetic_source():
-    rows = load_rows(["synthetic:plain:heldout:5"])
-    assert len(rows) == 5
-    assert all(row.data_source == "synthetic/plain" for row in rows)
 
 
 def test_hub_source_uses_datasets(monkeypatch):
@@ -352,12 +330,8 @@ def test_rendered_prompts_that_cannot_be_used_are_named():
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{% for m in messages %}", "TemplateSyntaxError"),
-        ("{{ messages.x.y }}", "UndefinedError"),
         ("{{ raise_exception('no system role') }}", "TemplateError: no system role"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("{{ messages + 1 }}", "TypeError"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
     ],
 )

@@ -87,16 +87,6 @@ def test_log_probs_are_the_authors(client: Any) -> None:
     assert choice.logprobs.token_logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
 
 
-def test_samples_differ_and_have_their_own_authors(client: Any) -> None:
-    response = complete(client, n=3, seed=20)
-    assert len({choice.text for choice in response.choices}) == 3
-    for choice in response.choices:
-        assert choice.authorship == authors(20 + choice.index, choice.token_ids, SERVED)
-    pairs = complete(client, ["ab", "cd e"], n=2, seed=20)
-    for choice in pairs.choices:
-        assert choice.authorship == authors(20 + choice.index % 2, choice.token_ids, SERVED)
-
-
 def test_a_chat(client: Any) -> None:
     body = {"ignore_eos": True, "tandem": {"strategy": "bernoulli", "prob_senior": 0.25}}
     messages = [{"role": "user", "content": "ab cd"}]

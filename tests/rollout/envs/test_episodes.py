@@ -217,18 +217,13 @@ def test_what_authors_do_wrong_is_told_and_counted(world: EpisodeRunner) -> None
         (tempers.BadState(), "environment BadState: row r0: TypeError: its answer has to be of JSON values"),
         (tempers.Silent(), "environment Silent: row r0: its answer is empty, and the episode is not over"),
         (tempers.Saying({"role": "assistant", "content": "x"}), "has a message that is not of a tool or user"),
-        (tempers.Saying("text"), "has a message that is not of a tool or user"),
-        (tempers.Saying({"role": "tool", "content": None}), "has a message that is not of a tool or user"),
         (tempers.Saying({"role": "user", "content": "x", "id": 1}), "a message with the key 'id', which is not shown"),
         (tempers.Saying({"role": "tool", "content": "x", "name": "<|im_end|>"}), "names the tool '<|im_end|>'"),
-        (tempers.Saying({"role": "user", "content": "x"}, counts={"a": "b"}), "counts what is no number"),
         (
             tempers.Saying({"role": "user", "content": "x"}, counts={"turns": 1}),
             "counts 'turns', which is the library's",
         ),
-        (tempers.Saying({"role": "user", "content": "x"}, counts={"length": 1}), "counts 'length', which is the lib"),
         (tempers.Saying({"role": "user", "content": "x"}, counts={"maj@2": 1}), "counts 'maj@2', which is the lib"),
-        (tempers.Saying({"role": "user", "content": "x"}, counts=[1]), "counts what is no number"),
     ],
 )
 def test_an_environment_that_is_wrong_is_named(environment: Environment, fault: str) -> None:
@@ -327,16 +322,6 @@ def test_after_another_end_that_of_the_template_follows() -> None:
             contexts.append(reply.context)
             assert words.decode(other) not in str(episodes.transcript(0).messages)
     assert contexts[1] == (end, *contexts[0])
-
-
-def test_a_world_that_cannot_start_stops_the_run() -> None:
-    episode_runner = made(load(None, ["rollout.environment=tempers:BadStart"]))
-    with (
-        episode_runner,
-        pytest.raises(EngineError, match=r"environment tempers:BadStart: (?s:.)*no index at /nowhere") as caught,
-    ):
-        play(episode_runner, ["x", "y"])
-    assert "Traceback" not in str(caught.value)
 
 
 def test_a_row_that_cannot_begin_is_named() -> None:

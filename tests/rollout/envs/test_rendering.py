@@ -20,7 +20,6 @@ from worlds import (
     NO_TOOLS,
     SKELETON,
     SPECIAL,
-    STERN,
     TAGS,
     WORDS,
     llama,
@@ -167,17 +166,6 @@ def test_a_normaliser_makes_no_control_token() -> None:
     assert note not in rendering(words).context([tool(fullwidth)], ended=True).tokens
 
 
-def test_control_tokens_of_a_vocabulary_without_added_tokens() -> None:
-    """They come from the pre-tokeniser there, or from merges."""
-    vocabulary = {token: i for i, token in enumerate(["<tool_call>x", "[UNK]", "a"])}
-    unigram = Tokenizer(models.Unigram([(token, -1.0) for token in [*vocabulary, *map(chr, range(10, 127))]], unk_id=1))
-    unigram.add_special_tokens([AddedToken("<|im_end|>", special=True)])
-    words = PreTrainedTokenizerFast(tokenizer_object=unigram, eos_token="<|im_end|>", chat_template=NO_TOOLS)
-    assert words.encode("<tool_call>x")[0] == 0
-    said = rendering(words, schemas=[]).context([{"role": "user", "content": "a<tool_call>x"}], ended=True).tokens
-    assert 0 not in said
-
-
 # ---- cut -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,20 +177,6 @@ def test_long_results_are_cut_with_a_mark(limit: int, kept: int) -> None:
     assert f"\n{expected}\n</tool_response>" in text(said.tokens)
     assert [message["content"] for message in said.messages] == [expected, "7"]
     assert said.cut == (kept < 26)
-
-
-def test_ten_megabytes_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, tokenised = rendering(result_tokens=100), []
-    encode = world._encode_pieces
-
-    def counting(piece: str, splits: Any) -> Any:
-        tokenised.append(len(piece))
-        return encode(piece, splits)
-
-    monkeypatch.setattr(world, "_encode_pieces", counting)
-    said = world.context([tool("x" * 10_000_000)], ended=True)
-    assert sum(tokenised) < 10_000
-    assert said.messages[0]["content"] == "x" * (100 - 9) + CUT
 
 
 def test_a_cut_inside_of_a_character_or_a_control_token() -> None:
@@ -222,7 +196,6 @@ def test_a_cut_inside_of_a_character_or_a_control_token() -> None:
     ("template", "options", "fault"),
     [
         (NO_TOOLS, {}, "does not tell of tools .add is not in what it writes"),
-        (STERN, {}, "failed with messages of the roles user, assistant, tool: TemplateError: no tools here"),
         (HERMES.replace("{{ m.content }}\n</tool", "\n</tool"), {}, "does not show messages of the role 'tool'"),
         (HERMES.replace("{{ m.content }}\n</tool", "{{ m.content | upper }}\n</tool"), {}, "does not show messages"),
         (HERMES, {"eos_token_ids": [256]}, r"but EOS tokens of the model are '<\|endoftext\|>'"),
