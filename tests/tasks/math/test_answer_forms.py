@@ -1,6 +1,7 @@
 r"""Forms of a right answer and neighbours that are wrong, by the graders of rows that name no published one.
 
-A line of a table is ``ground truth :: answer``; what stands in the box was written by hand, and so was its verdict.
+A line of a table is ``ground truth :: answer | answer …``; what stands in the boxes was written by hand, and so were
+the verdicts.
 """
 
 import json
@@ -17,229 +18,53 @@ from tandemrl.rewards.scoring import Scorer
 GSM8K = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[4] / "shared" / "data")) / "gsm8k" / "test.jsonl"
 
 RIGHT = r"""
-5 :: 5 \text{ more apples}
-5 :: 5 more apples
-5 :: \text{5 more apples}
-5 :: 5 \text{ fewer songs}
-5 :: 5 \text{ apples}.
-5 :: 5\ \text{apples per day}
-5 :: 5 apples in total
-5 :: 5 \textbf{ apples}
-5 :: 5~\mathrm{apples}
-5 :: 5 \mbox{ apples}
-5 :: x = 5 \text{ apples}
-5 :: \text{Total} = 5 \text{ more apples}
-5 :: 5 \text{ red balls left over}
-5 :: 5 \text{ 30-minute episodes}
-5 :: 5 \text{ quarters}
-5 :: 5 \text{ right angles}
-5 :: 5 \text{ correct answers}
-5 :: 5 \text{ root vegetables}
-5 :: 5 \text{ power plants}
-5 :: 5 \text{ prime numbers}
-5 :: 5 \text{ double rooms}
-5 :: 5 \text{ kilograms}
-5 :: 5 \text{ square feet}
-5 :: 5 \text{ tenth graders}
-5 :: 5 \text{ two-digit numbers}
-4 :: 4^{\text{th}}
-4 :: 4^\text{th}
+5 :: 5 \text{ more apples} | 5 more apples | \text{5 more apples} | 5 \text{ fewer songs} | 5 \text{ apples}.
+5 :: 5\ \text{apples per day} | 5 apples in total | 5 \textbf{ apples} | 5~\mathrm{apples} | 5 \mbox{ apples}
+5 :: x = 5 \text{ apples} | \text{Total} = 5 \text{ more apples} | 5 \text{ red balls left over}
+5 :: 5 \text{ 30-minute episodes} | 5 \text{ quarters} | 5 \text{ right angles} | 5 \text{ correct answers}
+5 :: 5 \text{ root vegetables} | 5 \text{ power plants} | 5 \text{ prime numbers} | 5 \text{ double rooms}
+5 :: 5 \text{ kilograms} | 5 \text{ square feet} | 5 \text{ tenth graders} | 5 \text{ two-digit numbers}
+5 :: 5 \text{ dozens of eggs} | 5 \text{ fifth graders} | 5 \text{ girls are not in the club} | 5 \text{ times}
+5 :: 5 times | 5 \text{ minutes and seconds} | 5 \text{ years old} | 5 kids | 5 men | 5 \text{ km/h}
+5 :: 5 \text{ (apples)} | +5 | = 5 | x=5 | x = 5. | \approx 5 | ≈ 5 | 5. | 5, | 5; | 5。 | 5\, | 5\! | 5\  | 5\\
+5 :: \;5 | \quad 5 | 5\quad | ~5~ | {5} | ( 5 ) | \left(5\right) | \bigl(5\bigr) | \(5\) | \[5\] | $$5$$
+5 :: \displaystyle 5 | \textstyle 5 | \large 5 | \bf 5 | {\bf 5} | \mathbf{5} | \boldsymbol{5} | \bm{5} | \bold{5}
+5 :: \textbf{5} | \textit{5} | \emph{5} | \text{5} | \mathrm{5} | \underline{5} | \boxed{5} | \color{red}{5}
+5 :: \color{red} 5 | {\color{blue}5} | \textcolor{red}{5} | \color[rgb]{1,0,0}{5} | \mathbf{5}\text{ cm}
+5 :: \text{5}\text{ cm} | **5** | *5* | __5__ | `5` | **5** apples | "5" | “5” | ​5 | 5﻿
+4 :: 4^{\text{th}} | 4^\text{th}
 6 :: \text{6 p.m.}
-7 :: \text{seven}
-7 :: Seven
-7 :: 7 \text{ (seven)}
+7 :: \text{seven} | Seven | €7 | 7€ | 7 € | £7 | ¥7 | ₹7 | ₩7 | ₿7 | ￥7 | ¢7 | 7¢ | USD 7 | US\$7 | US$7 | 7 USD
+7 :: 7 EUR | EUR 7 | Rs. 7 | \$7 | $7$ | 7\$ | \$7.00 | 7 dollars | 7 \text{ euros} | \text{€}7 | \euro 7 | \pounds7
 \text{seven} :: 7
-5 :: 5 \text{ dozens of eggs}
-5 :: 5 \text{ fifth graders}
-5 :: 5 \text{ girls are not in the club}
-5 :: 5 \text{ times}
-5 :: 5 times
-5 :: 5 \text{ minutes and seconds}
-5 :: 5 \text{ years old}
-5 :: 5 kids
-5 :: 5 men
-5 :: 5 \text{ km/h}
-5 :: 5 \text{ (apples)}
 2.5 :: 2.5 \text{ more hours}
-1000 :: 1,000 \text{ more people}
+1000 :: 1,000 \text{ more people} | 1,000 | 1{,}000 | 1\,000 | 1\ 000 | 1~000 | 1,\!000 | 1\!000 | 1 000 | 1 000
+1000 :: 1 000
 \frac{1}{2} :: \frac{1}{2} \text{ of the cake}
-1/2 :: 1/2 \text{ cup of sugar}
-5 \text{ apples} :: 5 \text{ more apples}
-5 \text{ apples} :: 5
+1/2 :: 1/2 \text{ cup of sugar} | ½
+5 \text{ apples} :: 5 \text{ more apples} | 5
 5 apples :: 5 \text{ apples}
-7 :: €7
-7 :: 7€
-7 :: 7 €
-7 :: £7
-7 :: ¥7
-7 :: ₹7
-7 :: ₩7
-7 :: ₿7
-7 :: ￥7
-7 :: ¢7
-7 :: 7¢
-7 :: USD 7
-7 :: US\$7
-7 :: US$7
-7 :: 7 USD
-7 :: 7 EUR
-7 :: EUR 7
-7 :: Rs. 7
-7 :: \$7
-7 :: $7$
-7 :: 7\$
-7 :: \$7.00
-7 :: 7 dollars
-7 :: 7 \text{ euros}
-7 :: \text{€}7
-7 :: \euro 7
-7 :: \pounds7
-7 :: \texteuro{}7
 1250 :: €1,250
--7 :: -\$7
--7 :: \$-7
--7 :: −€7
--7 :: €-7
-1000 :: 1,000
-1000 :: 1{,}000
-1000 :: 1\,000
-1000 :: 1\ 000
-1000 :: 1~000
-1000 :: 1,\!000
-1000 :: 1\!000
-1000 :: 1_000
-1000 :: 1\_000
-1000 :: 1'000
-1000 :: 1 000
-1000 :: 1 000
-1000 :: 1 000
-1000000 :: 1'000'000
+-7 :: -\$7 | \$-7 | −€7 | €-7
 1234567 :: 1,234,567.0
-1,000 :: 1000
-1,000 :: 1{,}000
-12 :: 𝟏𝟐
-12 :: １２
-12 :: ١٢
-12 :: ۱۲
-12 :: १२
-12 :: 𝟭𝟮
-12 :: 𝟙𝟚
-3.5 :: ３．５
-3.5 :: ٣٫٥
--5 :: −5
--5 :: –5
--5 :: ‐5
--5 :: ‑5
--5 :: －5
--5 :: ﹣5
--5 :: \text{-}5
--5 :: $-5$
--5 :: - 5
--5 :: -5.0
-5 :: +5
-5 :: = 5
-5 :: x=5
-5 :: x = 5.
-5 :: \approx 5
-5 :: ≈ 5
-5 :: 5.
-5 :: 5,
-5 :: 5;
-5 :: 5。
-5 :: 5\,
-5 :: 5\!
-5 :: 5\ 
-5 :: 5\\
-5 :: \;5
-5 :: \quad 5
-5 :: 5\quad
-5 :: ~5~
-5 :: {5}
-5 :: ( 5 )
-5 :: \left(5\right)
-5 :: \bigl(5\bigr)
-5 :: \(5\)
-5 :: \[5\]
-5 :: $$5$$
-5 :: \displaystyle 5
-5 :: \textstyle 5
-5 :: \large 5
-5 :: \bf 5
-5 :: {\bf 5}
-5 :: \mathbf{5}
-5 :: \boldsymbol{5}
-5 :: \bm{5}
-5 :: \bold{5}
-5 :: \textbf{5}
-5 :: \textit{5}
-5 :: \emph{5}
-5 :: \text{5}
-5 :: \mathrm{5}
-5 :: \underline{5}
-5 :: \boxed{5}
-5 :: \ensuremath{5}
-5 :: \color{red}{5}
-5 :: \color{red} 5
-5 :: {\color{blue}5}
-5 :: \textcolor{red}{5}
-5 :: \color[rgb]{1,0,0}{5}
-5 :: \mathbf{5}\text{ cm}
-5 :: \text{5}\text{ cm}
-5 :: **5**
-5 :: *5*
-5 :: __5__
-5 :: `5`
-5 :: **5** apples
-5 :: "5"
-5 :: “5”
-5 :: <b>5</b>
-5 :: <strong>5</strong> apples
-5 :: 5&nbsp;apples
-5 :: &#53;
--5 :: &minus;5
-x^2 :: x<sup>2</sup>
-50 :: 50\%
-50 :: 50%
-50 :: 50 percent
-50 :: 50％
+1,000 :: 1000 | 1{,}000
+12 :: 𝟏𝟐 | １２ | ١٢ | ۱۲ | १२ | 𝟭𝟮 | 𝟙𝟚
+3.5 :: ３．５ | ٣٫٥
+-5 :: −5 | –5 | ‐5 | ‑5 | －5 | ﹣5 | \text{-}5 | $-5$ | - 5 | -5.0
+50 :: 50\% | 50% | 50 percent | 50％
 50\% :: 50٪
-90 :: 90°
-90 :: 90º
-90 :: 90^\circ
-90 :: 90\degree
+90 :: 90° | 90º | 90^\circ | 90\degree
 90^\circ :: 90 degrees
-1/2 :: ½
 \frac{1}{3} :: ⅓
 \frac{3}{4} :: ¾
 \frac{5}{8} :: ⅝
-\frac{5}{6} :: 5/6
-\frac{5}{6} :: 5⁄6
-\frac{5}{6} :: 5∕6
-\frac{5}{6} :: 5÷6
-\frac{5}{6} :: \cfrac{5}{6}
-\frac{5}{6} :: {5 \over 6}
-\frac{5}{6} :: \frac{10}{12}
-\frac{3}{2} :: 1½
-\frac{3}{2} :: 1 1/2
-\frac{3}{2} :: 1\frac12
-\frac{3}{2} :: 1\ \frac{1}{2}
-\frac{3}{2} :: 1.5
-0.5 :: .5
-0.5 :: 1/2
-0.5 :: \frac{1}{2}
-0.5 :: 0.50
+\frac{5}{6} :: 5/6 | 5⁄6 | 5∕6 | 5÷6 | \cfrac{5}{6} | \frac{10}{12}
+\frac{3}{2} :: 1½ | 1 1/2 | 1\frac12 | 1\ \frac{1}{2} | 1.5
+0.5 :: .5 | 1/2 | \frac{1}{2} | 0.50
 5.00 :: 5
-5000 :: 5e3
-5000 :: 5E3
-5000 :: 5 \times 10^3
-5000 :: 5×10³
-5000 :: 5·10^{3}
-5000 :: 5 thousand
-5000 :: 5 \text{ thousand}
+5000 :: 5e3 | 5E3 | 5 \times 10^3 | 5×10³ | 5·10^{3} | 5 thousand | 5 \text{ thousand}
 500 :: 5 hundred
-5000000 :: 5 million
-5000000 :: 5 \text{ million}
-5000000 :: \$5 \text{ million}
+5000000 :: 5 million | 5 \text{ million} | \$5 \text{ million}
 5000000000 :: 5 billion
 60 :: 5 dozen
 10^{-3} :: 10⁻³
@@ -256,433 +81,141 @@ x_1+x_2 :: x₁+x₂
 \log_2 8 :: log₂ 8
 25 \text{ cm}^2 :: 25 cm²
 25 :: 25 \text{ cm²}
-\sqrt{2} :: √2
-\sqrt{2} :: √(2)
-\sqrt{2} :: √{2}
+\sqrt{2} :: √2 | √(2) | √{2}
 \sqrt{x+1} :: √(x+1)
 2\sqrt{3} :: 2√3
-\sqrt[3]{2} :: ∛2
-\sqrt[4]{2} :: ∜2
-\sqrt[3]{x} :: ∛x
-2\sqrt[3]{2} :: 2∛2
 \pi :: π
 2\pi :: 2π
 \frac{\pi}{2} :: π/2
-\theta :: θ
+\theta :: θ | 𝜃
 \alpha+\beta :: α+β
-\phi :: φ
-\phi :: ϕ
+\phi :: φ | ϕ
 \varphi :: φ
 \lambda :: λ
 \mu :: µ
 \Omega :: Ω
 \epsilon :: ε
 2\theta :: 2θ
-\theta :: 𝜃
 x :: 𝑥
 x+y :: 𝑥+𝑦
-\emptyset :: ∅
-\emptyset :: \varnothing
-\emptyset :: \{\}
-\emptyset :: \text{empty set}
-\mathbb{R} :: ℝ
-\mathbb{R} :: \mathbb R
-\mathbb{R} :: \Bbb{R}
-\mathbb{R} :: \text{all real numbers}
+\emptyset :: ∅ | \varnothing | \{\} | \text{empty set}
+\mathbb{R} :: ℝ | \mathbb R | \Bbb{R} | \text{all real numbers}
 \mathbb{Z} :: ℤ
 x\in\mathbb{R} :: x∈ℝ
-(1,2)\cup(3,4) :: (1,2)∪(3,4)
-(1,2)\cup(3,4) :: (3,4)∪(1,2)
+(1,2)\cup(3,4) :: (1,2)∪(3,4) | (3,4)∪(1,2)
 (-\infty,3) :: (−∞,3)
 (-\infty,3)\cup(3,\infty) :: (−∞, 3) ∪ (3, +∞)
 [1,2] :: [1; 2]
-[0,\infty) :: [0,∞)
-[0,\infty) :: [0, infinity)
-\infty :: ∞
-\infty :: infinity
-\infty :: \text{infinity}
-\infty :: +\infty
--\infty :: -∞
--\infty :: −∞
-\{1,2\} :: {1, 2}
-\{1,2\} :: \{2, 1\}
-\{1,2\} :: \lbrace 1,2 \rbrace
-\{1,2\} :: \left\{1, 2\right\}
-\{1,2\} :: 1, 2
-(1,2) :: (1, 2)
-(1,2) :: （1，2）
-(1,2) :: \left( 1 , 2 \right)
-(1,2) :: (1,\ 2)
-x \le 3 :: x ≤ 3
-x \le 3 :: x ⩽ 3
+[0,\infty) :: [0,∞) | [0, infinity)
+\infty :: ∞ | infinity | \text{infinity} | +\infty
+-\infty :: -∞ | −∞
+\{1,2\} :: {1, 2} | \{2, 1\} | \lbrace 1,2 \rbrace | \left\{1, 2\right\} | 1, 2
+(1,2) :: (1, 2) | （1，2） | \left( 1 , 2 \right) | (1,\ 2)
+x \le 3 :: x ≤ 3 | x ⩽ 3
 x \ge 3 :: x ≥ 3
 x \neq 3 :: x ≠ 3
 \pm 3 :: ±3
-1,2 :: 1 \text{ and } 2
-1,2 :: x=1 \text{ or } x=2
+1,2 :: 1 \text{ and } 2 | x=1 \text{ or } x=2
 5:30 :: 5{:}30
 2:3 :: 2∶3
 2\cdot 3 :: 6
 2x\cdot y :: 2x·y
-x-1 :: x − 1
-x-1 :: x – 1
-\text{no solution} :: \text{No solution}
-\text{no solution} :: no solution
+x-1 :: x − 1 | x – 1
+\text{no solution} :: \text{No solution} | no solution
 \text{Yes} :: yes
 \text{Monday} :: \textbf{Monday}
-A :: \text{A}
-A :: (A)
-A :: \textbf{A}
-A :: \mathrm{A}
-A :: **A**
+A :: \text{A} | (A) | \textbf{A} | \mathrm{A} | **A**
 4\text{2} :: 4\text{2}
-5 :: ​5
-5 :: 5﻿
 """
 
 WRONG = r"""
-5 :: −5
-5 :: –5
-5 :: －5
-5 :: \text{-}5
-5 :: 5/6
-5 :: 5⁄6
-5 :: 5 or 6
-5 :: 5 \text{ or } 6
-5 :: 5 \text{ and } 6
-5 :: 5, 6
-5 :: 5; 6
-5 :: 5 6
-5 :: 5,6
-56 :: 5,6
-5 :: 5-6
-5 :: 5–6
-5 :: 5 to 6
-5 :: 5 \text{ to } 6
-5 :: 5 to six
-5 :: 5 \text{ to six}
-5 :: 5 \text{ or six}
-5 :: 5 \text{ apples or 6}
-5 :: 5 \text{ apples or six}
-5 :: 5 \text{ apples and six pears}
-5 :: 5 \text{ apples and 6 pears}
-5 :: 5 \text{ apples, 6 pears}
-5 :: 5 \text{ apples and a half}
-5 :: 5 \text{ and a half}
-5 :: 5 and a half
-5 :: 5\frac12
-5 :: 5½
-5 :: 5 1/2
-5 :: 5e3
-5 :: 5E-3
-5 :: 5 million
-5 :: 5 \text{ million}
-5 :: 5 \text{ million dollars}
-5 :: 5 million dollars
-5 :: 5 \text{ thousand}
-5 :: 5 thousand people
-5 :: 5 \text{ hundred apples}
-5 :: 5 dozen
-5 :: 5 \text{ dozen eggs}
-5 :: 5 \text{ more dozen}
-5 :: 5k
-5 :: 5K
-5 :: 5M
-5 :: 5 \text{k}
-5 :: 5 \text{ lakh}
-5 :: 5²
-5 :: 5^2
-5 :: 5₂
-5 :: 5!
-5 :: 5°5
-5 :: 5:30
-5 :: 5 : 6
-5 :: 5 \times 10^3
-5 :: 5×10³
-5 :: 5 × 6
-5 :: 5 \cdot 6
-5 :: 5x
-5 :: 5 x
-5 :: 5 xy
-5 :: 5xy
-5 :: 5π
-5 :: 5 pi
-5 :: 5√2
-5 :: 5 sqrt 2
-5 :: 5 \text{ squared}
-5 :: 5 \text{ cubed}
-5 :: 5 squared
-5 :: 5 \text{ factorial}
-5 :: 5 \text{ halves}
-5 :: 5 \text{ thirds}
-1 :: 1 \text{ third}
-1 :: 1 third
-1 :: 1 \text{ third of the cake}
-5 :: 5 \text{ tenths}
-5 :: 5 \text{ half-hours}
-5 :: 5 \text{ twenty-five}
-5 :: 5 \text{ plus six}
-5 :: 5 \text{ minus one}
-5 :: 5 \text{ times six}
-5 :: 5 \text{ point six}
-5 :: 5 \text{ over six}
-5 :: 5 \text{ of six}
-5 :: 5 of 6
-5 :: 5 \text{ or more}
-5 :: 5 or more
-5 :: 5 \text{ or fewer apples}
-5 :: 5 \text{ at least}
-5 :: 5 \text{ apples at most}
-5 :: \text{at least } 5
-5 :: about 5
-5 :: \text{not } 5
-5 :: not 5
-5 :: \neg 5
-5 :: 5 \text{ is wrong}
-5 :: 5 \text{ pi}
-5 :: 5 \text{ grand}
-5 :: 5 \text{ kilo}
-5 :: 5 \text{ mega}
-5 :: 5 \text{ giga}
-5 :: 5 \text{ milli}
-5 :: 5 \text{ micro}
-5 :: 5 \text{ hecto}
-5 :: 5 \text{ centi}
-5 :: 5 \text{ quarter hours}
-5 :: 5 \text{ quarter-hours}
-5 :: 5 \text{ quarter of the cake}
-5 :: 5 \text{ quarters of the cake}
-5 :: 5 \text{ half hours}
-5 :: 5 \text{ twelfths}
-5 :: 5 \text{ three-quarters}
-5 :: 5 \text{ th power}
-5 :: 5 \text{ tenth power}
-5 :: 5 \text{ to the fifth}
-5 :: 5 \text{ to the power of two}
-5 :: 5 \text{ th of the cake}
-5 :: 5 \text{ th root}
-5 :: 5 \text{ square root}
-5 :: 5 \text{ cube root of two}
-5 :: 5 \text{ root}
-5 :: 5 \text{ log of two}
-5 :: 5 \text{ logarithm}
-5 :: 5 \text{ factorials}
-5 :: 5 \text{ reciprocals}
-5 :: 5 \text{ conjugate}
-5 :: 5 \text{ base two}
-5 :: 5 \text{ in binary}
-5 :: 5 \text{ hexadecimal}
-5 :: 5 \text{ remainder two}
-5 :: 5 \text{ repeating}
-5 :: 5 \text{ dot five}
-5 :: 5 \text{ choose two}
-5 :: 5 \text{ in the red}
-5 :: 5 \text{ in the hole}
-5 :: 5 \text{ below zero}
-5 :: 5 \text{ degrees below zero}
-5 :: 5 \text{ overdrawn}
-5 :: 5 \text{ cannot be}
-5 :: 5 \text{ is never}
-5 :: 5 \text{ is unlikely}
-5 :: 5 \text{ quadrillion}
-5 :: 5 \text{ crores}
-5 :: 5 \text{ score years}
-5 :: 5 \text{ thousandfold}
-5 :: 5 \text{ basis points}
-5 :: 5 \text{ prime}
-5 :: 5 \text{ ish}
-5 :: 5 \text{ and counting}
-5 :: 5 th power
-5 :: 5 square root
-5 :: 5 kilo
-5 :: 5 mega
-5 :: 5 quarter hours
-5 :: 5 in the red
-5 :: 4^{\text{th}}
-7 :: \text{6 p.m.}
-6 :: \text{seven}
-7 :: 7 \text{ (six)}
-6 :: 7 \text{ (six)}
-5 :: 5 gross
-5 :: 5 is wrong
-5 :: 5 \text{ is not the answer}
-5 :: 5 \text{ isn't right}
-5 :: 5 \text{ (wrong)}
-5 :: 5 \text{ (not 6)}
-5 :: 5 \text{ (or 6)}
-5 :: 5 \text{ maybe}
-5 :: 5 \text{ excluded}
-5 :: \text{anything but } 5
-5 :: 5 \text{ apples } 6
-5 :: 5 \text{ 6}
-5 :: 5\text{6}
-5 :: \text{5}\text{6}
-5 :: \mathbf{5}6
-5 :: 5\mathbf{6}
-5 :: \color{red}{5}6
-5 :: 5\color{white}{6}
-5 :: \phantom{5}
-5 :: 5\phantom{6}
-5 :: \cancel{5}
-5 :: \sout{5}
-5 :: ~~5~~
-5 :: <s>5</s>
-5 :: <del>5</del> 6
-5 :: 5<sup>2</sup>
-5 :: \boxed{5} \boxed{6}
-5 :: \boxed{5} or \boxed{6}
-5 :: 5\boxed{6}
-5 :: **5** or **6**
-5 :: **5** **6**
-5 :: x = 5 = 6
-5 :: 6 = 5
-5 :: x = 5, y = 6
-5 :: x > 5
-5 :: x ≥ 5
-5 :: x \ne 5
-5 :: x ≠ 5
-5 :: 2x = 5
-5 :: 5 < 6
-5 :: 5?
-5 :: ?5
-5 :: 5...
-5 :: 5…
-5 :: 5+
-5 :: 5'
-5 :: 5''
-5 :: 5\%5
-5 :: 5%6
-5 :: 0.05
-5 :: 0.5
-5 :: .5
-5 :: 50
-5 :: 5.1
-5 :: 5,000
-5 :: 5_000
-5 :: 5'000
-5 :: 5.5.5
-5 :: ٥٦
-5 :: ６
-5 :: 𝟓𝟔
-5 :: ⅕
-5 :: ٪5 6
-5 :: 5 feet 6 inches
-5 :: 5'6
-5 :: 5 hours 30 minutes
-5 :: 5 \text{ hours and 30 minutes}
-5 :: 5 hours and thirty minutes
-5 :: €5 or €6
-5 :: €56
-5 :: 5€6
-5 :: \$5/6
-5 :: \$5 \text{ to } \$6
-5 :: 5 ‮6
-5 :: 5⁣6
-5 :: 7​5
-5 :: 5​7
-5 :: 5
+5 :: −5 | –5 | －5 | \text{-}5 | 5/6 | 5⁄6 | 5 or 6 | 5 \text{ or } 6 | 5 \text{ and } 6 | 5, 6 | 5; 6 | 5 6 | 5,6
+5 :: 5-6 | 5–6 | 5 to 6 | 5 \text{ to } 6 | 5 to six | 5 \text{ to six} | 5 \text{ or six} | 5 \text{ apples or 6}
+5 :: 5 \text{ apples or six} | 5 \text{ apples and six pears} | 5 \text{ apples and 6 pears}
+5 :: 5 \text{ apples, 6 pears} | 5 \text{ apples and a half} | 5 \text{ and a half} | 5 and a half | 5\frac12 | 5½
+5 :: 5 1/2 | 5e3 | 5E-3 | 5 million | 5 \text{ million} | 5 \text{ million dollars} | 5 million dollars
+5 :: 5 \text{ thousand} | 5 thousand people | 5 \text{ hundred apples} | 5 dozen | 5 \text{ dozen eggs}
+5 :: 5 \text{ more dozen} | 5k | 5K | 5M | 5 \text{k} | 5 \text{ lakh} | 5² | 5^2 | 5₂ | 5! | 5°5 | 5:30 | 5 : 6
+5 :: 5 \times 10^3 | 5×10³ | 5 × 6 | 5 \cdot 6 | 5x | 5 x | 5 xy | 5xy | 5π | 5 pi | 5√2 | 5 sqrt 2
+5 :: 5 \text{ squared} | 5 \text{ cubed} | 5 squared | 5 \text{ factorial} | 5 \text{ halves} | 5 \text{ thirds}
+5 :: 5 \text{ tenths} | 5 \text{ half-hours} | 5 \text{ twenty-five} | 5 \text{ plus six} | 5 \text{ minus one}
+5 :: 5 \text{ times six} | 5 \text{ point six} | 5 \text{ over six} | 5 \text{ of six} | 5 of 6 | 5 \text{ or more}
+5 :: 5 or more | 5 \text{ or fewer apples} | 5 \text{ at least} | 5 \text{ apples at most} | \text{at least } 5
+5 :: about 5 | \text{not } 5 | not 5 | \neg 5 | 5 \text{ is wrong} | 5 \text{ pi} | 5 \text{ grand} | 5 \text{ kilo}
+5 :: 5 \text{ mega} | 5 \text{ giga} | 5 \text{ milli} | 5 \text{ micro} | 5 \text{ hecto} | 5 \text{ centi}
+5 :: 5 \text{ quarter hours} | 5 \text{ quarter-hours} | 5 \text{ quarter of the cake}
+5 :: 5 \text{ quarters of the cake} | 5 \text{ half hours} | 5 \text{ twelfths} | 5 \text{ three-quarters}
+5 :: 5 \text{ th power} | 5 \text{ tenth power} | 5 \text{ to the fifth} | 5 \text{ to the power of two}
+5 :: 5 \text{ th of the cake} | 5 \text{ th root} | 5 \text{ square root} | 5 \text{ cube root of two}
+5 :: 5 \text{ root} | 5 \text{ log of two} | 5 \text{ logarithm} | 5 \text{ factorials} | 5 \text{ reciprocals}
+5 :: 5 \text{ conjugate} | 5 \text{ base two} | 5 \text{ in binary} | 5 \text{ hexadecimal}
+5 :: 5 \text{ remainder two} | 5 \text{ repeating} | 5 \text{ dot five} | 5 \text{ choose two}
+5 :: 5 \text{ in the red} | 5 \text{ in the hole} | 5 \text{ below zero} | 5 \text{ degrees below zero}
+5 :: 5 \text{ overdrawn} | 5 \text{ cannot be} | 5 \text{ is never} | 5 \text{ is unlikely} | 5 \text{ quadrillion}
+5 :: 5 \text{ crores} | 5 \text{ score years} | 5 \text{ thousandfold} | 5 \text{ basis points} | 5 \text{ prime}
+5 :: 5 \text{ ish} | 5 \text{ and counting} | 5 th power | 5 square root | 5 kilo | 5 mega | 5 quarter hours
+5 :: 5 in the red | 4^{\text{th}} | 5 gross | 5 is wrong | 5 \text{ is not the answer} | 5 \text{ isn't right}
+5 :: 5 \text{ (wrong)} | 5 \text{ (not 6)} | 5 \text{ (or 6)} | 5 \text{ maybe} | 5 \text{ excluded}
+5 :: \text{anything but } 5 | 5 \text{ apples } 6 | 5 \text{ 6} | 5\text{6} | \text{5}\text{6} | \mathbf{5}6
+5 :: 5\mathbf{6} | \color{red}{5}6 | 5\color{white}{6} | \phantom{5} | 5\phantom{6} | \cancel{5} | \sout{5} | ~~5~~
+5 :: <s>5</s> | <del>5</del> 6 | 5<sup>2</sup> | \boxed{5} \boxed{6} | \boxed{5} or \boxed{6} | 5\boxed{6}
+5 :: **5** or **6** | **5** **6** | x = 5 = 6 | 6 = 5 | x = 5, y = 6 | x > 5 | x ≥ 5 | x \ne 5 | x ≠ 5 | 2x = 5
+5 :: 5 < 6 | 5? | ?5 | 5... | 5… | 5+ | 5' | 5'' | 5\%5 | 5%6 | 0.05 | 0.5 | .5 | 50 | 5.1 | 5,000 | 5_000 | 5'000
+5 :: 5.5.5 | ٥٦ | ６ | 𝟓𝟔 | ⅕ | ٪5 6 | 5 feet 6 inches | 5'6 | 5 hours 30 minutes | 5 \text{ hours and 30 minutes}
+5 :: 5 hours and thirty minutes | €5 or €6 | €56 | 5€6 | \$5/6 | \$5 \text{ to } \$6 | 5 ‮6 | 5⁣6 | 7​5 | 5​7 | 5
  6
-5 :: \binom{5}{6}
-5 :: [5, 6]
-5 :: \{5, 6\}
-5 :: (5, 6)
-5 :: (5, ∞)
-5 :: \pm 5
-5 :: ±5
-5 :: i5
-5 :: 5i
-5 :: 5 mod 6
-5 :: 5 \pmod 6
-5 :: 5 \text{ (mod 6)}
-5 :: \sqrt{5}
-5 :: |5
-5 :: 5|6
-5 :: 5 \cup 6
-5 :: 5∪6
-1000 :: 1,0000
-1000 :: 1.000
-1000 :: 10,00
-1000 :: 1, 000
-1000 :: 1_00
-1000 :: 1'00
+5 :: \binom{5}{6} | [5, 6] | \{5, 6\} | (5, 6) | (5, ∞) | \pm 5 | ±5 | i5 | 5i | 5 mod 6 | 5 \pmod 6
+5 :: 5 \text{ (mod 6)} | \sqrt{5} | |5 | 5|6 | 5 \cup 6 | 5∪6
+56 :: 5,6
+1 :: 1 \text{ third} | 1 third | 1 \text{ third of the cake}
+7 :: \text{6 p.m.} | 7 \text{ (six)}
+6 :: \text{seven} | 7 \text{ (six)}
+1000 :: 1,0000 | 1.000 | 10,00 | 1, 000 | 1_00 | 1'00 | 1000 \text{ thousand}
 12 :: 𝟏 𝟐
-1000 :: 1000 \text{ thousand}
--5 :: 5
--5 :: (5)
--5 :: €5
--5 :: --5
-\frac{1}{3} :: ⅔
-\frac{1}{3} :: 1⅓
-\frac{1}{3} :: 0.3
-\frac{5}{6} :: 5
-\frac{5}{6} :: 6/5
-10^{-3} :: 10³
-10^{-3} :: 10-3
-2^{10} :: 210
-2^{10} :: 2₁₀
-x^2 :: x2
-x^2 :: x₂
-x_1 :: x1
-x_1 :: x¹
-x_1 :: x₂
+-5 :: 5 | (5) | €5 | --5
+\frac{1}{3} :: ⅔ | 1⅓ | 0.3
+\frac{5}{6} :: 5 | 6/5
+10^{-3} :: 10³ | 10-3
+2^{10} :: 210 | 2₁₀
+x^2 :: x2 | x₂
+x_1 :: x1 | x¹ | x₂
 x^{n} :: xn
 1.5\times10^{-3} :: 1.5×10³
-\sqrt[3]{2} :: √2
+\sqrt[3]{2} :: √2 | 3√2
 \sqrt{2} :: ∛2
-\sqrt[3]{2} :: 3√2
-\theta :: φ
-\theta :: \alpha
-\alpha+\beta :: α-β
-\alpha+\beta :: αβ
-\pi :: p
-\pi :: 3.14
-\emptyset :: 0
-\emptyset :: \{0\}
-\emptyset :: \{\emptyset\}
-\mathbb{R} :: ℤ
-\mathbb{R} :: R
-\mathbb{R} :: ℂ
+\theta :: φ | \alpha
+\alpha+\beta :: α-β | αβ
+\pi :: p | 3.14
+\emptyset :: 0 | \{0\} | \{\emptyset\}
+\mathbb{R} :: ℤ | R | ℂ
 \mathbb{Z} :: ℝ
 x\in\mathbb{R} :: x∉ℝ
-(1,2)\cup(3,4) :: (1,2)∩(3,4)
-(1,2)\cup(3,4) :: (1,2)∪[3,4)
-(1,2)\cup(3,4) :: (1,2)
-(-\infty,3) :: (−∞,3]
-(-\infty,3) :: (∞,3)
+(1,2)\cup(3,4) :: (1,2)∩(3,4) | (1,2)∪[3,4) | (1,2)
+(-\infty,3) :: (−∞,3] | (∞,3)
 [0,\infty) :: [0,−∞)
-\infty :: -∞
-\infty :: 8
+\infty :: -∞ | 8
 -\infty :: infinity
 \{1,2\} :: {1, 2, 3}
-(1,2) :: (2,1)
-(1,2) :: [1,2]
-(1,2) :: 1.2
-x \le 3 :: x ≥ 3
-x \le 3 :: x < 3
+(1,2) :: (2,1) | [1,2] | 1.2
+x \le 3 :: x ≥ 3 | x < 3
 x \neq 3 :: x = 3
-\pm 3 :: 3
-\pm 3 :: ∓3 or 4
+\pm 3 :: 3 | ∓3 or 4
 2:3 :: 3∶2
-x-1 :: x + 1
-x-1 :: 1 − x
-7 \text{ cm} :: 7 \text{ m}
-7 \text{ cm} :: 7 km
+x-1 :: x + 1 | 1 − x
+7 \text{ cm} :: 7 \text{ m} | 7 km
 25 \text{ cm}^2 :: 25 cm³
 \$7 :: 7 \text{ cents}
-50\% :: 5\%
-50\% :: 0.05
+50\% :: 5\% | 0.05
 90^\circ :: 90 \text{ radians}
 \text{no solution} :: 0
 \text{Yes} :: no
-A :: B
-A :: A \text{ or } B
-A :: \text{not A}
-A :: AB
+A :: B | A \text{ or } B | \text{not A} | AB
 """
 
 
 def lines(table):
-    return [line.split(" :: ") for line in re.split(r"\n(?=[^\n]* :: )", table.strip("\n"))]
+    rows = [line.split(" :: ") for line in re.split(r"\n(?=[^\n]* :: )", table.strip("\n"))]
+    return [(gold, answer) for gold, answers in rows for answer in answers.split(" | ")]
 
 
 def scores(name, items, *options):
@@ -778,26 +311,15 @@ MARKED = [
     ),
     *(("5", "#### square root of 5", 0), ("5", "#### the log of 5", 0), ("5", "#### it cannot be 5", 0)),
     *(("5", "#### it can't be 5", 0), ("5", "#### it should not be 5", 0), ("5", "#### it must be 5", 1)),
-    *(("5", "#### 5 (five)", 1), ("5", "#### 5 (six)", 0), ("5", "#### 5 kilo", 0), ("5", "#### 5 in the red", 0)),
+    *(("5", "#### 5 (six)", 0), ("5", "#### 5 kilo", 0), ("5", "#### 5 in the red", 0)),
     ("42", "#### 42\n" + "So that is how many there are. " * 12, 1),
     ("42", "#### 43\n" + "So that is how many there are. " * 12, 0),
 ]
 LAST = [
-    *(
-        ("5", "It is 5.", 1),
-        ("300", "Answer: 300", 1),
-        ("5", "20 - 15 = 5", 1),
-        ("5", "20-15", 1),
-        ("15", "20-15", 0),
-        ("-5", "It is −5.", 1),
-    ),
-    *(
-        ("5", "It is −5.", 0),
-        ("6", "It is 5/6", 0),
-        ("6", "5 or 6", 0),
-        ("5", "It is 5 million", 0),
-        ("5", "5 then 6", 0),
-    ),
+    *(("5", "It is 5.", 1), ("300", "Answer: 300", 1), ("5", "20 - 15 = 5", 1), ("5", "20-15", 1)),
+    *(("15", "20-15", 0), ("-5", "It is −5.", 1)),
+    *(("5", "It is −5.", 0), ("6", "It is 5/6", 0), ("6", "5 or 6", 0), ("5", "It is 5 million", 0)),
+    ("5", "5 then 6", 0),
     *(
         ("1000", "so $1,000.", 1),
         ("5", "5e3", 0),

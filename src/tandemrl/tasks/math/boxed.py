@@ -55,6 +55,8 @@ def extract_boxed(text: str) -> str | None:
 
     A box within a box belongs to the outer one: ``\boxed{\boxed{7} or 8}`` holds "{7} or 8".
     """
+    if r"\boxed" not in text:
+        return None
     text = re.sub(r"\\boxed +\{", r"\\boxed{", text)
     start = text.rfind(r"\boxed{")
     if start < 0 or text.rfind(r"\boxed") > start:

@@ -9,28 +9,28 @@ another answer. Numbers are compared exactly; math-verify sees single formulas, 
 import itertools
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from tandemrl.tasks.math.notation import TEXT, clean, hidden, split, without_thousands
 from tandemrl.tasks.math.verify import (
     LETTER,
-    ROUNDED,
     NeedsSympy,
-    equal_in_base,
+    is_balanced,
     is_readable,
-    near,
     number,
     numbers_equal,
     relations,
     require_math_verify,
-    rounds_to,
+    rounded,
     verified,
-    with_base,
 )
 from tandemrl.tasks.math.words import is_changing, quantity
 
 __all__ = ["equal", "identical", "quick_equal", "require_math_verify"]
 
+ROUNDED = Fraction(1, 100)
+"""How far a number may be from its rounding, relatively."""
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
 MAX_NESTING = 6
@@ -61,9 +61,11 @@ def equal(gold: str, answer: str, symbolic: bool = True) -> bool:
     """
     if identical(gold, answer):
         return True
+    if _PLAIN_NUMBER.fullmatch(gold) and _PLAIN_NUMBER.fullmatch(answer):  # most are
+        return Fraction(gold) == Fraction(answer)
     if max(len(gold), len(answer)) > MAX_CHARS:
         return False
-    money = [{name for name, sign in _MONEY.items() if re.search(sign, side)} for side in (gold, answer)]
+    money = [{sign.lastgroup for sign in _MONEY.finditer(side)} for side in (gold, answer)]
     if all(money) and money[0] != money[1]:
         return False
     gold, answer = clean(gold), clean(answer)
@@ -76,14 +78,11 @@ def identical(gold: str, answer: str) -> bool:
     return answer != "" and answer in (gold, f"{gold}.")
 
 
-_MONEY = {
-    "dollar": r"\\\$|\bdollars?\b|USD",
-    "cent": r"¢|\bcents?\b",
-    "euro": r"€|\beuros?\b|EUR",
-    "pound": "£|GBP",
-    "yen": r"¥|\byen\b|JPY",
-    "rupee": r"₹|\brupees?\b|INR",
-}
+_PLAIN_NUMBER = re.compile("-?[0-9]{1,100}", re.ASCII)
+_MONEY = re.compile(
+    r"(?P<dollar>\\\$|\bdollars?\b|USD)|(?P<cent>¢|\bcents?\b)|(?P<euro>€|\beuros?\b|EUR)"
+    r"|(?P<pound>£|GBP)|(?P<yen>¥)|(?P<rupee>₹)"
+)
 
 
 def _equal(gold: str, answer: str, symbolic: bool, depth: int) -> bool:
@@ -93,25 +92,25 @@ def _equal(gold: str, answer: str, symbolic: bool, depth: int) -> bool:
         return any(_equal(gold, side, symbolic, depth) for side in _exact_and_rounded(answer, symbolic))
     gold, answer = _drop_labels(gold, answer)
     left, right = Shape.of(gold), Shape.of(answer)
-    chains = [(side,) if _labels(shape) else split(side, "=") for side, shape in ((gold, left), (answer, right))]
+    chains = [(side,) if shape.labels else split(side, "=") for side, shape in ((gold, left), (answer, right))]
     if len(chains[0]) != len(chains[1]) or len(chains[0]) > 2:
         golds, answers = (_calculated(chain, symbolic) for chain in chains)
         return any(_equal(x, y, symbolic, depth) for x in golds for y in answers if (x, y) != (gold, answer))
     if left.kind == right.kind == "value":
         return _same_value(gold, answer, symbolic)
-    if depth == 0 or max(len(left.parts), len(right.parts)) > MAX_UNORDERED:
+    if {left.kind[0], right.kind[0]} in ({"o", "("}, {"o", "["}):  # an inequality is an interval
+        return _by_math_verify(gold, answer, symbolic)
+    if depth == 0 or max(len(left.parts), len(right.parts)) > MAX_UNORDERED or len(left.parts) != len(right.parts):
         return False
-    if {left.kind, right.kind} == {"list", "()"} and (labels := _labels(left) or _labels(right)):
-        left, right = left._replace(kind="()"), right._replace(kind="()" if labels == sorted(labels) else "none")
-    if (left.kind[0] in "([" and right.kind.startswith("order")) or (
-        right.kind[0] in "([" and left.kind.startswith("order")
-    ):
-        left, right = left.as_interval(), right.as_interval()
-    if {left.kind, right.kind} == {"list", "set"}:
-        left, right = left._replace(kind="set"), right._replace(kind="set")
-    if left.kind != right.kind or len(left.parts) != len(right.parts):
+    kinds = {left.kind, right.kind}
+    ordered = left.kind not in ("list", "set", "union") or bool(left.labels and not right.labels)
+    if kinds == {"list", "()"} and (labels := left.labels or right.labels):
+        ordered = True
+        if labels != sorted(labels):
+            return False
+    elif len(kinds) > 1 and kinds != {"list", "set"}:
         return False
-    if left.kind in ("list", "set", "union") and not (_labels(left) and not _labels(right)):
+    if not ordered:
         return _equal_in_any_order(left.parts, right.parts, symbolic, depth - 1)
     return all(_equal(x, y, symbolic, depth - 1) for x, y in zip(left.parts, right.parts, strict=True))
 
@@ -157,22 +156,17 @@ class Shape(NamedTuple):
             return cls("union", parts)
         if inside := re.fullmatch(r"\\\{(.*)\\\}", answer):
             return cls("set", _with_both_signs(split(inside[1])))
-        if _BRACKET.fullmatch(answer) and _is_one_bracket(answer) and len(parts := split(answer[1:-1])) > 1:
+        if _BRACKET.fullmatch(answer) and is_balanced(answer[1:-1]) and len(parts := split(answer[1:-1])) > 1:
             return cls(answer[0] + answer[-1], parts)
         parts = _with_both_signs(split(_AND.sub(", ", without_thousands(answer))))
         return cls("list" if len(parts) > 1 else "value", parts)
 
-    def as_interval(self) -> "Shape":
-        """An inequality for a single letter as an interval: ``x > 3`` as ``(3, infinity)``, and others as they are."""
-        opening, closing = ("[" if r"\le" in end else "(" for end in (self.kind[6:9], self.kind[-3:]))
-        match self.parts:
-            case (left, right) if len(left) == 1 and left.isalpha():
-                return Shape(f"({']' if closing == '[' else ')'}", (r"-\infty", right))
-            case (left, right) if len(right) == 1 and right.isalpha():
-                return Shape(f"{opening})", (left, r"\infty"))
-            case (left, middle, right) if len(middle) == 1 and middle.isalpha():
-                return Shape(f"{opening}{']' if closing == '[' else ')'}", (left, right))
-        return self
+    @property
+    def labels(self) -> list[str]:
+        """The labels of a list of values that have one each, such as "x = 3, y = 5"."""
+        sides = [split(part, "=") for part in self.parts]
+        one_each = all(len(each) == 2 and _LABEL.fullmatch(each[0]) for each in sides)
+        return [side[0] for side in sides] if one_each else []
 
 
 _MATRIX = re.compile(
@@ -185,33 +179,13 @@ _BRACKET = re.compile(r"[(\[].*[)\]]")
 _AND = re.compile(r",? ?\\text ?\{,? ?(?:and|or) ?\} ?|,? (?:and|or) (?=[-+\\(\[{\d]|[A-Za-z](?![A-Za-z]))")
 
 
-def _is_one_bracket(answer: str) -> bool:
-    """Whether the first bracket is closed by the last character, whatever the kind of either."""
-    depth = 0
-    for at, character in enumerate(answer):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return at == len(answer) - 1
-    return False
-
-
 def _with_both_signs(parts: Sequence[str]) -> tuple[str, ...]:
     r"""Entries, where ``1 \pm x`` stands for two."""
-    signs = [("+", "-") if part.count(r"\pm") == 1 else ("",) for part in parts]
-    return tuple(
-        re.sub(r"^\+ ?", "", re.sub(r"\\pm ?", sign, part).strip()) if sign else part
-        for part, both in zip(parts, signs, strict=True)
-        for sign in both
-    )
+    both = [part.replace(r"\pm", sign).lstrip("+ ") for part in parts for sign in "+-"]
+    return tuple(dict.fromkeys(both)) if any(part.count(r"\pm") == 1 for part in parts) else tuple(parts)
 
 
 # ---- equations -----------------------------------------------------------------------------------------------------
-
-
-def _labels(shape: Shape) -> list[str]:
-    """The labels of a list of values that have one each, such as "x = 3, y = 5"."""
-    sides = [split(part, "=") for part in shape.parts]
-    return [side[0] for side in sides] if all(len(each) == 2 and _LABEL.fullmatch(each[0]) for each in sides) else []
 
 
 def _drop_labels(gold: str, answer: str) -> tuple[str, str]:
@@ -229,7 +203,7 @@ def _drop_labels(gold: str, answer: str) -> tuple[str, str]:
 
 def _unlabelled(text: str) -> str:
     """A cleaned answer without a bare label in front. "x = 3, y = 5" stays whole."""
-    first, *others = split(text := _MEMBER.sub("", text), "=")
+    first, *others = split(text, "=")
     words = TEXT.sub(r"\g<text>", first)
     extreme = re.sub(r"minimum|maximum|least|most|smaller|larger|lower|higher|other", "", words)
     named = _LABEL.fullmatch(first) or (_WORD_LABEL.fullmatch(words) and not is_changing(extreme))
@@ -247,8 +221,13 @@ def _is_result(formula: str, result: str, symbolic: bool) -> bool:
     if _same_value(formula, result, symbolic):
         return True
     value = number(result)
-    decimal = "." in formula and number(formula) is not None
-    return value is not None and value.denominator != 1 and not decimal and rounds_to(formula, result, symbolic)
+    if value is None or value.value.denominator == 1 or ("." in formula and number(formula) is not None):
+        return False
+    return _is_rounding(rounded(formula, result, symbolic))
+
+
+def _is_rounding(distance: tuple[Fraction, Fraction] | None) -> bool:
+    return distance is not None and distance[0] <= ROUNDED and distance[1] <= Fraction(1, 2)
 
 
 def _exact_and_rounded(answer: str, symbolic: bool) -> list[str]:
@@ -261,11 +240,15 @@ def _exact_and_rounded(answer: str, symbolic: bool) -> list[str]:
         return [last]
     exact = split(first, "=")[-1]
     kinds = [Shape.of(side).kind for side in (exact, last)]
-    agree = near(exact, last, ROUNDED, symbolic) if kinds[0] == "value" else None
-    if "=" in last or kinds[0] != kinds[1] or agree is False:
+    if "=" in last or kinds[0] != kinds[1]:
         return []
-    whole = all((value := number(side)) is not None and value.denominator == 1 for side in (exact, last))
-    return [first, last] if agree and not whole and rounds_to(exact, last, symbolic) else [first]
+    if kinds[0] != "value":
+        return [first]
+    distance = rounded(exact, last, symbolic)
+    if distance is None or distance[0] > ROUNDED:
+        return []
+    whole = (value := number(exact)) is not None and value.value.denominator == 1
+    return [first, last] if _is_rounding(distance) and not whole else [first]
 
 
 _INDEXED = rf"{LETTER}(?:_(?:\w|\{{\w+\}}|\{{ ?\\text\{{\w+\}} ?\}}))?"
@@ -282,7 +265,6 @@ _WORD_LABEL = re.compile(r" *(?:[Tt]he )?(?:[A-Za-z][a-z]{3,}|min|max|sum|gcd|lc
 _ASKED_FOR = re.compile(rf"^(?:{LETTER}(?: ?\+ ?{LETTER})+|\\frac ?\{{ ?{LETTER} ?\}} ?\{{ ?{LETTER} ?\}}) ?=")
 _CHOICE = re.compile(r"^(?:\\text ?\{ ?\([A-J]\) ?\}|\([A-J]\)(?=[ \\])) *(?=[-\d.\\])")
 _SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
-_MEMBER = re.compile(rf"^{LETTER} ?\\in ?(?=[(\[]|\\\{{|\\mathbb)")
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
@@ -313,15 +295,17 @@ def _equal_formulas(gold: str, answer: str, symbolic: bool) -> bool:
     if _squeezed(gold) == _squeezed(answer):
         return answer != ""
     plain = [TEXT.sub(r"\g<text>", side).strip(" ().") for side in (gold, answer)]
-    if all(map(_CAPITALS.fullmatch, plain)):
-        return plain[0].replace(" ", "") == plain[1].replace(" ", "")
     if any(TEXT.search(side) or _WORDS.fullmatch(word) for side, word in zip((gold, answer), plain, strict=True)):
-        return plain[0].lower() == plain[1].lower()
-    if with_base(gold) or with_base(answer):
-        return equal_in_base(gold, answer)
-    if number(gold) is not None and number(answer) is not None:
-        return numbers_equal(gold, answer)
-    if not (is_readable(gold) and is_readable(answer) and relations(gold) == relations(answer)):
+        return _squeezed(plain[0].lower()) == _squeezed(plain[1].lower())
+    if based := _BASED.fullmatch(gold):
+        return answer == based[1]
+    if (a := number(gold)) is not None and (b := number(answer)) is not None:
+        return numbers_equal(a, b)
+    return relations(gold) == relations(answer) and _by_math_verify(gold, answer, symbolic)
+
+
+def _by_math_verify(gold: str, answer: str, symbolic: bool) -> bool:
+    if not (is_readable(gold) and is_readable(answer)):
         return False
     if not symbolic:
         raise NeedsSympy
@@ -334,5 +318,5 @@ def _squeezed(text: str) -> str:
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
 
 
-_CAPITALS = re.compile(r"[A-Z](?: ?[A-Z])+")
-_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|(?i:yes|no|odd)|[A-Z]")
+_BASED = re.compile(r"([0-9][0-9A-Za-z]*)_\{?[0-9]+\}?")
+_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|(?i:yes|no|odd)|[A-Z](?: ?[A-Z])*")

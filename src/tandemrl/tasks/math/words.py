@@ -108,15 +108,13 @@ _MEASURED = re.compile(
 _BEFORE = re.compile(r"\s*(?:#*[A-Za-z]+(?:['’-][a-z]+)*[,.:;]*\s+|[:#]+\s*)*")
 _BEHIND = re.compile(r"(?: ?\\?%| ?°)?[,.:;]*(?:\s+\(?[A-Za-z]+(?:['’-][a-z]+)*\)?[,.:;]*)*\s*")
 _FORMULA_WORDS = set(re.findall("[a-z]+", "sin cos tan cot sec csc log ln exp gcd lcm det sqrt root pi inf frac mod"))
-_SHORT_WORDS = set(
-    re.findall(
-        "[a-z]+",
-        """
-        did is of do was are can red in new has toy men she ml he it dog ice to oil cds hot old his her cm key
-        kg too mg mb net kwh sq mph gb oz pay egg car km mm ft lb lbs hr hrs sec min mi yd the per all day bag
-        box cup pen job pie pig cow cat hat kid boy pts
-        """,
-    )
+_SHORT_WORDS = re.findall(
+    "[a-z]+",
+    """
+    did is of do was are can red in new has toy men she ml he it dog ice to oil cds hot old his her cm key kg too mg mb
+    net kwh sq mph gb oz pay egg car km mm ft lb lbs hr hrs sec min mi yd the per all day bag box cup pen job pie pig
+    cow cat hat kid boy pts
+    """,
 )
 """Words of two or three letters that are no product of variables."""
 _COUNTS = f"{'|'.join(NUMBER_WORDS)}|nil|thirty|forty|fifty|sixty|seventy|eighty|ninety|dozen|hundred|thousand"
