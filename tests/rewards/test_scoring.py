@@ -239,7 +239,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
             scorer.check([row("7"), row("7", "unknown", "u")])
         with pytest.raises(DataError, match="row n: ground truth of countdown must be"):
             scorer.check([row("7", "countdown", "n")])
-        assert scorer._processes._workers == []
+        assert scorer._processes._idle == []
     with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
         with pytest.raises(GraderError, match="no_such_module"):
             scorer.check([row("7", "mine")])

@@ -73,6 +73,8 @@ VERIFIERS = ("prompt", "completion", "answer", "state", "task", "info")
 """The keyword arguments that verifiers passes to a reward function, without the objects of its rubric."""
 PLURALS = {"answers", "states", "tasks", "infos"}
 """What a function of verifiers takes beside ``prompts`` and ``completions`` if it scores all responses to a prompt."""
+KEYWORDS = ("transcript", "opened", "options")
+"""What a function of the library's own form gets by keyword if it has such parameters."""
 LOGS = ("log_metric", "log_extra")
 """The functions that TRL passes, so that a reward function can log numbers, and columns with a value per completion."""
 RUBRIC = ("parser", "judge")
@@ -110,13 +112,11 @@ class Call(NamedTuple):
 
     form: Form = "own"
     options: bool = False
-    """Whether a function of the library's own form takes the `RewardConfig`."""
+    """Whether a function of the library's own form takes the `RewardConfig` as a third argument of another name."""
     transcript: Literal["no", "may", "must"] = "no"
     """Whether a function of the library's own form takes the transcript."""
-    opened: bool = False
-    """Whether it takes what the chat template wrote of the response."""
     names: tuple[str, ...] = ()
-    """The keyword arguments of another library that the function names."""
+    """The keyword arguments that the function names: `KEYWORDS`, and those of another library."""
     optional: tuple[str, ...] = ()
     """Those of them that have a default."""
     rest: bool = False
@@ -125,14 +125,19 @@ class Call(NamedTuple):
     """Whether its annotations ask for messages."""
 
     @property
+    def opened(self) -> bool:
+        """Whether it takes what the chat template wrote of the response."""
+        return "opened" in self.names
+
+    @property
     def grouped(self) -> bool:
         """Whether it scores all responses to a prompt in one call."""
         return self.form == "trl"
 
     @property
-    def logs(self) -> tuple[str, ...]:
-        """The functions of `LOGS` that it takes."""
-        return tuple(name for name in LOGS if self.rest or name in self.names)
+    def logs(self) -> tuple[str, ...] | None:
+        """The functions of `LOGS` that it takes; None if it scores one response."""
+        return tuple(name for name in LOGS if self.rest or name in self.names) if self.grouped else None
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Call":
@@ -145,15 +150,16 @@ class Call(NamedTuple):
             signature = inspect.signature(function)
         except ValueError:  # some functions written in C do not say
             return cls()
-        parameters, opened = signature.parameters, "opened" in signature.parameters
+        parameters = signature.parameters
+        empty = inspect.Parameter.empty
         if form := _foreign(parameters):
             kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
             rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-            known = {"verl": VERL, "verifiers": VERIFIERS}.get(form)
             named = tuple(each for each in parameters if parameters[each].kind not in kinds)
+            known = {"verl": VERL, "verifiers": VERIFIERS}.get(form)
             names = named if known is None else tuple(each for each in known if rest or each in named)
-            names += ("opened",) if opened and known is not None else ()
-            optional = tuple(each for each in named if parameters[each].default is not inspect.Parameter.empty)
+            names += ("opened",) if known is not None and "opened" in named else ()
+            optional = tuple(each for each in named if parameters[each].default is not empty)
             try:
                 signature.bind(**dict.fromkeys(names))
             except TypeError:
@@ -161,39 +167,41 @@ class Call(NamedTuple):
             annotation = str(getattr(parameters.get("completions") or parameters.get("completion"), "annotation", ""))
             asks = any(word in annotation for word in ("dict", "Dict", "Message", "Mapping"))
             only = asks and not OR_TEXT.search(annotation)
-            return cls(form, opened=opened, names=names, optional=optional, rest=rest, messages_only=only)
-        if (transcript := parameters.get("transcript")) is not None or opened:
-            options = "options" in parameters
+            return cls(form, names=names, optional=optional, rest=rest, messages_only=only)
+        names = tuple(each for each in KEYWORDS if each in parameters)
+        transcript = parameters.get("transcript")
+        reads: Literal["no", "may", "must"] = "no"
+        if transcript is not None:
+            reads = "must" if transcript.default is empty else "may"
+        for count in (2, 3):
             try:
-                signature.bind(None, None, **dict.fromkeys({"transcript", "opened", "options"} & parameters.keys()))
-            except TypeError:
-                raise _no_reward(name, signature) from None
-            if transcript is None:
-                return cls("own", options, opened=opened)
-            return cls("own", options, "must" if transcript.default is inspect.Parameter.empty else "may", opened)
-        for count in (3, 2) if "options" in parameters else (2, 3):
-            try:
-                signature.bind(*[None] * count)
+                signature.bind(*[None] * count, **dict.fromkeys(names))
             except TypeError:
                 continue
-            return cls("own", options=count == 3)
+            return cls("own", count == 3, reads, names)
         raise _no_reward(name, signature)
 
-    def arguments(self, name: str, item: Item, options: RewardConfig) -> Given:
-        """The arguments of a call for one response.
+    def given(self, name: str, items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Given:
+        """The arguments of a call for one response, or for all responses to a prompt, without the functions of `LOGS`.
 
         Raises:
-            GraderError: the function reads transcripts, and there is none.
+            GraderError: the function takes what cannot be given, such as a transcript; the message names it.
         """
+        if self.grouped:
+            as_text, as_messages = (
+                self._columns(name, items, [*map(form, items)], state) for form in (_as_text, _as_messages)
+            )
+            return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
+        [item] = items
         row, response, transcript = item
-        opened = {"opened": response.opened} if self.opened else {}
+        told: dict[str, Any] = {"opened": response.opened, "options": options, "transcript": transcript}
         if self.form == "verl":
-            told = (row.data_source, response.plain, truth_of(row), dict(row.extra_info))
-            return Given((), {k: v for k, v in zip(VERL, told, strict=True) if k in self.names} | opened)
+            told |= zip(VERL, (row.data_source, response.plain, truth_of(row), dict(row.extra_info)), strict=True)
+            return Given((), {name: told[name] for name in self.names})
         if self.form == "verifiers":
             as_text, as_messages = (
-                {name: told[name] for name in self.names if name in told} | opened
-                for told in (_of_verifiers(item, *_as_text(item)), _of_verifiers(item, *_as_messages(item)))
+                {name: (told | _of_verifiers(item, *shown))[name] for name in self.names}
+                for shown in (_as_text(item), _as_messages(item))
             )
             return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
         if self.transcript == "must" and transcript is None:
@@ -201,21 +209,8 @@ class Call(NamedTuple):
                 f"{name}, row {row.example_id}: it reads the transcript of an episode, and a single response has none; "
                 "set rollout.environment, or give the parameter `transcript` a default"
             )
-        if self.transcript == "no" and not self.opened:
-            return Given((row, response.text, options) if self.options else (row, response.text))
-        asked = opened | ({} if self.transcript == "no" else {"transcript": transcript})
-        return Given((row, response.text), {**asked, **({"options": options} if self.options else {})})
-
-    def group_arguments(self, name: str, items: Sequence[Item], state: TrainerState | None) -> Given:
-        """The arguments of a call for all responses to a prompt, without the functions of `LOGS`.
-
-        Raises:
-            GraderError: the function takes what cannot be given; the message names it.
-        """
-        as_text, as_messages = (
-            self._columns(name, items, [*map(form, items)], state) for form in (_as_text, _as_messages)
-        )
-        return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
+        third = (options,) if self.options else ()
+        return Given((row, response.text, *third), {name: told[name] for name in self.names})
 
     @property
     def remark(self) -> str:
@@ -227,22 +222,14 @@ class Call(NamedTuple):
             "to get a Row)"
         )
 
-    def checked(self, result: Any, name: str, row: Row) -> Score:
-        """The result of the function as a score.
+    def checked(self, result: Any, name: str, items: Sequence[Item]) -> Score | GroupScores:
+        """The result of the function as a score; what `called_group` returns as scores.
 
         Raises:
-            GraderError: the result is not a score.
+            GraderError: the result is not a score, or there is not a score, or None, for each response.
         """
-        if self.form == "verl":
-            result = _of_verl(result)
-        return checked(result, name, row)
-
-    def checked_group(self, result: Mapping[str, Any], name: str, items: Sequence[Item]) -> GroupScores:
-        """What `called_group` returns, as scores.
-
-        Raises:
-            GraderError: there is not a score, or None, for each response.
-        """
+        if not self.grouped:
+            return checked(_of_verl(result) if self.form == "verl" else result, name, items[0].row)
         values = result["values"]
         if not isinstance(values, list) or len(values) != len(items):
             raise GraderError(
@@ -373,7 +360,7 @@ def called_group(function: Callable[..., Any], given: Given, logs: Sequence[str]
 
     values = called(attempt, given)
     if not isinstance(values, str | Mapping | None):
-        with suppress(TypeError):  # which `Call.checked_group` says
+        with suppress(TypeError):  # which `Call.checked` says
             values = [*values]
     return {"values": values, "metrics": metrics, "extra": extra}
 

@@ -6,14 +6,13 @@ the training process: it may be a closure, and it has to be quick.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.messages import Response, Transcript
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.processes.names import function_named
 from tandemrl.rewards.calls import METRICS, Call, Given, called, called_group, raised
@@ -32,10 +31,8 @@ from tandemrl.rewards.protocol import (
 RewardFunction = Callable[..., Score | float | Mapping[str, Any]]
 """A function of ``(row, text)`` or ``(row, text, options)``, optionally with ``transcript``; or one with the signature
 of verl, TRL or verifiers."""
-Grade = Callable[[Row, str | Response, RewardConfig, Transcript | None], Score | Deferred]
-"""A reward of any kind in a uniform signature. The transcript is None without an episode."""
-GroupGrade = Callable[[Sequence[Item], TrainerState | None], Deferred]
-"""A reward that scores all responses to a prompt in one call; its outcome is `GroupScores`."""
+Begin = Callable[[Sequence[Item], RewardConfig, TrainerState | None], Score | GroupScores | Deferred]
+"""A reward of any kind in a uniform signature, for one response, or for all responses to a prompt."""
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives with its own ``score``."""
 RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
@@ -45,18 +42,23 @@ RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
 class Term(NamedTuple):
     """One term of a row's reward: a named reward and its weight in the sum.
 
-    own: whether it is a function of the user's. reads_transcripts: whether it is one that reads episodes. group: set
-    instead of ``score`` if it scores all responses to a prompt in one call. opened: whether it reads what the chat
-    template wrote of a response.
+    own: whether it is a function of the user's. reads_transcripts: whether it is one that reads episodes. grouped:
+    whether it scores all responses to a prompt in one call; its outcome is `GroupScores`. opened: whether it reads what
+    the chat template wrote of a response.
     """
 
     name: str
-    weight: float
-    score: Grade | None
+    begin: Begin
+    weight: float = 1.0
     own: bool = False
     reads_transcripts: bool = False
-    group: GroupGrade | None = None
+    grouped: bool = False
     opened: bool = False
+
+    @classmethod
+    def of(cls, name: str, how: Call, begin: Begin) -> "Term":
+        """The term of a user's function."""
+        return cls(name, begin, 1.0, True, how.transcript != "no", how.grouped, how.opened)
 
 
 def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
@@ -67,7 +69,7 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
     reward that gives no score (`NO_SCORE`) is left out, with the part ``NAME/none``; if none gives one, there is none.
 
     Examples:
-        >>> terms = [Term("boxed", 1.0, in_process("", max)), Term("brevity", 0.2, in_process("", max))]
+        >>> terms = [in_process("boxed", max), in_process("brevity", max)._replace(weight=0.2)]
         >>> weighted(terms, [Score(1.0, {"acc": 1.0}, "7"), Score(0.5, {"acc": 0.0}, None)])
         Score(value=1.1, parts={'acc': 1.0, 'boxed': 1.0, 'brevity': 0.5}, answer='7')
     """
@@ -123,49 +125,42 @@ def with_environment(functions: Mapping[str, RewardFunction], environment: Any) 
     return {ENVIRONMENT: of_environment, **functions}
 
 
-def of_library(name: str, function: ScorerFunction) -> Grade:
+def of_library(name: str, function: ScorerFunction) -> Term:
     """The reward of one of the library's scorers."""
     takes = inspect.signature(function).parameters
     how = Call.of(partial(function, **dict.fromkeys({"written"} & takes.keys())), name)
 
-    def score(row: Row, text: str | Response, options: RewardConfig, transcript: Transcript | None) -> Score | Deferred:
-        response = Response.of(text)
+    def begin(items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Score | Deferred:
+        [(row, response, transcript)] = items
         as_read = replace(response, text=response.plain)  # they extract answers, as published graders do
-        given = how.arguments(name, Item(row, as_read, transcript), options)
+        given = how.given(name, [Item(row, as_read, transcript)], options, state)
         written = {"written": response.text} if "written" in takes else {}
         result: Score | Deferred = function(*given.positional, **given.keywords, **written)
         return result
 
-    return score
+    return Term(name, begin)
 
 
-def in_process(name: str, function: RewardFunction) -> Grade | GroupGrade:
+def in_process(short: str, function: RewardFunction) -> Term:
     """The reward of a function that is called in this process. An exception in it stops the run."""
-    name, how = f"reward {name}", Call.of(function, f"reward {name}")
+    name = f"reward {short}"
+    how = Call.of(function, name)
 
-    def deferred(row: Row, run: Callable[[], Any], then: Callable[[Any], Any]) -> Deferred:
+    def begin(items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Deferred:
+        given = how.given(name, items, options, state)
+
         def call() -> Any:
             try:
-                with place_told(function):
-                    return run()
+                return made(function, given, how.logs, len(items))
             except GraderError as error:
-                raise GraderError(f"{name}, row {row.example_id}: {error}{how.remark}") from error.__cause__
+                raise GraderError(f"{name}, row {items[0].row.example_id}: {error}{how.remark}") from error.__cause__
 
-        return Deferred("function", (call,), then)
+        return Deferred("function", (call,), lambda result: how.checked(result, name, items))
 
-    def score(row: Row, text: str | Response, options: RewardConfig, transcript: Transcript | None) -> Deferred:
-        given = how.arguments(name, Item(row, Response.of(text), transcript), options)
-        return deferred(row, partial(called, function, given), lambda result: how.checked(result, name, row))
-
-    def score_group(items: Sequence[Item], state: TrainerState | None) -> Deferred:
-        given = how.group_arguments(name, items, state)
-        run = partial(called_group, function, given, how.logs, len(items))
-        return deferred(items[0].row, run, lambda result: how.checked_group(result, name, items))
-
-    return score_group if how.grouped else score
+    return Term.of(short, how, begin)
 
 
-def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Grade | GroupGrade:
+def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Term:
     """The reward of ``module:function``, which is called in a child process.
 
     An exception in it stops the run. If it hangs or crashes, the reward is 0 and counted as lost.
@@ -181,29 +176,19 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Grade | 
         raise GraderError(f"reward.parameters: {path} has no parameter {unknown[0]!r}")
     how = Call.of(partial(function, **parameters), path)
 
-    def lost(outcome: Lost, row: Row) -> Score:
-        if outcome.why:
-            raise GraderError(f"{path}, row {row.example_id}: {outcome.why}{how.remark}")
-        return Score(0.0, {"acc": 0.0, "answer_present": 0.0, outcome.how: 1.0}, None)
+    def begin(items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Deferred:
+        def then(result: Any) -> Score | GroupScores:
+            if not isinstance(result, Lost):
+                return how.checked(result, path, items)
+            if result.why:
+                raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}{how.remark}")
+            lost = Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
+            return GroupScores([lost] * len(items)) if how.grouped else lost
 
-    def score(row: Row, text: str | Response, options: RewardConfig, transcript: Transcript | None) -> Deferred:
-        def then(result: Any) -> Score:
-            return lost(result, row) if isinstance(result, Lost) else how.checked(result, path, row)
+        given = how.given(path, items, options, state).bound(parameters)
+        return Deferred("symbolic", (AS_GIVEN, path, *given, how.logs, len(items)), then, len(items))
 
-        given = how.arguments(path, Item(row, Response.of(text), transcript), options).bound(parameters)
-        return Deferred("symbolic", (AS_GIVEN, path, *given), then)
-
-    def score_group(items: Sequence[Item], state: TrainerState | None) -> Deferred:
-        def then(result: Any) -> GroupScores:
-            if isinstance(result, Lost):
-                return GroupScores([lost(result, item.row) for item in items])
-            return how.checked_group(result, path, items)
-
-        given = how.group_arguments(path, items, state).bound(parameters)
-        payload = (GROUP_AS_GIVEN, path, *given, how.logs, len(items))
-        return Deferred("symbolic", payload, then, len(items))
-
-    return score_group if how.grouped else score
+    return Term.of(path.rpartition(":")[2], how, begin)
 
 
 def call(path: str, *arguments: Any) -> Any:
@@ -212,31 +197,24 @@ def call(path: str, *arguments: Any) -> Any:
 
 
 def call_as_given(path: str, *given: Any) -> Any:
-    """What the reward function ``module:function`` returns for the arguments in the fields of a `Given`."""
-    function = imported(path)
-    with place_told(function):
-        return called(function, Given(*given))
-
-
-def call_group_as_given(path: str, *given: Any) -> Any:
-    """What the reward function ``module:function`` returns for all responses to a prompt; see `called_group`."""
+    """`made` with the reward function ``module:function`` and the fields of a `Given`."""
     *fields, logs, count = given
-    function = imported(path)
-    with place_told(function):
-        return called_group(function, Given(*fields), logs, count)
+    return made(imported(path), Given(*fields), logs, count)
 
 
-@contextmanager
-def place_told(function: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a user's function is called. Its exception becomes a `GraderError` that says file and line."""
+def made(function: Callable[..., Any], given: Given, logs: Sequence[str] | None, count: int) -> Any:
+    """What a user's function returns; with ``logs``, for all responses to a prompt (see `called_group`).
+
+    Raises:
+        GraderError: it raised; the message says what, in which file and line.
+    """
     try:
-        yield
+        return called(function, given) if logs is None else called_group(function, given, logs, count)
     except (Exception, SystemExit) as error:
         raise GraderError(raised(error, function)) from error
 
 
 AS_GIVEN = f"{__name__}:{call_as_given.__name__}"
-GROUP_AS_GIVEN = f"{__name__}:{call_group_as_given.__name__}"
 
 
 def imported(path: str) -> Callable[..., Any]:

@@ -12,28 +12,26 @@ written, others without regard to case.
 import difflib
 import fnmatch
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.config.catalogue import TASKS
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.names import function_named
-from tandemrl.rewards.calls import MEASURED, Call
+from tandemrl.rewards.calls import MEASURED
 from tandemrl.rewards.functions import (
     RESERVED,
     RewardFunction,
     Term,
     call,
-    imported,
     in_child,
     in_process,
     of_library,
     weighted,
 )
-from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score, TrainerState
+from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score
 
 SCORERS: dict[str, str] = {
     "math": "tandemrl.tasks.math.boxed:math",
@@ -158,7 +156,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         if taken := next((name for name in short if name in RESERVED), None):
             raise GraderError(f"{total}: {taken} is a metric or a part of every score; rename the function")
     return tuple(
-        _term(name, options.weights.get(name, 1.0), path, functions, options)
+        _scorer(path, functions, options)._replace(name=name, weight=options.weights.get(name, 1.0))
         for name, path in zip(short, names, strict=True)
     )
 
@@ -205,7 +203,7 @@ def check_rewards(
                 _scorer(name, functions, options)
             continue
         key = f"reward.scorers.{pattern}"
-        message = f"{key}={rewards}: {_why_unused(pattern, kinds, options)}"
+        message = f"{key}={rewards}: {_why_unused(pattern, kinds)}"
         if stated is None or key in stated:
             raise ConfigError(message)
         warnings.warn(message, stacklevel=3)
@@ -216,7 +214,9 @@ def check_rewards(
     if unplaced and None not in matches.values():
         raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for each")
     known = {_short(name) for name in reward_names(options)} | set(functions)
-    for name, key in _named_in(options):
+    for name, key in [
+        (name, f"reward.{table}.{name}") for table in ("weights", "parameters") for name in getattr(options, table)
+    ]:
         if name not in known and (stated is None or any(f"{each}.".startswith(f"{key}.") for each in stated)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
@@ -224,12 +224,6 @@ def check_rewards(
                 f"{key}: no reward of that name; {hint}Names come from reward.scorers and train(reward=…): "
                 f"{', '.join(sorted(known)) or 'there are none'}"
             )
-
-
-def _named_in(options: RewardConfig) -> Iterator[tuple[str, str]]:
-    """The names of rewards that have a weight or parameters, with their keys."""
-    yield from ((name, f"reward.weights.{name}") for name in options.weights)
-    yield from ((name, f"reward.parameters.{name}") for name in options.parameters)
 
 
 def reward_names(options: RewardConfig) -> list[str]:
@@ -251,18 +245,7 @@ def score_text(row: Row, text: str | Response, options: RewardConfig | None = No
     """
     options = options or RewardConfig()
     terms, item = terms_of(row, options), Item(row, Response.of(text))
-    return weighted(terms, [_settled(begun(term, [item], options, None), row) for term in terms])
-
-
-def begun(
-    term: Term, items: Sequence[Item], options: RewardConfig, state: TrainerState | None
-) -> Score | Deferred | GroupScores:
-    """What a term gives a response, or all responses to a prompt if it scores them in one call."""
-    if term.group is not None:
-        return term.group(items, state)
-    assert term.score is not None
-    [(row, response, transcript)] = items
-    return term.score(row, response, options, transcript)
+    return weighted(terms, [_settled(term.begin([item], options, None), row) for term in terms])
 
 
 def _settled(result: Score | Deferred | GroupScores, row: Row) -> Score:
@@ -273,18 +256,8 @@ def _settled(result: Score | Deferred | GroupScores, row: Row) -> Score:
     return result.scores[0] if isinstance(result, GroupScores) else result
 
 
-def _term(name: str, weight: float, path: str, functions: Functions, options: RewardConfig) -> Term:
-    scorer = _scorer(path, functions, options)
-    if path in scorers():
-        return Term(name, weight, scorer)
-    parameters = options.parameters.get(_short(path), {})
-    how = Call.of(functions[path] if path in functions else partial(imported(path), **parameters), path)
-    one, group = (None, scorer) if how.grouped else (scorer, None)
-    return Term(name, weight, one, True, how.transcript != "no", group, how.opened)
-
-
-def _scorer(name: str, functions: Functions, options: RewardConfig) -> Any:
-    """The function that a name stands for.
+def _scorer(name: str, functions: Functions, options: RewardConfig) -> Term:
+    """The reward that a name stands for.
 
     Raises:
         GraderError: the name is unknown, or the function cannot be imported.
@@ -334,18 +307,12 @@ def _named_by(pattern: str, kind: Kind) -> str:
     return kind.ability if pattern.startswith(ABILITY) else kind.data_source
 
 
-def _why_unused(pattern: str, kinds: Sequence[Kind], options: RewardConfig) -> str:
-    for kind in kinds:
-        if _match(kind, [pattern]) is not None:
-            first = _match(kind, options.scorers)
-            return f"never used: {_named_by(pattern, kind)!r} matches {first!r} first; put the narrower pattern first"
+def _why_unused(pattern: str, kinds: Sequence[Kind]) -> str:
     names = sorted({_named_by(pattern, kind) for kind in kinds} - {""})
-    what, field = ("abilities", "ability") if pattern.startswith(ABILITY) else ("data sources", "data_source")
-    if not names:
-        return f"no row matches: none has {'an' if field == 'ability' else 'a'} {field}"
+    what = "abilities" if pattern.startswith(ABILITY) else "data sources"
     close = difflib.get_close_matches(pattern.removeprefix(ABILITY), names, n=1, cutoff=0.0)
     hint = f"; did you mean {close[0]}?" if close else ""
     return (
-        f"no row matches; the {what} are {', '.join(names)}{hint} (a pattern is the whole {field}, with * for any "
-        "characters)"
+        f"no row matches it first; the {what} are {', '.join(names) or 'none'}{hint} (a pattern is the whole name, "
+        "with * for any characters, and goes before wider ones)"
     )

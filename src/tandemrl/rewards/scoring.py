@@ -10,8 +10,7 @@ import pickle
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import wait
@@ -20,16 +19,18 @@ from typing import Any, NamedTuple
 from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
-from tandemrl.processes.child import Child, cores
+from tandemrl.processes.child import READY, Child, cores
 from tandemrl.processes.watchdog import stamp
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
-from tandemrl.rewards.routing import EQUALITY, Kind, begun, check_rewards, terms_of
+from tandemrl.rewards.routing import EQUALITY, Kind, check_rewards, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 START_LIMIT_S = 120.0
 ORPHAN_GRACE_S = 30.0
+LOOK_S = 0.5
+"""How often a thread that waits for a process looks whether its batch was interrupted."""
 TASKS_PER_WORKER = 8
 """For about how many comparisons it is worth starting another process, which takes half a second of imports."""
 MAX_ROUNDS = 8
@@ -57,7 +58,7 @@ class Graded(NamedTuple):
 class _Task(NamedTuple):
     """A reward of some responses, by their numbers; of several, if it scores all responses to a prompt in one call."""
 
-    places: tuple[int, ...]
+    places: list[int]
     term: Term
 
 
@@ -136,7 +137,7 @@ class Scorer:
         check_rewards(read, self._reward, self.functions, stated=stated)
         for row in rows:
             for term in self.terms_of(row):
-                pending = begun(term, [Item(row, Response("", "", ids=()), nothing)], self._reward, state)
+                pending = term.begin([Item(row, Response("", "", ids=()), nothing)], self._reward, state)
                 if isinstance(pending, Deferred):
                     self._pool(pending.kind, row)
 
@@ -182,7 +183,7 @@ class Scorer:
 
     def grouped(self, row: Row) -> bool:
         """Whether a function gets all responses to the row together."""
-        return any(term.group is not None for term in self.terms_of(row))
+        return any(term.grouped for term in self.terms_of(row))
 
     def score_part(
         self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None = None
@@ -190,15 +191,15 @@ class Scorer:
         """Score a part of a batch, in which groups are whole. Call `check_lost` with the number of lost scores in the
         whole batch."""
         terms = [self.terms_of(row) for row, *_ in items]
-        together: dict[Hashable, list[int]] = {}
+        tasks: list[_Task] = []
+        together: dict[tuple[Hashable, int], _Task] = {}
         for i, (group, each) in enumerate(zip(groups, terms, strict=True)):
-            together.setdefault((group, id(each)), []).append(i)
-        tasks = []
-        for i, each in enumerate(terms):
-            members = together[groups[i], id(each)]
-            alone = [_Task((i,), term) for term in each if term.group is None]
-            tasks += alone if i != members[0] else [_Task((i,) if t.group is None else tuple(members), t) for t in each]
-        results = [begun(task.term, [items[i] for i in task.places], self._reward, state) for task in tasks]
+            for term in each:
+                task = together.setdefault((group, id(term)), _Task([], term)) if term.grouped else _Task([], term)
+                task.places.append(i)
+                if len(task.places) == 1:
+                    tasks.append(task)
+        results = [task.term.begin([items[i] for i in task.places], self._reward, state) for task in tasks]
         with self._lock:
             settled, lost_tasks = self._settle(results, [items[task.places[0]].row for task in tasks])
             found: list[dict[str, Score]] = [{} for _ in items]
@@ -246,8 +247,8 @@ class Scorer:
         found: dict[str, list[Score]] = {}
         for term in self.terms_of(row):
             items = [] if term.reads_transcripts else [Item(row, response) for response in responses(term)]
-            calls = [items] if items and term.group is not None else [[item] for item in items]
-            results = [begun(term, call, self._reward, state) for call in calls]
+            calls = [items] if items and term.grouped else [[item] for item in items]
+            results = [term.begin(call, self._reward, state) for call in calls]
             with self._lock:
                 settled, lost = self._settle(results, [row] * len(calls))
             for result in settled:
@@ -294,13 +295,7 @@ class Scorer:
                 if kind == "judge" and len(waiting) > 1:
                     continue  # asked once per batch, when all that may lead to it is settled
                 pending = [item for i in places if isinstance(item := results[i], Deferred)]
-                outcomes: Sequence[Any]
-                if kind == "symbolic":
-                    outcomes = self._processes.call(
-                        [item.payload for item in pending], [item.responses for item in pending]
-                    )
-                else:
-                    outcomes = self._pool(kind, rows[places[0]])([item.payload for item in pending])
+                outcomes = self._pool(kind, rows[places[0]])(pending)
                 for i, item, outcome in zip(places, pending, outcomes, strict=True):
                     results[i] = item.then(outcome)
                     if isinstance(outcome, Lost) and not isinstance(results[i], Deferred):
@@ -315,37 +310,34 @@ class Scorer:
             scores.append(result)
         return scores, lost
 
-    def _pool(self, kind: str, row: Row) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]:
+    def _pool(self, kind: str, row: Row) -> Callable[[Sequence[Deferred]], Sequence[Any]]:
         """The function that settles one kind of deferred scores."""
         if kind == "symbolic":
-            return self._processes.call
+            return self._processes.settle
         if kind == "function":
-            return _call_here
+            return _stamped(lambda pending: (each.payload[0]() for each in pending))
         if kind == "code" and self._code is not None:
-            return self._run_code
+            return _stamped(self._run_code)
         if kind == "judge" and self._judge is not None:
-            return self._judge
+            judge = self._judge
+            return lambda pending: judge([each.payload for each in pending])
         missing = {
             "code": "a sandbox to run programs in; give the Scorer code=…",
             "judge": "a judge; set judge.url to an OpenAI-compatible endpoint or judge.model to a model's folder",
         }[kind]
         raise GraderError(f"row {row.example_id}: scoring data_source {row.data_source!r} needs {missing}")
 
-    def _run_code(self, payloads: Sequence[tuple[Row, str]]) -> list[Score]:
+    def _run_code(self, pending: Sequence[Deferred]) -> Iterator[Score]:
         assert self._code is not None
         with ThreadPoolExecutor(self._reward.workers or cores()) as threads:
-            scores = []
-            for score in threads.map(self._code, *zip(*payloads, strict=True)):
-                scores.append(score)
-                stamp()
-            return scores
+            yield from threads.map(self._code, *zip(*(each.payload for each in pending), strict=True))
 
 
 def surely_equal(a: str, b: str) -> bool:
     """Whether the default grader calls two answers equal, by math-verify in a process that it kills if need be."""
     quick, symbolic = (f"{EQUALITY}:{name}" for name in ("quick_equal", "equal"))
     decided = call_by_name(quick, a, b)
-    return _voters().call([(symbolic, a, b)])[0] is True if decided is None else bool(decided)
+    return _voters().settle([Deferred("symbolic", (symbolic, a, b))])[0] is True if decided is None else bool(decided)
 
 
 @cache
@@ -353,12 +345,17 @@ def _voters() -> "_Processes":
     return _Processes(RewardConfig(workers=1), WORKER)
 
 
-def _call_here(payloads: Sequence[tuple[Callable[[], Any]]]) -> list[Any]:
-    results = []
-    for (call,) in payloads:
-        results.append(call())
-        stamp()
-    return results
+def _stamped(settle: Callable[[Sequence[Deferred]], Iterable[Any]]) -> Callable[[Sequence[Deferred]], list[Any]]:
+    """A pool that settles one score after the other, and stamps each."""
+
+    def settled(pending: Sequence[Deferred]) -> list[Any]:
+        outcomes = []
+        for outcome in settle(pending):
+            outcomes.append(outcome)
+            stamp()
+        return outcomes
+
+    return settled
 
 
 class _Processes:
@@ -367,104 +364,63 @@ class _Processes:
     def __init__(self, reward: RewardConfig, command: Sequence[str]) -> None:
         self._reward = reward
         self._command = tuple(command)
-        self._workers: list[_Worker] = []
+        self._idle: list[Child] = []
+        self._interrupted = False
 
-    def call(self, payloads: Sequence[tuple[Any, ...]], responses: Sequence[int] = ()) -> list[Any]:
-        """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once.
-
-        Args:
-            responses: for how many responses each payload is, by which its time limit is multiplied; as a rule 1.
-        """
-        limits = [self._reward.timeout_s * count for count in responses or [1] * len(payloads)]
+    def settle(self, pending: Sequence[Deferred]) -> list[Any]:
+        """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once."""
+        limits = [self._reward.timeout_s * each.responses for each in pending]
         keys = [
-            pickle.dumps((payload, limit + ORPHAN_GRACE_S)) for payload, limit in zip(payloads, limits, strict=True)
+            pickle.dumps((each.payload, limit + ORPHAN_GRACE_S)) for each, limit in zip(pending, limits, strict=True)
         ]
         tasks = dict(zip(keys, limits, strict=True))
-        answers = dict(zip(tasks, self._work(list(tasks), list(tasks.values())), strict=True))
+        most = self._reward.workers or max(1, min(cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
+        answers: dict[bytes, Any] = {}
+        with ThreadPoolExecutor(most) as threads:
+            try:
+                for key, answer in zip(tasks, threads.map(self._answer, tasks, tasks.values()), strict=True):
+                    answers[key] = answer
+                    stamp()
+            except BaseException:  # an interrupted process would answer the next batch with this one's outcome
+                self._interrupted = True
+                threads.shutdown(cancel_futures=True)
+                self._interrupted = False
+                raise
         return [answers[key] for key in keys]
 
     def close(self) -> None:
-        while self._workers:
-            self._workers.pop().kill()
+        while self._idle:
+            self._idle.pop().kill()
 
-    def _work(self, tasks: Sequence[bytes], limits: Sequence[float]) -> list[Any]:
-        """Give the tasks to idle workers until each task has an outcome."""
-        outcomes: list[Any] = [Lost("failure")] * len(tasks)
-        waiting = deque(range(len(tasks)))
-        most = self._reward.workers or max(1, min(cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
-        for dead in [worker for worker in self._workers if not worker.running()]:
-            self._dismiss(dead)
-        try:
-            while waiting or any(worker.task is not None for worker in self._workers):
-                self._employ(waiting, most, tasks, limits)
-                active = {worker.fileno(): worker for worker in self._workers if worker.deadline < math.inf}
-                nearest = min(worker.deadline for worker in active.values())
-                answered = wait(list(active), timeout=max(0.0, nearest - time.monotonic()))
-                now = time.monotonic()
-                for descriptor, worker in active.items():
-                    task = worker.task
-                    if descriptor in answered:
-                        outcome = worker.receive()
-                    elif now >= worker.deadline:
-                        outcome = worker.abandon()
-                    else:
-                        continue
-                    if not worker.alive:
-                        self._dismiss(worker)
-                    if task is not None and worker.task is None:
-                        outcomes[task] = outcome
-                        stamp()
-        except BaseException:  # an interrupted worker would answer the next batch with this one's outcome
-            self.close()
-            raise
-        return outcomes
+    def _answer(self, task: bytes, limit_s: float) -> Any:
+        child = self._child()
+        child.send(task)
+        line = self._line(child, limit_s)
+        if isinstance(line, Lost):
+            child.kill()
+            return line
+        self._idle.append(child)
+        reply = json.loads(line)
+        return reply["result"] if "result" in reply else Lost("failure", reply["error"])
 
-    def _employ(self, waiting: deque[int], most: int, tasks: Sequence[bytes], limits: Sequence[float]) -> None:
-        """Give idle workers the next tasks, and start new workers if enough tasks are left for them."""
-        for worker in self._workers:
-            if waiting and worker.deadline == math.inf:
-                task = waiting.popleft()
-                worker.begin(task, tasks[task], limits[task])
-        starting = sum(worker.task is None for worker in self._workers)
-        for _ in range(min(most - len(self._workers), len(waiting) - starting)):
-            self._workers.append(_Worker(self._command))
+    def _child(self) -> Child:
+        """A process that is ready for a task: an idle one, or a new one."""
+        while self._idle:
+            if (child := self._idle.pop()).running():
+                return child
+            child.kill()
+        child = Child(self._command)
+        if self._line(child, START_LIMIT_S) != READY.encode():
+            raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {child.kill()}")
+        return child
 
-    def _dismiss(self, worker: "_Worker") -> None:
-        """Remove a worker that hung or died. If it never became ready, no worker will, which is an error."""
-        self._workers.remove(worker)
-        stderr_tail = worker.kill()
-        if not worker.ready:
-            raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {stderr_tail}")
-
-
-class _Worker(Child):
-    """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is what it is working on."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        super().__init__(command)
-        self.ready = False
-        self.task: int | None = None
-        self.deadline = time.monotonic() + START_LIMIT_S
-
-    def begin(self, task: int, pickled: bytes, limit_s: float) -> None:
-        self.task, self.deadline = task, time.monotonic() + limit_s
-        self.send(pickled)
-
-    def receive(self) -> Any:
-        """Read the outcome, once its line is complete. It is `Lost` if the task raised or the worker died."""
-        lines = self.lines()
-        if self.alive and not lines:
-            return None
-        self.task, self.deadline = None, math.inf
-        self.ready = self.ready or self.alive
-        if not self.alive:
-            return Lost("failure")
-        reply = json.loads(lines[-1])
-        if not isinstance(reply, dict) or "error" in reply:
-            return Lost("failure", str(reply["error"]) if isinstance(reply, dict) else str(reply))
-        return reply["result"]
-
-    def abandon(self) -> Lost:
-        """Give up on a worker whose deadline has passed."""
-        self.alive, self.task = False, None
+    def _line(self, child: Child, limit_s: float) -> bytes | Lost:
+        """The next line of a process; `Lost` if it dies or says nothing in time."""
+        deadline = time.monotonic() + limit_s
+        while (left := deadline - time.monotonic()) > 0 and not self._interrupted:
+            if wait([child.fileno()], min(left, LOOK_S)):
+                if lines := child.lines():
+                    return lines[-1]
+                if not child.alive:
+                    return Lost("failure")
         return Lost("timeout")

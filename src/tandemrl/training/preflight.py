@@ -524,7 +524,7 @@ def _tried(scorer: Scorer, row: Row, forms: Sequence[Response], state: TrainerSt
 
     def to_try(term: Term) -> Sequence[Response]:
         if term.own:
-            return forms if thorough or term.group is not None else forms[:1]
+            return forms if thorough or term.grouped else forms[:1]
         known = routing.ideal_texts(term, row) if thorough else []
         return [form for form in forms if form.text in known]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.messages import Message, Transcript
+from tandemrl.data.messages import Message, Response, Transcript
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.protocol import GraderError
+from tandemrl.rewards.protocol import GraderError, Item
 from tandemrl.rewards.routing import TABLE, terms_of
 from tandemrl.tasks.qa.grader import ERAS, musique
 
@@ -144,7 +144,7 @@ def test_data_sources(source: str) -> None:
 def test_what_cannot_be_scored_is_refused() -> None:
     [term] = terms_of(question(), RewardConfig())
     with pytest.raises(GraderError, match=r"row q: .*set rollout.environment"):
-        term.score(question(), "Second", RewardConfig(), None)
+        term.begin([Item(question(), Response.of("Second"))], RewardConfig(), None)
     row = question()
     row.extra_info["docs"].append({"id": "0", "title": "", "text": "twice"})  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="two documents have the id '0'"):
