@@ -118,19 +118,12 @@ def test_countdown(record: dict[str, Any], tmp_path: Path) -> None:
 
 
 TESTS = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-EURUS = {
-    "today": [verl("Add one.", TESTS, index=4) | {"ability": "code"}, verl("1 + 1?", "2", index=5)],
-    "first": [
-        {"id": "a", "task": "Coding", "source": "theirs", "instruction": "Add one.", "reference": TESTS},
-        {"id": "b", "task": "Math", "source": "theirs", "instruction": "1 + 1?", "reference": "2"},
-    ],
-}
+EURUS = [verl("Add one.", TESTS, index=4) | {"ability": "code"}, verl("1 + 1?", "2", index=5)]
 
 
-@pytest.mark.parametrize("form", EURUS)
-def test_eurus(form: str, tmp_path: Path) -> None:
+def test_eurus(tmp_path: Path) -> None:
     for split in ("train", "validation"):
-        put(tmp_path / "copy" / f"{split}.parquet", *EURUS[form])
+        put(tmp_path / "copy" / f"{split}.parquet", *EURUS)
     counts = {f"{split}/{ability}": 1 for split in ("train", "test") for ability in ("math", "code")}
     build_eurus(tmp_path / "copy", tmp_path / "out", max_tokens=0, expect_rows=counts)
     built = rows(tmp_path / "out" / "test.parquet")

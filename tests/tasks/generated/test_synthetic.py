@@ -2,13 +2,12 @@ import hashlib
 import itertools
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tandemrl.data.rows import DataError
 from tandemrl.tasks.generated import synthetic
+from tandemrl.tasks.generated.rows import generated_rows
 from tandemrl.tasks.generated.synthetic import (
     DEFAULT_COUNTS,
     GAIN_VERBS,
@@ -78,11 +77,6 @@ def test_number_space_is_every_problem_in_range_once():
     assert len(spaces["heldout"]) / len(brute) == pytest.approx(1 / 8, abs=0.005)
 
 
-def test_split_of_is_stable_across_versions():
-    small = {(start, deltas) for start, deltas in number_space("heldout") if start == 0 and max(deltas) <= 1}
-    assert small == {(0, (1, 1, -1, 1))}
-
-
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_rows(split):
     rows = generate("plain", split, None, 0)
@@ -109,7 +103,7 @@ def test_rows(split):
 )
 def test_errors_name_what_is_known(pair, split, count, message):
     with pytest.raises(DataError, match=re.escape(message)):
-        generate(pair, split, count, 0)
+        generated_rows(pair, split, count, 0)
 
 
 def test_solutions_carry_their_errors_forward_within_range():
@@ -218,8 +212,3 @@ def test_the_plain_text_is_what_cached_pairs_learned_from():
     sample = repr(list(itertools.islice(examples("plain", 0), 64)))
     digest = hashlib.sha256(sample.encode()).hexdigest()
     assert digest == "06f8c29005c1ad9be33c394ac38b3c60283de50abf38d4a634c89e68e089f33e"
-
-
-def test_importing_it_needs_no_torch():
-    code = "import sys, tandemrl.tasks.generated.synthetic; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -40,8 +40,7 @@ def build_eurus(
     more inputs than outputs.
 
     Args:
-        source: a folder with ``train`` and ``validation`` Parquet files, in verl's schema or with the columns of the
-            first revision (``task``, ``source``, ``instruction``, ``reference``). None means the hub.
+        source: a folder with ``train`` and ``validation`` Parquet files in verl's schema. None means the hub.
         tokenizer: folder or hub id of the tokenizer. It is not read with ``max_tokens=0``, which keeps prompts of any
             length.
         system_prompt: keep the system message ([ASSESS] [ADVANCE] …), which the published training run left out.
@@ -94,7 +93,6 @@ def _rows(
     records: Iterator[Record], split: str, system_prompt: bool, seen: Counter[str], dropped: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     for number, record in enumerate(records):
-        record = _today(record)
         messages = messages_of(record.fields.get("prompt"), record.where)
         ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
         truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
@@ -112,21 +110,6 @@ def _rows(
         ]
         index = number if extra.get("index") is None else int(extra["index"])
         yield record_of(record.text("data_source"), prompt, ability, truth, {"split": split, "index": index})
-
-
-def _today(record: Record) -> Record:
-    """A record of the set's first revision (``task``, ``source``, ``instruction``, ``reference``) as one of today's."""
-    old = record.fields
-    if "prompt" in old or "instruction" not in old:
-        return record
-    task = str(old.get("task")).lower()
-    fields = {
-        "data_source": old.get("source"),
-        "prompt": [{"role": "user", "content": old["instruction"]}],
-        "ability": {"coding": "code"}.get(task, task),
-        "reward_model": {"ground_truth": old.get("reference")},
-    }
-    return Record(record.where, fields)
 
 
 def _fault(ability: str, truth: str) -> str | None:

@@ -5,8 +5,8 @@ The *template* is started once and forks a *supervisor* for each sandbox, which 
 hold. For its test it forks a fresh process, which executes the program, and kills whatever is left of it. The expected
 result of a test never comes in here, except for `check`.
 
-Messages in both directions are frames: 8 bytes of length, then JSON. The runner ends after its test, at the frame
-``null``, or when no requests can come any more.
+Messages in both directions are JSON in the frames of `multiprocessing.connection`. The runner ends after its test, at
+the message ``null``, or when no requests can come any more.
 """
 
 import atexit
@@ -30,6 +30,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from tandemrl.tasks.code.layers import (
@@ -235,7 +236,8 @@ def _supervise(requests: int, replies: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    limits = receive(requests)
+    asked, answers = Connection(requests, writable=False), Connection(replies, readable=False)
+    limits = json.loads(asked.recv_bytes())
     sys.path += limits["packages"]
     interpreter, supervisor = os.path.realpath("/proc/self/exe"), os.getpid()
     with open("/proc/self/oom_score_adj", "w") as score:  # a machine that is out of memory ends this, not the training
@@ -256,7 +258,7 @@ def _supervise(requests: int, replies: int) -> None:
     limits["others"] = [{"own user id": 1, "user namespace": 2}[how] for how in layers.held["user"]]
     sweep = sweep_all if layers.held["processes"] else lambda: sweep_children(children)
     hello = {"layers": layers.held, "troubles": layers.troubles, "supervisor": supervisor}
-    Runner((requests, replies), store, limits, sweep).serve(hello)
+    Runner(asked, answers, store, limits, sweep).serve(hello)
 
 
 def sweep_all() -> None:
@@ -284,23 +286,41 @@ class Runner:
     """Runs one test in fresh processes.
 
     Args:
-        control: the descriptors to read requests from and to write replies to.
+        requests: where requests come from.
+        replies: where replies go to.
         store: an empty file for what a test reads.
         limits: the limits of a test, see `sandbox`.
         sweep: kills every process of the test.
     """
 
-    def __init__(self, control: tuple[int, int], store: int, limits: dict[str, Any], sweep: Callable[[], None]) -> None:
-        self._requests, self._replies = control
+    def __init__(
+        self,
+        requests: Connection,
+        replies: Connection,
+        store: int,
+        limits: dict[str, Any],
+        sweep: Callable[[], None],
+    ) -> None:
+        self._requests, self._replies = requests, replies
         self._store = store
         self._limits = limits
         self._sweep = sweep
 
     def serve(self, hello: dict[str, Any]) -> NoReturn:
-        send(self._replies, hello)
-        if job := receive(self._requests):
-            send(self._replies, self._test(job))
+        self._send(hello)
+        if job := self._receive():
+            self._send(self._test(job))
         os._exit(0)
+
+    def _send(self, message: Any) -> None:
+        self._replies.send_bytes(json.dumps(message).encode())
+
+    def _receive(self) -> Any:
+        """The next message, or None at the end."""
+        try:
+            return json.loads(self._requests.recv_bytes())
+        except EOFError:
+            return None
 
     def _test(self, job: dict[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + job["timeout_s"]
@@ -314,7 +334,7 @@ class Runner:
         else:
             (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
             self._spawn(lambda: as_function(job["program"], job["function"]), (*std, calls, return_end))
-            test = receive(self._requests) or {}  # only now: the program must not find it in its memory
+            test = self._receive() or {}  # only now: the program must not find it in its memory
             main = self._spawn(lambda: check(**test), (*std, call_end, returns, result_end))
             for end in (end for pair in more for end in pair):
                 os.close(end)
@@ -340,12 +360,12 @@ class Runner:
         texts: dict[int, list[bytes]] = {source: [] for source in sources}
         ended = os.pidfd_open(main)
         poll = select.poll()
-        for source in (*sources, ended, self._requests):
+        for source in (*sources, ended, self._requests.fileno()):
             poll.register(source, select.POLLIN)
         status = ""
         while not status:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
-                if descriptor == self._requests:  # the end, or nobody is there any more
+                if descriptor == self._requests.fileno():  # the end, or nobody is there any more
                     self._sweep()
                     os._exit(0)
                 if descriptor == ended:
@@ -434,26 +454,3 @@ def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     known = {0: "ok", DOES_NOT_COMPILE: "syntax", -signal.SIGXCPU: "timeout"}
     return known.get(code, "crash" if code < 0 else "error")
-
-
-def send(descriptor: int, message: Any) -> None:
-    data = json.dumps(message).encode()
-    view = memoryview(len(data).to_bytes(8, "little") + data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def receive(descriptor: int) -> Any:
-    """Read the next message, or None at the end. It reads no byte beyond the message."""
-    header = _read(descriptor, 8)
-    return None if header is None else json.loads(_read(descriptor, int.from_bytes(header, "little")) or "null")
-
-
-def _read(descriptor: int, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        part = os.read(descriptor, min(size - len(data), 2**20))
-        if not part:
-            return None
-        data += part
-    return bytes(data)

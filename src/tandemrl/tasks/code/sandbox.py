@@ -33,7 +33,6 @@ import contextlib
 import functools
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -45,11 +44,12 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tandemrl.config import SandboxConfig
-from tandemrl.tasks.code.runner import from_wire, send, to_wire
+from tandemrl.tasks.code.runner import from_wire, to_wire
 from tandemrl.tasks.code.tests import Call, Stdin, Test
 
 START = (
@@ -244,39 +244,37 @@ class _Process:
     """The processes of one sandbox, and the empty directory that they start from."""
 
     def __init__(self, template: Template) -> None:
-        self._requests, self._replies, self._errors = template.fork()
+        requests, replies, self._errors = template.fork()
+        self._requests, self._replies = Connection(requests, readable=False), Connection(replies, writable=False)
         self.home = tempfile.mkdtemp(prefix="tandemrl-sandbox-")
         self.supervisor: int | None = None
 
     def ask(self, messages: Sequence[Any], limit_s: float) -> Any:
-        """Send frames and wait for the reply.
+        """Send messages and wait for the reply.
 
         Raises:
             OSError: the process does not read, or does not answer in time.
             EOFError: it is gone.
         """
         for message in messages:
-            send(self._requests, message)
-        deadline = time.monotonic() + limit_s
-        size = int.from_bytes(_read(self._replies, 8, deadline), "little")
-        return json.loads(_read(self._replies, size, deadline))
+            self._requests.send_bytes(json.dumps(message).encode())
+        if not self._replies.poll(limit_s):
+            raise TimeoutError("the sandbox does not answer")
+        return json.loads(self._replies.recv_bytes())
 
     def end(self) -> str:
         """Wait until all processes are gone, and return the end of what they wrote as errors."""
         with contextlib.suppress(BrokenPipeError):
-            send(self._requests, None)
+            self._requests.send_bytes(b"null")
         words = bytearray()
-        try:
-            while True:
-                words += _read(self._errors, 1, time.monotonic() + GRACE_S)
-        except EOFError:
-            pass
-        except TimeoutError:
-            if self.supervisor is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.supervisor, signal.SIGKILL)
-        for descriptor in (self._requests, self._replies, self._errors):
-            os.close(descriptor)
+        while wait([self._errors], GRACE_S) and (part := os.read(self._errors, 2**16)):
+            words += part
+        if self.supervisor is not None and not wait([self._errors], 0):  # it has not closed them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.supervisor, signal.SIGKILL)
+        self._requests.close()
+        self._replies.close()
+        os.close(self._errors)
         try:
             shutil.rmtree(self.home, ignore_errors=True)
         except RecursionError:  # directories in directories, where there is no mount namespace
@@ -320,20 +318,6 @@ def _outcome(reply: dict[str, Any], test: Test) -> Outcome:
         return Outcome("error", reply["output"], message=f"{result['error']}: {result['message']}")
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         return Outcome("error", reply["output"], message="the program ended without an answer")
-
-
-def _read(descriptor: int, size: int, deadline: float) -> bytes:
-    data = bytearray()
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    while len(data) < size:
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("the sandbox does not answer")
-        part = os.read(descriptor, min(size - len(data), 2**20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 @functools.cache

@@ -103,6 +103,7 @@ def solution(
     about_rate: float = 0.3,
     about_error: float = 0.6,
     plain_error: float = 0.03,
+    checks: tuple[float, float] | None = None,
 ) -> str:
     r"""Worded steps separated by blank lines, then ``\boxed{}``; wrong steps carry forward into it.
 
@@ -110,13 +111,20 @@ def solution(
         about_rate: the probability that a step says " about".
         about_error: the probability that a step that says " about" is wrong, by 1 or 2.
         plain_error: the probability that any other step is wrong, by 1 or 2.
+        checks: the probabilities that a short line after a right step, and after a wrong one, repeats or corrects its
+            result. The line itself is wrong with probability ``plain_error``. A word then ends each step's line, so
+            that a tandem by words can hand over before the line that follows.
     """
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):
         about = rng.random() < about_rate
         word = "about" if about else rng.choice(("is", "makes"))
         result = _result(problem.numbers, step, value, about_error if about else plain_error, rng)
-        lines.append(f"{OPENERS[step]} {value} {'plus' if delta > 0 else 'minus'} {abs(delta)} {word} {result}.")
+        told = f"{value} {'plus' if delta > 0 else 'minus'} {abs(delta)} {word} {result}"
+        lines.append(f"{OPENERS[step]} {told}." if checks is None else f"{told} {CLOSERS[step]}.")
+        if checks is not None and rng.random() < checks[result != value + delta]:
+            result = _result(problem.numbers, step, value, plain_error, rng)
+            lines.append(f"{CHECK} {result}.")
         value = result
     return _solved(lines, value)
 
@@ -136,38 +144,6 @@ def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.01
 def mixed_solution(problem: Problem, rng: random.Random, *, plain: Writer, jargon_rate: float = 0.6) -> str:
     """A whole solution in jargon with probability ``jargon_rate``, else one by ``plain``."""
     return (jargon_solution if rng.random() < jargon_rate else plain)(problem, rng)
-
-
-def checked_solution(
-    problem: Problem,
-    rng: random.Random,
-    *,
-    about_rate: float = 0.3,
-    about_error: float = 0.6,
-    plain_error: float = 0.03,
-    repair_rate: float = 0.15,
-    check_rate: float = 0.03,
-) -> str:
-    """A plain sloppy solution in which a short line may follow a step and repeat or correct its result.
-
-    A word ends each step's line, so that a tandem by words can hand over before the line that follows.
-
-    Args:
-        repair_rate: the probability of that line after a wrong step. The line itself is wrong with probability
-            ``plain_error``.
-        check_rate: the same after a right step.
-    """
-    value, lines = problem.numbers.start, []
-    for step, delta in enumerate(problem.numbers.deltas):
-        about = rng.random() < about_rate
-        word = "about" if about else rng.choice(("is", "makes"))
-        result = _result(problem.numbers, step, value, about_error if about else plain_error, rng)
-        lines.append(f"{value} {'plus' if delta > 0 else 'minus'} {abs(delta)} {word} {result} {CLOSERS[step]}.")
-        if rng.random() < (check_rate if result == value + delta else repair_rate):
-            result = _result(problem.numbers, step, value, plain_error, rng)
-            lines.append(f"{CHECK} {result}.")
-        value = result
-    return _solved(lines, value)
 
 
 def repairs(text: str) -> int:
@@ -236,7 +212,7 @@ PAIRS: dict[str, Pair] = {
     "plain": Pair(solution),
     "jargon": _JARGON,
     "jargon_two_tokenizers": _JARGON,
-    "repair": Pair(checked_solution),
+    "repair": Pair(partial(solution, checks=(0.03, 0.15))),
 }
 
 
@@ -245,9 +221,9 @@ def examples(pair: str, seed: int, *, stage: Stage = "base") -> Iterator[tuple[P
     start.
 
     Raises:
-        DataError: the pair is unknown, or does not have this stage.
+        DataError: the pair does not have this stage.
     """
-    write = getattr(_pair(pair), stage)
+    write = getattr(PAIRS[pair], stage)
     if write is None:
         raise DataError(f"synthetic pair {pair!r} has no {stage} stage: both of its models are the base")
     rng = random.Random(f"examples/{pair}/{seed}" if stage == "base" else f"examples/{pair}/{stage}/{seed}")
@@ -263,11 +239,8 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
     Equal arguments give equal rows.
 
     Raises:
-        DataError: the pair or the split is unknown, or the split has fewer distinct problems than ``count``.
+        DataError: the split has fewer distinct problems than ``count``.
     """
-    _pair(pair)
-    if split not in SPLITS:
-        raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
     space = number_space(split)
     count = DEFAULT_COUNTS[split] if count is None else count
     if not 1 <= count <= len(space):
@@ -333,9 +306,3 @@ _STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|makes|about) (\d+)")
 
 def _solved(lines: list[str], value: int) -> str:
     return "\n\n".join([*lines, f"\\boxed{{{value}}}"])
-
-
-def _pair(name: str) -> Pair:
-    if name not in PAIRS:
-        raise DataError(f"unknown synthetic pair {name!r}; known: {', '.join(PAIRS)}")
-    return PAIRS[name]

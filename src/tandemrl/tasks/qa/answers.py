@@ -10,18 +10,12 @@ from typing import NamedTuple
 from tandemrl.tasks.math.tagged import normalise_words
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-ORDINALS = {
-    "zeroth": "0th",
-    "first": "1st",
-    "second": "2nd",
-    "third": "3rd",
-    "fourth": "4th",
-    "fifth": "5th",
-    "sixth": "6th",
-    "seventh": "7th",
-    "eighth": "8th",
-    "ninth": "9th",
-}
+ORDINALS = dict(
+    re.findall(
+        r"(\w+):(\w+)",
+        "zeroth:0th first:1st second:2nd third:3rd fourth:4th fifth:5th sixth:6th seventh:7th eighth:8th ninth:9th",
+    )
+)
 _ORDINAL = re.compile(rf"\b(?:{'|'.join(ORDINALS)})\b")
 
 
