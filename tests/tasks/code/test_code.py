@@ -76,16 +76,8 @@ NESTED = "if x:\n    y\n\nz\n"
 @pytest.mark.parametrize(
     ("place", "inside"),
     [
-        *(
-            ("", ""),
-            ("   ", "   "),
-            ("\t", "\t"),
-            ("\t", "    "),
-            ("    ", "\t"),
-            ("> ", "> "),
-            (">", "> "),
-            ("> > ", "> > "),
-        ),
+        *(("", ""), ("   ", "   "), ("\t", "\t"), ("\t", "    "), ("    ", "\t"), ("> ", "> "), (">", "> ")),
+        ("> > ", "> > "),
         *(("1. ", "   "), ("- ", "  "), ("10) ", "    "), (">   ", ">   "), ("> 1. ", ">    "), ("* - ", "    ")),
     ],
 )
@@ -132,13 +124,6 @@ def test_fences_in_fences_and_strings(text, program):
 def test_output_at_the_end_of_a_program(program, right):
     expected = ["3", "3\n", "3\r\n", " 3 \n\n"]
     assert score(row(inputs=["1 2\n"] * 4, outputs=expected), program).value == right
-
-
-def test_extraction_is_linear():
-    start = time.process_time()
-    for piece in ("```", "```\n", "```python", "```python\n", "`", "```x`"):
-        extract_program(piece * 200_000)
-    assert time.process_time() - start < 10
 
 
 # The tests ---------------------------------------------------------------------------------------------------------
@@ -210,13 +195,6 @@ def test_a_row_without_tests_is_named(truth, message):
 )
 def test_printed_text(output, expected, same):
     assert same_text(output, expected) is same
-
-
-def test_long_words_cost_no_more_than_their_length():
-    start = time.monotonic()
-    for word in ("1" * 10**6, "1" * 10**6 + "x", "1." + "1" * 10**6 + "e", "." * 10**6, "1e" + "9" * 10**6):
-        assert not same_text(word, "1.5")
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(

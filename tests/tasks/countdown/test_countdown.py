@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from tandemrl.config import ConfigError, RewardConfig, load
+from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.routing import score_text
 from tandemrl.tasks.countdown.grader import ExpressionError, evaluate
@@ -59,16 +59,6 @@ def test_both_rewards(answer, task, tinyzero, cohlem):
     assert value(answer, COHLEM, **task) == cohlem
 
 
-def test_no_answer():
-    for text in ("44 + 19 + 35", "<answer>44 + 19 + 35", ""):
-        assert score_text(row(), text, TINYZERO) == (
-            0.0,
-            {"acc": 0.0, "answer_present": 0.0, "uses_numbers": 0.0},
-            None,
-        )
-        assert score_text(row(), text, COHLEM).value == 0.01
-
-
 def test_the_last_answer_counts_wherever_it_stands():
     text = "<answer>44 + 19</answer>\n<answer>\n44 + 19 + 35\n</answer>\nThat is it."
     score = score_text(row(), text, TINYZERO)
@@ -95,23 +85,12 @@ def test_compat_restores_what_the_originals_accept(answer, task, old_tinyzero, o
     assert value(answer, OLD_COHLEM, **task) == old_cohlem
 
 
-def test_format_score_and_compat_are_checked_together():
-    assert value("44 + 19", RewardConfig(format_score=0.0)) == 0.0
-    with pytest.raises(ConfigError, match=r"reward\.countdown=tinyzero: must be cohlem with reward\.compat=cohlem"):
-        load(overrides=["reward.compat=cohlem"])
-    with pytest.raises(ConfigError, match=r"reward\.countdown=cohlem: must be tinyzero with reward\.compat=tinyzero"):
-        load(overrides=["reward.compat=tinyzero", "reward.countdown=cohlem"])
-
-
 @pytest.mark.parametrize(
     "gold",
     [
         *("98", '{"target": 98}', '{"numbers": [1]}', '{"target": "x", "numbers": [1]}', "[]"),
-        *(
-            '{"target": 3, "numbers": [1.5, 2]}',
-            '{"target": 3, "numbers": [1e400]}',
-            '{"target": "1/0", "numbers": [1]}',
-        ),
+        *('{"target": 3, "numbers": [1.5, 2]}', '{"target": 3, "numbers": [1e400]}'),
+        '{"target": "1/0", "numbers": [1]}',
     ],
 )
 def test_a_row_without_target_and_numbers_is_named(gold):
@@ -137,23 +116,8 @@ def test_exact_values(expression, result):
 @pytest.mark.parametrize(
     "expression",
     [
-        *(
-            "",
-            "1 +",
-            "2**3",
-            "7//2",
-            "7 % 2",
-            "1/0",
-            "1_000",
-            "0x10",
-            "1e3",
-            "1j",
-            "1.0",
-            "x",
-            "f(1)",
-            "1(2)",
-            "(1).real",
-        ),
+        *("", "1 +", "2**3", "7//2", "7 % 2", "1/0", "1_000", "0x10", "1e3", "1j", "1.0", "x", "f(1)", "1(2)"),
+        "(1).real",
         *("1 if 1 else 2", "[1][0]", "lambda: 1", "1;2", "1 < 2", "not 1", "~1", "1 << 2", "'1'", "１ + 1", "٣"),
         *("(" * 499, "1+" * 300 + "1", "9" * 5000),
         "__import__('os').system('true')",

@@ -133,23 +133,6 @@ def test_amc_leaves_out_six_answers_and_names_its_parts(copies, tmp_path):
     assert not {row.ground_truth for row in rows} & {record["answer"] for record in AMC24_UNGRADED + AMC25_UNGRADED}
 
 
-def test_amc_of_2024_may_lack_the_exam(copies, tmp_path):
-    records = [{k: v for k, v in record.items() if k != "exam"} for record in COPIES["2024_AMC12"]]
-    jsonl(copies / "2024_AMC12.jsonl", records)
-    build_benchmark("amc23_25", copies, tmp_path)
-    rows = load_rows([str(tmp_path / "amc23_25" / "test.parquet")])
-    assert [row.extra_info["subset"] for row in rows].count("amc24") == 45
-
-
-@pytest.mark.parametrize("name", BENCHMARK_ROWS)
-def test_one_row_less_is_refused(name, copies, tmp_path):
-    last = {"aime26": "aime_2026", "amc23_25": "amc23", "math500": "MATH-500", "minerva": "minervamath"}.get(name, name)
-    jsonl(copies / f"{last}.jsonl", COPIES[last][1:])
-    with pytest.raises(DataError, match=f"{name}: {BENCHMARK_ROWS[name] - 1} rows, expected {BENCHMARK_ROWS[name]}"):
-        build_benchmark(name, copies, tmp_path / "out", alone=False)
-    assert not (tmp_path / "out").exists()
-
-
 def test_olympiad_gets_the_instruction_of_the_others(tmp_path):
     theirs = " Solve the following math problem step by step. Put it in a box."
     record = {

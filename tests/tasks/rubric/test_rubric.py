@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -335,17 +334,6 @@ def test_more_failures_than_the_rate_allows_are_an_error(failing: int, limit: fl
             ask()
 
 
-def test_responses_that_need_no_judge_are_part_of_the_batch() -> None:
-    """Else the last few wrong ones of a good policy stop its run; but a judge that fails for all of them is broken."""
-    judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
-    right = [(row(i), f"even {i}", RIGHT) for i in range(14)]
-    scores = JudgePool(judge, JudgeConfig())([*right, (row(), "odd", WRONG), (row(), "even", WRONG)])
-    assert ["unscored" in score.parts for score in scores] == [False] * 14 + [True, False]
-    wrong = [(row(), f"odd {i}", WRONG) for i in range(4)]
-    with pytest.raises(JudgeError, match="no score to 4 of the 4 responses it was asked about, in a batch of 46"):
-        JudgePool(judge, JudgeConfig())([*wrong, *right, *right, *right])
-
-
 @pytest.mark.parametrize("size", [1, 3, 9])
 def test_one_failure_in_a_small_batch_stops_nothing_unless_none_is_allowed(size: int) -> None:
     judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
@@ -363,26 +351,7 @@ def test_a_judge_that_never_gives_a_score_is_an_error() -> None:
         values(says("Total Score: 6/10"), [(row(i), "t", WRONG) for i in range(3)], prompt="tinyv")
 
 
-def test_an_error_of_the_judge_passes_through() -> None:
-    def down(prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
-        raise JudgeError("down")
-
-    with pytest.raises(JudgeError, match="down"):
-        JudgePool(SimpleNamespace(model="down", ask=down), JudgeConfig())([(row(1), "a", WRONG)])
-
-
 def test_a_verdict_that_the_rules_lost_is_not_a_lost_score() -> None:
     lost = Score(0.0, {"acc": 0.0, "answer_present": 1.0, "timeout": 1.0}, "9^9^9")
     (score,) = JudgePool(says("Total Score: 6/10"), JudgeConfig())([(row(), "text", lost)])
     assert (score.value, score.parts["rule_timeout"], "timeout" in score.parts) == (0.6, 1.0, False)
-
-
-@given(
-    st.sampled_from(["addon", "mixed", "tinyv_only"]),
-    st.floats(0, 1),
-    st.sampled_from(["Total Score: -5/10", "Total Score: 11/10", "Total Score: 3/10"]),
-    st.sampled_from([RIGHT, WRONG, SILENT]),
-)
-def test_rewards_are_finite_and_between_0_and_1(mode: str, weight: float, reply: str, rule: Score) -> None:
-    (value,) = values(says(reply), [(row(), "text", rule)], mode=mode, weight=weight)
-    assert 0.0 <= value <= 1.0
