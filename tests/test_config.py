@@ -27,18 +27,16 @@ from tandemrl.config import (
     difference,
     expected,
     explanation,
-    find_config,
     leaves,
     load,
     to_dict,
     to_yaml,
 )
 from tandemrl.config.compatibility import Facts, check
-from tandemrl.config.loading import REMOVED_KEYS
-from tandemrl.config.losses import LossConfig
+from tandemrl.config.loading import REMOVED_KEYS, find_config
 from tandemrl.config.plain import flatten
 from tandemrl.config.reference import Leaf
-from tandemrl.config.schema import FunctionsConfig
+from tandemrl.config.schema import FunctionsConfig, LossConfig
 from tandemrl.config.written import read, typed, written
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
@@ -52,12 +50,6 @@ LEFT_TO_THE_USER = {
 }
 
 
-@pytest.mark.parametrize("overrides", ["train.steps=3", {"train.steps": 3}])
-def test_overrides_are_a_list(overrides: Any) -> None:
-    with pytest.raises(ConfigError, match=r"overrides=.*train\.steps.*: expected a list, as \['train"):
-        load("quickstart", overrides)
-
-
 def packaged(name: str) -> Config:
     return load(name, LEFT_TO_THE_USER.get(name.removesuffix(".yaml"), []))
 
@@ -68,23 +60,17 @@ def packaged(name: str) -> Config:
         ("train.stepz=3", r"unknown key 'train\.stepz'\. Did you mean train\.steps\?"),
         ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, functions, judge, loss"),
         ("train.learning_rate=1e-5", r"unknown key 'train\.learning_rate'\. Did you mean train\.lr\? Allowed here: "),
-        ("actor_rollout_ref.rollout.n=8", r"'actor_rollout_ref'\. Did you mean rollout\.group_size\?"),
-        ("trainer.total_training_steps=8", r"unknown key 'trainer'\. Did you mean train\.steps\?"),
         ("group_size=8", r"unknown key 'group_size'\. Did you mean rollout\.group_size\?"),
-        ("rollout.engine=sglang", r"rollout\.engine=sglang: must be one of torch, vllm, or module:name$"),
         ("train=3", r"train is a section"),
         ("train.lr", r"expected key=value"),
-        ("train.lr=[1", r"train\.lr=\[1: not readable as YAML"),
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("eval.temperature=0", r"eval\.profile=tiny: must be custom with eval\.temperature=0\.0, which others do not"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),
         ("model.critic=x", r"model\.critic=x: must be null unless the recipe has a critic, as loss\.recipe=ppo"),
-        ("judge.api_key_env=KEY", r"judge\.api_key_env=KEY: must be null without judge\.url"),
         ("loss.recipe=grop", r"loss\.recipe=grop: must be one of grpo, .*ppo, or module:name; did you mean grpo\?$"),
         ("judge.mode=both", r"judge\.mode=both: expected one of addon, mixed, tinyv_only$"),
         ("loss.lam=0.9", r"loss\.lam=0\.9: must be 0\.95 \(the default\) with grpo, which has no critic"),
-        ("train.critic_lr=1", r"train\.critic_lr=1\.0: must be 1e-05 \(the default\) with grpo"),
         ("loss.kl_coef=???", r"leaves a value to you .* loss\.kl_coef=…"),
     ],
 )
@@ -155,9 +141,7 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("quickstrt", r"'quickstrt' not found \(did you mean quickstart\?\); packaged configs: countdown, "),
-        ("quickstart.yml", r"'quickstart\.yml': no such file \(did you mean quickstart or quickstart_ppo or "),
         ("gsm8k", r"'gsm8k' not found \(did you mean gsm8k_tandem\?\); packaged configs: "),
-        ("nosuch/file.yaml", r"'nosuch/file\.yaml': no such file; packaged configs: "),
         ("runs/mien/config.yaml", r"'runs/mien/config\.yaml': no such file; did you mean runs/mine/config\.yaml\?$"),
         ("runs", r"'runs': a folder without a config\.yaml, so not that of a run; packaged configs: "),
     ],
@@ -172,20 +156,12 @@ def test_a_config_that_is_not_there_comes_with_what_was_meant(
         load(name)
 
 
-def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("train: {steps: 7}")
-    assert load(tmp_path).train.steps == load(str(tmp_path)).train.steps == 7
-
-
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
         ("train.steps", "ten", "a whole number"),
-        ("train.lr", "fast", "a number"),
         ("train.profile", "maybe", "true or false"),
-        ("loss.kl_target", "x", "a number or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
-        ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
         ("reward.scorers", "3", r"a mapping such as \{a: b\}"),
     ],
 )
@@ -203,14 +179,12 @@ def test_a_value_of_another_kind_is_named(key: str, value: str, expected: str, t
     ("override", "key", "value"),
     [
         ("data.prompt_suffix=Write #### and: the number.", "data.prompt_suffix", "Write #### and: the number."),
-        ("data.prompt_suffix=two\n\nlines", "data.prompt_suffix", "two\n\nlines"),
         ("data.prompt_suffix=", "data.prompt_suffix", ""),
         (r'data.prompt_suffix="\nA: #"', "data.prompt_suffix", "\nA: #"),
         ("judge.model=null", "judge.model", None),
         ("judge.model=007", "judge.model", "007"),
         ("data.train=a #b.jsonl", "data.train", ["a #b.jsonl"]),
         ("reward.scorers.mine/v1.5=boxed", "reward.scorers.mine/v1.5", "boxed"),
-        ("data.template_arguments={a: 1}", "data.template_arguments.a", 1),
         ("data.template_arguments.note=x: y #z", "data.template_arguments.note", "x: y #z"),
         (
             "data.prompt_suffix=Pay ${amount}, or ${oc.env:HOME}",
@@ -219,11 +193,9 @@ def test_a_value_of_another_kind_is_named(key: str, value: str, expected: str, t
         ),
         ("data.prompt_suffix=[Answer], {x", "data.prompt_suffix", "[Answer], {x"),
         ('data.prompt_suffix="Yes" or no', "data.prompt_suffix", '"Yes" or no'),
-        ("data.prompt_suffix=a=b+c", "data.prompt_suffix", "a=b+c"),
         ("reward.scorers={0123: boxed, yes: boxed}", "reward.scorers.yes", "boxed"),
         ("rollout.draft_tokens='4'", "rollout.draft_tokens", 4),
         ("train.steps=0x10", "train.steps", 16),
-        ("train.lr=.5", "train.lr", 0.5),
         ("model.lora.targets=[no, 1e3, '~', 12:30]", "model.lora.targets", ["no", "1e3", "~", "12:30"]),
     ],
 )
@@ -236,11 +208,8 @@ def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: s
     ("content", "key", "value"),
     [
         ("output_dir: 0123", "output_dir", "0123"),
-        ("output_dir: 12:30", "output_dir", "12:30"),
-        ("judge: {model: 007}", "judge.model", "007"),
         ("model: {senior: 1e5, junior: null}", "model.senior", "1e5"),
         ("data: {prompt_suffix: yes}", "data.prompt_suffix", "yes"),
-        ("data: {prompt_suffix: 2026-01-02}", "data.prompt_suffix", "2026-01-02"),
         ("data: {prompt_suffix: ' # ${x} ???'}", "data.prompt_suffix", " # ${x} ???"),
         ("data: {prompt_suffix: '???'}", "data.prompt_suffix", "???"),
         ("data: {train: [no, 1e3]}", "data.train", ["no", "1e3"]),
@@ -264,9 +233,7 @@ def test_what_is_text_in_yaml_stays_text(content: str, key: str, value: Any, tmp
     ("content", "message"),
     [
         ("train: {steps: 0123}", r"train\.steps=0123: expected a whole number$"),
-        ("train: {steps: 1:30}", r"train\.steps=1:30: expected a whole number$"),
         ("train: {lr: 012}", r"train\.lr=012: expected a number$"),
-        ("train: {steps: yes}", r"train\.steps=yes: expected a whole number$"),
         ("output_dir: ~", r"output_dir=~: expected a string; put a text in quotes$"),
         (
             "data:\n  prompt_suffix: End with #### and",
@@ -362,8 +329,6 @@ def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(tmp_path: Path, m
     assert Config(output_dir="~/a").output_dir == f"{tmp_path}/a"  # in Python, too
     (tmp_path / "own.yaml").write_text("output_dir: ~/a\n")
     assert load("~/own.yaml").output_dir == f"{tmp_path}/a"
-    with pytest.raises(ConfigError, match=r"^output_dir=~nobody_here/a: no such user; write \./~nobody_here/a for"):
-        load(overrides=["output_dir=~nobody_here/a"])
 
 
 def test_steps_beside_the_epochs_of_a_config_are_refused(tmp_path: Path) -> None:
@@ -548,11 +513,6 @@ def test_workers_may_have_more_than_one_gpu_whatever_processes_train() -> None:
     [
         (["rollout.engine=vllm"], r"rollout\.vllm\.multiprocess=False: must be true with several processes"),
         ([*SEVERAL, "rollout.tensor_parallel=2"], r"rollout\.tensor_parallel=2: must be 1 with several processes"),
-        ([*SEVERAL, "rollout.vllm.devices='1'"], r"rollout\.vllm\.devices=1: must be null with several processes"),
-        (
-            [*SEVERAL, "model.device=cuda", "rollout.vllm.junior_device='cuda:1'"],
-            r"rollout\.vllm\.junior_device=cuda:1: must be null with several processes",
-        ),
         (["model.device=cuda:0"], r"model\.device=cuda:0: must be cuda with several processes"),
     ],
 )

@@ -14,12 +14,10 @@ from typing import NamedTuple, get_args
 
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, is_own
-from tandemrl.config.losses import LossConfig
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.recipes import CLIPS
 from tandemrl.config.reference import Leaf, leaves
-from tandemrl.config.rollout import RolloutConfig
-from tandemrl.config.schema import Config, TrainConfig
+from tandemrl.config.schema import Config, LossConfig, RolloutConfig, TrainConfig
 from tandemrl.config.strategies import KINDS
 
 Rules = Iterator[tuple[bool, str, str]]

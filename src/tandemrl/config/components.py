@@ -8,8 +8,6 @@ be relied on without importing it.
 
 from typing import NamedTuple
 
-from tandemrl.config.fields import is_own
-
 
 class EngineKind(NamedTuple):
     """What an engine can do. All can drop what an author proposes (``Strategy.starts``), or replay finds that they do
@@ -99,30 +97,3 @@ _TABLE = (
     RetrieverKind("hops", _HOPS, _IN_HOPS),
 )
 RETRIEVERS: dict[str, RetrieverKind] = {kind.name: kind for kind in _TABLE}
-
-
-def engine_kind(name: str) -> EngineKind:
-    """What an engine can do, by its name.
-
-    Raises:
-        KeyError: there is no such engine.
-    """
-    return EngineKind(name, name, "") if is_own(name) else ENGINES[name]
-
-
-def environment_kind(name: str) -> EnvironmentKind:
-    """What an environment is, by its name.
-
-    Raises:
-        KeyError: there is no such environment.
-    """
-    return EnvironmentKind(name, name, "") if is_own(name) else ENVIRONMENTS[name]
-
-
-def retriever_kind(name: str) -> RetrieverKind:
-    """What a retriever needs, by its name.
-
-    Raises:
-        KeyError: there is no such retriever.
-    """
-    return RetrieverKind(name, name, "") if is_own(name) else RETRIEVERS[name]

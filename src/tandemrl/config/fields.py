@@ -30,19 +30,11 @@ class Kind(Protocol):
     def says(self) -> str: ...
 
 
-def at_home(key: str, path: Any) -> Any:
-    """A path, or several, with the home folder in place of a ``~`` or ``~user`` that begins it.
-
-    Raises:
-        ConfigError: there is no such user; the message begins with the key.
-    """
+def at_home(path: Any) -> Any:
+    """A path, or several, with the home folder in place of a ``~`` or ``~user`` that begins it."""
     if isinstance(path, tuple | list):
-        return tuple(at_home(key, each) for each in path)
-    if path is None:
-        return None
-    if (expanded := os.path.expanduser(path)).startswith("~"):
-        raise ConfigError(f"{key}={path}: no such user; write ./{path} for a file or folder of that name")
-    return expanded
+        return tuple(map(at_home, path))
+    return None if path is None else os.path.expanduser(path)
 
 
 def is_own(name: str) -> bool:

@@ -1,26 +1,32 @@
 """The configuration of a run: its sections, as frozen dataclasses with defaults.
 
 The string under a field explains it. The type says what values it takes, ``Allowed`` their range. ``tandemrl config``
-prints all of this. No module of this folder imports torch.
+prints all of this. What values contradict each other is in ``compatibility``. No module of this folder imports torch.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from tandemrl.config import recipes, strategies
+from tandemrl.config.components import ENGINES, ENVIRONMENTS, RETRIEVERS, EngineKind, EnvironmentKind, RetrieverKind
 from tandemrl.config.fields import (
     Address,
     Allowed,
+    DraftTokens,
+    Fraction,
+    HostEvery,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
     at_home,
+    component,
+    is_own,
 )
-from tandemrl.config.losses import LossConfig
-from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
-from tandemrl.config.rollout import RetrievalConfig, RolloutConfig
-from tandemrl.config.selection import SelectionConfig
+
+UNIT_GROUPS = 4
+"""What ``rollout.unit_groups: null`` stands for with workers."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,283 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """Rollouts by `rollout.engine: vllm`."""
+
+    multiprocess: bool = False
+    """Run the engine in a process of its own, instead of in the trainer's; required with several trainer
+    processes."""
+    devices: str | None = None
+    """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's, and with `rollout.tensor_parallel` those
+    after it. Must be null with several trainer processes, and with `rollout.workers`, whose devices are Ray's to
+    choose."""
+    kv_cache_gb: PositiveFloat | None = None
+    """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
+    gpu_memory_utilization: PositiveFraction = 0.5
+    """Fraction of the GPU's memory that the engine may use, models included. The trainer needs the rest."""
+    sleep: bool = False
+    """CUDA: release the engine's memory to the trainer between rollouts."""
+    max_batched_tokens: int | None = None
+    """Maximum number of tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole
+    context."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs. null = true on a CPU, false on a GPU."""
+    junior_dtype: str | None = None
+    """The junior's dtype, as vLLM's --dtype; null = the senior's."""
+    junior_quantization: str | None = None
+    """The junior's quantisation, as vLLM's --quantization; null = as the model's config says."""
+    junior_device: str | None = None
+    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time. Must be
+    null with several trainer processes, and with `rollout.workers`."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How rollouts are sampled, and by which engine."""
+
+    engine: Annotated[str, component(ENGINES)] = "torch"
+    """What decodes. `module:name` = a custom function or class that makes an Engine."""
+    engine_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Parameters of a custom engine."""
+    group_size: PositiveInt = 8
+    """Rollouts per prompt. They are the group within which advantages are computed."""
+    temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
+    """Sampling temperature of both authors."""
+    top_p: PositiveFraction = 1.0
+    """Nucleus sampling: the most probable tokens that together have this probability; 1 = off."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most probable tokens; 0 = off."""
+    min_p: Fraction = 0.0
+    """Leave out tokens that are less probable than this fraction of the highest probability; 0 = off."""
+    max_tokens: PositiveInt = 64
+    """Maximum response length, in tokens of both authors together, over all turns if there are several."""
+    environment: Annotated[str, component(ENVIRONMENTS)] = "single"
+    """What the authors act in. `module:name` = a custom function or class that makes an Environment."""
+    environment_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Parameters of a custom environment."""
+    tools: tuple[str, ...] = ()
+    """Functions that the authors can call, as `module:function`. `multihop` has its own tools; these are added."""
+    max_turns: PositiveInt = 10
+    """Maximum number of turns of an episode, in environments other than `single`."""
+    turn_tokens: PositiveInt | None = None
+    """Maximum length of a turn, in tokens; null = `rollout.max_tokens`."""
+    observation_tokens: PositiveInt = 2048
+    """Maximum number of tokens of all observations of an episode together. An episode that would need more ends there,
+    even by a single result if `result_tokens` is larger."""
+    result_tokens: PositiveInt = 512
+    """Maximum number of tokens of a tool's result. A longer one is cut, with a mark at the place."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """If the calls of a turn are not all answered after this many seconds, their process is killed, and the author is
+    told. Calls of several episodes that run in one process at once share its interpreter."""
+    tool_workers: PositiveInt | None = None
+    """Processes that tools run in, with `rollout.workers` those of each; null = one per core, but at most two."""
+    keep_turns: bool = False
+    """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
+    All turns then stay as they were generated, so that the models read some tokens more than the template would
+    show."""
+    max_rows: PositiveInt = 256
+    """Maximum number of concurrent sequences."""
+    host_every: HostEvery = "auto"
+    """With the torch engine: how many tokens each sequence gets before the host looks at them, ends sequences and lets
+    others join. The text is the same. On CUDA the steps between run as a CUDA graph. With penalties or `before_word`
+    the host looks at each token all the same. auto: 16 on CUDA, 1 on a CPU."""
+    draft_tokens: DraftTokens = 0
+    """Tokens that the junior drafts, whoever their author is, before the senior reads them all at once and draws its
+    own tokens again. The text is the same, with fewer forward passes of a senior that costs more than its junior. auto:
+    as many as should pay off, by the sizes of the models, the number of sequences and how often both draw the same
+    token; 0 = off."""
+    compile: bool = False
+    """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
+    tensor_parallel: PositiveInt = 1
+    """With the vllm engine: tensor-parallel ranks per model; several trainer processes need 1."""
+    workers: NonNegativeInt = 0
+    """Ray actors that decode, each with an engine of its own (needs the `ray` extra); 0 = decode in this process."""
+    ray: str = "auto"
+    """With workers: where they run. local: on a Ray cluster of our own on this machine, which starts and ends with the
+    run; an address: on the cluster there; auto: on the cluster that the job was submitted to (`RAY_ADDRESS`), else
+    local."""
+    unit_groups: PositiveInt | None = None
+    """Groups that are decoded together, apart from all others, and take turns with an environment in rounds. A run with
+    the same units has the same bits with any number of workers. null = 4 with workers, without them all groups of a
+    step, whose turns wait for nobody's."""
+    worker_timeout_s: PositiveFloat = 600.0
+    """A worker that has not started, or not loaded weights and decoded a unit, in this time is restarted."""
+    allow_truncated: bool = False
+    """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def kind(self) -> EngineKind:
+        """What the engine can do. Those of workers are in no trainer."""
+        kind = EngineKind(self.engine, self.engine, "") if is_own(self.engine) else ENGINES[self.engine]
+        return kind._replace(in_trainer=False) if self.workers else kind
+
+    @property
+    def units(self) -> int | None:
+        """How many groups are decoded together; None = all of a call."""
+        return self.unit_groups or (UNIT_GROUPS if self.workers else None)
+
+    @property
+    def environment_kind(self) -> EnvironmentKind:
+        """What the environment is."""
+        name = self.environment
+        return EnvironmentKind(name, name, "") if is_own(name) else ENVIRONMENTS[name]
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Search among documents, with `rollout.environment: multihop`."""
+
+    retriever: Annotated[str, component(RETRIEVERS)] = "bm25"
+    """How documents are found. `module:name` = a custom function that returns a retriever."""
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Parameters of a custom retriever."""
+    top_n: PositiveInt = 2
+    """How many documents a search returns if the author does not say."""
+    index: str | None = None
+    """With bm25: a folder that `tandemrl data index` wrote, to search in this corpus; null = search in the documents of
+    the row. The documents that support a row's answer must be in the corpus, under the same id."""
+    merge: Literal["rrf", "halves"] = "rrf"
+    """With hybrid: how the two rankings are merged. rrf: by the sum of 1 / (60 + rank); halves: as in rlvr, the first
+    top_n / 2 + 1 documents of each ranking, semantic ones first, so up to top_n 2 only these."""
+    model: str | None = None
+    """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which
+    sentence-transformers loads in each process that tools run in; with `url`, its name there."""
+    device: str = "cpu"
+    """The torch device of `model`."""
+    url: Address | None = None
+    """Address of a service with POST /rerank, to use instead of a model in the process; with search, of one with POST
+    /search."""
+    api: Literal["cohere", "tei"] = "cohere"
+    """What is sent to `url`. cohere: {query, documents, model, top_n}, as Cohere, vLLM and others take it; tei: {query,
+    texts}, as text-embeddings-inference takes it."""
+    api_key_env: str | None = None
+    """Environment variable that holds the service's key; null = no key is sent."""
+    timeout_s: PositiveFloat = 5.0
+    """Time limit of one attempt."""
+    retries: NonNegativeInt = 2
+    """Retries if the service fails; after the last one the run stops."""
+    backoff_s: NonNegativeFloat = 0.5
+    """Wait before the first retry, in seconds; it doubles each time."""
+
+    @property
+    def kind(self) -> RetrieverKind:
+        """What the retriever needs."""
+        name = self.retriever
+        return RetrieverKind(name, name, "") if is_own(name) else RETRIEVERS[name]
+
+    @property
+    def patience_s(self) -> float:
+        """How long a service may take for one search, with all attempts."""
+        waits: int = 2**self.retries - 1
+        return (1 + self.retries) * self.timeout_s + self.backoff_s * waits
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Who generates which token."""
+
+    strategy: Annotated[str, component(strategies.KINDS)] = "word"
+    """When the author changes. `module:name` = a custom function that returns a Strategy."""
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Parameters of a custom strategy. Those that have the name of a key below get its value."""
+    prob_senior: Annotated[
+        float, Allowed("in (0, 1]: without senior tokens nothing is trained", lambda p: 0 < p <= 1)
+    ] = 0.5
+    """p: probability that a draw falls to the senior."""
+    max_gap_tokens: PositiveInt = 32
+    """K: `word` redraws at the latest this many tokens after the last draw, `word_aligned` at the next safe place."""
+    chunk_size: PositiveInt = 16
+    """Tokens that an author generates at a time, with `chunk`."""
+    first: Literal["senior", "junior"] = "senior"
+    """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who generates everything (`solo`)."""
+    prob_senior_final: PositiveFraction | None = None
+    """With `anneal_steps`: prob_senior moves linearly to this value."""
+    draws: Literal["per_rollout", "per_group"] = "per_rollout"
+    """Whether each rollout draws its authors, or all of a group draw the same: then, as far as their texts take the
+    same course, the luck of the draws cancels in the advantage."""
+    max_untranslatable: Fraction = 0.01
+    """Two vocabularies: stop if more than this share of a step's rollouts cannot be expressed in both (beyond chance,
+    6σ). Such rollouts are not scored and not trained on."""
+    anneal_steps: NonNegativeInt = 0
+    """Training steps in which prob_senior moves to prob_senior_final; 0 = it stays."""
+
+    @property
+    def kind(self) -> strategies.Kind:
+        """What the strategy says of itself."""
+        return strategies.kind_of(self.strategy)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is optimised: the recipe, and what replaces or extends it. If a key takes null, that means the recipe's own
+    value, unless its explanation says otherwise."""
+
+    recipe: Annotated[str, component(recipes.KINDS)] = "grpo"
+    """The algorithm: advantage, surrogate, reduction and clip range. `module:name` = a custom Recipe, or a function
+    that returns one."""
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Parameters of a custom recipe that is a function."""
+    junior_weight: Fraction = 0.0
+    """Loss weight of the junior's tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    word_ends: bool = True
+    """With `before_word`: a senior that ends its word, where the junior takes over, has made a choice, which is trained
+    like a token of its own. false leaves it out; the gradient is then biased."""
+    clip_low: Fraction | None = None
+    """The probability ratio is clipped at 1 - clip_low."""
+    clip_high: NonNegativeFloat | None = None
+    """The probability ratio is clipped at 1 + clip_high."""
+    dual_clip: Annotated[float, Allowed("0 (off) or above 1", lambda x: x == 0 or x > 1)] | None = None
+    """Bound of the loss at negative advantages; 0 = off."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the initial policy; 0 = off."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL in the loss: Schulman's k2 or k3. The gradient of k1 has expectation 0 there."""
+    kl_in_reward: bool = False
+    """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
+    junior_kl_coef: NonNegativeFloat = 0.0
+    """λ_jun: coefficient of a KL that pulls the senior towards the junior on the junior's tokens (0 in the paper)."""
+    entropy_coef: float = 0.0
+    """Coefficient of an entropy bonus on trained tokens; 0 = off."""
+    normalise_by: Literal["weight", "response"] = "weight"
+    """What the loss is divided by. weight: the sum of the token weights; response: the number of response tokens,
+    whoever generated them."""
+    reduction: (
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
+    ) = None
+    """How the losses of tokens become one number. token_mean: the mean over tokens (DAPO); sequence_mean_token_mean:
+    the mean over sequences of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over
+    sequences of each one's sum; token_sum_constant: the same, divided by rollout.max_tokens (Dr. GRPO). The critic's
+    loss is reduced in the same way."""
+    importance: Literal["none", "token", "sequence"] | None = None
+    """Level of truncated importance sampling (TIS) of the trainer's log-probs against the engine's."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: the maximum weight, to which larger ones are clipped."""
+    overlong_buffer: int | None = None
+    """DAPO's overlong penalty: it grows over the last `overlong_buffer` tokens before rollout.max_tokens; 0 = off."""
+    filter_zero_variance: bool | None = None
+    """Leave groups whose rewards are all equal out of the update."""
+    kl_target: float | None = None
+    """With kl_in_reward: adapt kl_coef so that the KL per trained token becomes this, in nats; null = fixed."""
+    gamma: PositiveFraction = 1.0
+    """With ppo: discount per trained token."""
+    lam: Fraction = 0.95
+    """With ppo: λ of generalised advantage estimation."""
+    value_clip: PositiveFloat | None = 0.5
+    """With ppo: how far the critic's values may move per update before they are clipped; null = no clipping."""
+
+    @property
+    def kind(self) -> recipes.Kind:
+        """What is known of the recipe before it is made."""
+        return recipes.kind_of(self.recipe)
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """The coefficient of the KL in the loss."""
+        return 0.0 if self.kl_in_reward else self.kl_coef
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The loop: how long, how fast, in which batches, and what is written."""
 
@@ -219,6 +502,118 @@ class TrainConfig:
     deterministic: bool = False
     """On a GPU, use kernels that add in a fixed order, which are slower; a warning names an operation that has none.
     Without them, no run repeats bit for bit there. On a CPU, runs repeat anyway."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The reward of a finished response: which scorer scores which row, and how."""
+
+    timeout_s: PositiveFloat = 5.0
+    """Time limit for scoring one response. A scorer that hangs is killed and counted."""
+    workers: PositiveInt | None = None
+    """Scoring processes; null = chosen from the work and the cores."""
+    scorers: dict[str, str] = field(default_factory=dict)
+    """Scorers by pattern. A pattern is compared with a row's `data_source`, or after `ability:` with its `ability`. A
+    scorer is one of the library's, or a custom `module:function` (also verl's `compute_score`), or a sum `a + b`;
+    see rewards/routing.py. These patterns come before the library's table."""
+    fallback: str | None = None
+    """The scorer of rows whose `data_source` neither `scorers` nor the library's table knows, written as in `scorers`;
+    null = they are refused. The published code of the rubric reward model has `prime` here."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weight of each reward in a sum, by its name; 1 without an entry. The name of `module:function` is `function`."""
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Parameters of a custom `module:function`, by its name."""
+    format_score: float | None = None
+    """Score of a wrong answer in the right format; null = the scorer's own (GSM8K: `tandem` 0.1, else 0; Countdown
+    0.1)."""
+    gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
+    """Where GSM8K's answer is read. `strict`: the last `#### N`; `flexible`: the last number; `tandem`: the last
+    `####`, even if other characters stand before N."""
+    countdown: Literal["tinyzero", "cohlem"] = "tinyzero"
+    """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
+    code_credit: Literal["fraction", "all"] = "fraction"
+    """The reward of a program. fraction: the fraction of its tests that pass; all: 1 if all pass, else 0."""
+    musique: Literal["head", "scaled", "mean", "bonus", "readme", "agents"] = "head"
+    """How the parts of a MuSiQue score make the reward. `head`: hops / 2 times the weighted mean of F1 and recall
+    (weight 1 each), exact match 0.9, citations 0.6, precision 0.4 and format 0.1. For the others see
+    tasks/qa/grader.py."""
+    compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
+    """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
+    DAPO's grader with rewards of ±1, MATH by its string grader); stray `<answer>` tags are overlooked (`tinyzero` and
+    `cohlem`, too).
+    `tinyzero`: GSM8K's first `####`; Countdown answers on the last line, with `**`, `//` and decimals. `cohlem`:
+    Countdown numbers in any multiplicity."""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model that scores responses, for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
+    `tandemrl eval verified`. It is off unless `url` or `model` is set."""
+
+    url: Address | None = None
+    """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
+    command: str | None = None
+    """A command that serves the judge at `url`, such as `vllm serve MODEL --port 8000`. `tandemrl train` starts it
+    (without a shell; `env NAME=VALUE vllm serve …` sets variables) and ends it with the run. Its output is in
+    output_dir/judge.log. Needs `wait_s`."""
+    wait_s: NonNegativeFloat = 0.0
+    """Seconds to wait at the start for an endpoint that does not answer yet, while its server loads the model."""
+    model: str | None = None
+    """With `url`: the model's name at the endpoint, null = the first one listed. Without: HF folder or hub id."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key; null = no key is sent."""
+    prompt: Literal["rubric", "rrm", "tinyv", "reasoning"] = "rubric"
+    """What the judge is asked. `rubric`: score the whole response by the row's criteria, out of 10; `rrm`: the same in
+    the words of the published rubric reward model, for a judge that was trained to reply to them; `tinyv`: whether the
+    extracted answer equals the reference answer, true or false; `reasoning`: score how sound the whole response is, out
+    of 10, without criteria."""
+    template: str | None = None
+    """A text file to use as the text of `prompt`, with the fields {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}},
+    {{MODEL_ANSWER}}."""
+    mode: Literal["addon", "mixed", "tinyv_only"] = "addon"
+    """How the rule's verdict r in {0, 1} and the judge's score j in [0, 1] make the reward. `addon`: 1 if r is 1, else
+    weight * j; `mixed`: weight * j + (1 - weight) * r; `tinyv_only`: j."""
+    weight: Fraction = 1.0
+    """The weight of the judge in `mode`."""
+    accept: PositiveFraction = 1.0
+    """`eval verified`: the lowest score at which the judge accepts the reasoning."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of the judge; 0 = greedy."""
+    max_tokens: PositiveInt = 2048
+    """Maximum length of the judge's reply, in tokens."""
+    retries: NonNegativeInt = 3
+    """Retries, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
+    retry_temperature: Annotated[float, Allowed("positive: a greedy judge would repeat itself", lambda x: x > 0)] = 0.3
+    """Sampling temperature after a reply without a score."""
+    backoff_s: NonNegativeFloat = 1.0
+    """Wait before the first retry, in seconds; it doubles each time."""
+    timeout_s: PositiveFloat = 120.0
+    """Time limit of one attempt."""
+    concurrency: PositiveInt = 64
+    """Requests in flight at once."""
+    max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
+    """Stop if the judge gives no score to more than this fraction of a batch, where one response is always tolerated
+    unless this is 0. Below the limit, such responses are not used in training."""
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Limits of a program that a model wrote, when the reward runs its tests; see tasks/code/sandbox.py."""
+
+    timeout_s: PositiveFloat = 5.0
+    """Wall-clock limit of one test."""
+    program_timeout_s: PositiveFloat = 30.0
+    """Wall-clock limit of all tests of one program. Tests that are not reached count as failed."""
+    memory_mb: Annotated[int, Allowed("at least 64: the interpreter needs some of it", lambda n: n >= 64)] = 1024
+    """Address space of each process of a test."""
+    file_mb: PositiveInt = 64
+    """Maximum size of a file, and of the working directory if that is in memory."""
+    output_mb: PositiveInt = 4
+    """How many megabytes a test may print or return."""
+    processes: PositiveInt = 8
+    """How many processes and threads a test may have at once."""
+    allow_weak: bool = False
+    """Run programs even if a layer of the sandbox is missing (`tandemrl check` lists them)."""
 
 
 @dataclass(frozen=True)
@@ -348,10 +743,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Write the home folder in place of a ``~`` that begins a path."""
-        object.__setattr__(self, "output_dir", at_home("output_dir", self.output_dir))
+        object.__setattr__(self, "output_dir", at_home(self.output_dir))
         for section, names in PATHS.items():
             old = getattr(self, section)
-            values = {name: at_home(f"{section}.{name}", getattr(old, name)) for name in names}
+            values = {name: at_home(getattr(old, name)) for name in names}
             if any(value != getattr(old, name) for name, value in values.items()):
                 object.__setattr__(self, section, replace(old, **values))
 

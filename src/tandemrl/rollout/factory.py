@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
-from tandemrl.config.components import engine_kind
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.models.loading import load_model, resolve_device, stored_eos_token_ids
 from tandemrl.models.lora import AdapterPlan
@@ -116,7 +115,7 @@ def _own_engine(factory: EngineFactory | None, config: RolloutConfig, given: Map
     """The engine of this process; see ``make_engine``. ``given``: its further arguments by name."""
     where = f"rollout.engine={config.engine}"
     engine = instantiate(
-        factory or engine_kind(config.engine).path,
+        factory or config.kind.path,
         where,
         ConfigError,
         config.engine_parameters,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.compatibility import Facts, RecipeFacts, check
 from tandemrl.config.fields import is_own
-from tandemrl.config.losses import LossConfig
+from tandemrl.config.schema import LossConfig
 from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, has_ratio, is_grouped, try_recipe
 from tandemrl.processes.names import import_failure, import_object, instantiate

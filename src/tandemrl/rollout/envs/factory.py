@@ -4,7 +4,6 @@ It does not import torch, since the processes that environments answer in make i
 """
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.config.components import environment_kind
 from tandemrl.processes.names import function_named, instantiate
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.tools import Tool
@@ -20,7 +19,7 @@ def make_environment(config: Config) -> Environment | None:
         ConfigError: the environment cannot be imported or made; the message names the key and the fix.
     """
     rollout = config.rollout
-    kind, key = environment_kind(rollout.environment), f"rollout.environment={rollout.environment}"
+    kind, key = rollout.environment_kind, f"rollout.environment={rollout.environment}"
     if kind.path is None:
         return None
     tools = tuple(_tool(path) for path in rollout.tools)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.config.components import retriever_kind
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.rows import Row
 from tandemrl.processes.names import instantiate
@@ -37,7 +36,7 @@ def make_retriever(config: RetrievalConfig) -> Retriever:
         BrokenEnvironmentError: a package, a model or an index that it needs is missing.
     """
     retriever: Retriever = instantiate(
-        retriever_kind(config.retriever).path,
+        config.kind.path,
         f"retrieval.retriever={config.retriever}",
         BrokenEnvironmentError,
         config.parameters,
