@@ -75,32 +75,6 @@ def test_every_token_is_the_argmax_of_the_author_it_is_said_to_have(client: Any)
             assert set(choice.authorship) == {int(tandem["solo"] == "senior")}
 
 
-def test_log_probs_are_the_authors(client: Any) -> None:
-    """Sampled under temperature 1, judged by an uncached forward of the author."""
-    from helpers import author_logits
-
-    prompt = written(9)
-    [choice] = complete(client, prompt, logprobs=0, seed=4).choices
-    written_by = Completion(0, np.array(choice.token_ids), np.array(choice.authorship), np.zeros(40), "length")
-    logits = torch.from_numpy(author_logits(*models(PAIR), prompt, written_by))
-    wanted = logits.log_softmax(-1)[torch.arange(40), torch.tensor(choice.token_ids)]
-    assert choice.logprobs.token_logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
-
-
-def test_a_chat(client: Any) -> None:
-    body = {"ignore_eos": True, "tandem": {"strategy": "bernoulli", "prob_senior": 0.25}}
-    messages = [{"role": "user", "content": "ab cd"}]
-    response = client.chat.completions.create(
-        model=client.model, messages=messages, max_tokens=40, seed=8, extra_body=body
-    )
-    [choice] = response.choices
-    selection = replace(SERVED, strategy="bernoulli", prob_senior=0.25)
-    assert choice.authorship == authors(8, choice.token_ids, selection)
-    assert 0 < sum(choice.authorship) < 20
-    assert choice.message.content
-    assert response.tandem["strategy"] == "bernoulli"
-
-
 def test_a_client_that_leaves_frees_its_request(client: Any) -> None:
     for _ in range(3):
         stream = complete(client, max_tokens=CONTEXT - 10, stream=True)

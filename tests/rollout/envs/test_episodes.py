@@ -250,31 +250,6 @@ def test_a_template_whose_calls_cannot_be_read_is_refused(template: str) -> None
     on(words, tempers.Asking())  # which has no tools
 
 
-LLAMA_CALLS = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r'(?=\{"name")',
-            "content": "json",
-            "repeats": True,
-            "transform": {
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-            },
-        }
-    },
-}
-
-
-def test_a_response_template_that_reads_its_calls_will_do() -> None:
-    words = copy.copy(tokenizer(LLAMA))
-    words.response_template = LLAMA_CALLS
-    with on(words) as episode_runner:
-        written = '{"name": "add", "parameters": {"a": 1}}<|im_end|>'
-        message = episode_runner.message(Turn(0, row(), 0, np.array(words.encode(written)), "eos"))
-        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-
-
 @pytest.mark.parametrize("output", ["m.content", '{"output": m.content}'])
 def test_bare_calls_of_llama_are_made_and_answered(output: str) -> None:
     """Also with the template that vLLM ships, where a result is an object."""

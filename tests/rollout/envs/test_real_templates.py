@@ -38,11 +38,6 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 PROMPTS = [
     ("smollm2", {}, SMOLLM2 + f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"),
     ("qwen3", {}, f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{NO_THOUGHT}"),
-    (
-        "qwen3",
-        {"enable_thinking": False},
-        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{NO_THOUGHT}",
-    ),
     ("qwen3", {"enable_thinking": True}, f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"),
     (
         "llama3_1",
@@ -123,15 +118,6 @@ def test_turns_with_a_user_are_the_templates(name: str) -> None:
     assert whole == ids_of(name, text.removesuffix("\n"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", "llama3_1", "gemma3"])
-def test_templates_without_tools_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"does not tell of tools .*use a model that calls tools"):
-        played(name, tempers.World(), [])
-    with pytest.raises(ConfigError, match=r"data\.template_arguments\.enable_thinking: .* reads no such variable"):
-        played(name, tempers.Asking(), [], "data.template_arguments.enable_thinking=true")
-
-
 # ---- Qwen3's turns -------------------------------------------------------------------------------------------------
 
 CALLS = [("add", {"a": 12, "b": 30}), ("note", {"text": 'forty "two"\n'}), ("who", {})]
@@ -197,22 +183,3 @@ def test_qwen3_with_thoughts_and_tools_is_its_template() -> None:
     # The transcript's own messages are rendered to the same.
     opening = {"role": "user", "content": QUESTION}
     assert qwen3_text([opening, *done.transcript.messages], enable_thinking=True) == expected
-
-
-@pytest.mark.slow
-def test_qwen3s_thoughts_before_a_message_of_a_user_are_kept_too() -> None:
-    """Where its template would leave them out: the only difference."""
-    thought = "<think>\nWhat do they mean?\n</think>\n\n"
-    script = [f"{thought}The sum?", f"{thought}42"]
-    keep, thinks = "rollout.keep_turns=true", "data.template_arguments.enable_thinking=true"
-    with pytest.raises(ConfigError, match=r"rollout\.keep_turns=true"):
-        played("qwen3", tempers.Asking(), script, thinks)
-    done, _ = played("qwen3", tempers.Asking(), script, keep, thinks)
-    whole = tokenizer("qwen3").decode([*asked("qwen3", {"enable_thinking": True}), *done.tokens.tolist()]) + "\n"
-    conversation = [
-        {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": script[0]},
-        {"role": "user", "content": "again (1)"},
-        {"role": "assistant", "content": script[1]},
-    ]
-    assert whole.replace(thought, "", 1) == qwen3_text(conversation, tools=False, enable_thinking=True)

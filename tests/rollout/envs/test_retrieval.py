@@ -84,13 +84,6 @@ def test_scores_are_those_of_bm25(words: None) -> None:
         assert WordIndex(texts).scores(query) == pytest.approx(expected, rel=1e-5)
 
 
-def test_questions_do_not_share_documents(words: None) -> None:
-    other = [{"id": "x", "text": "A fox."}]
-    for _ in range(2):
-        assert found(BM25, "fox", 1) == ["3"]
-        assert found(BM25, "fox", 1, docs=other) == ["x"]
-
-
 def numbered(count: int) -> list[dict[str, object]]:
     return [{"id": f"d{i}", "title": f"T{i}", "body": f"w{i} w{i % 7} common words"} for i in range(count)]
 

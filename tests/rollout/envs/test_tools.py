@@ -9,7 +9,7 @@ from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.environment import Answer, Environment
 from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.tools import call_fault, call_tool, schema_of
+from tandemrl.rollout.envs.tools import call_fault, schema_of
 
 
 def many(
@@ -66,24 +66,6 @@ def test_authors_see_neither_row_nor_state() -> None:
             "parameters": {"type": "object", "properties": {}},
         },
     }
-
-
-def test_methods_are_tools() -> None:
-    class Index(Environment):
-        def __init__(self) -> None:
-            self.tools = (self.look,)
-
-        def look(self, word: str, row: Row) -> str:
-            """Look a word up.
-
-            Args:
-                word: Which.
-            """
-            return f"{word} in {row.example_id}"
-
-    index = Index()
-    assert [schema["function"]["name"] for schema in index.tool_schemas()] == ["look"]
-    assert call_tool(index.look, {"word": "x"}, tempers.row("r7"), {}) == ("x in r7", {})
 
 
 @pytest.mark.parametrize(
