@@ -8,7 +8,6 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
 CORE_BIN := .venv-core/bin
-LIGER_BIN := .venv-liger/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 # Array annotations are checked at run time in these packages.
 TYPED := tandemrl.selection,tandemrl.losses,tandemrl.models,tandemrl.rollout,tandemrl.rewards,tandemrl.tasks.code,tandemrl.tasks.qa,tandemrl.tasks.rubric,tandemrl.types,beartype.beartype
@@ -17,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check notebooks-check fleet-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain two-tokenizers repair ablations hops smollm2
+.PHONY: quickstart test test-core release-check dist wheel-check browser-check notebooks-check fleet-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain two-tokenizers repair ablations hops smollm2
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -31,7 +30,7 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
 # Before a release: what needs environments of its own, and the notebooks, beside `make test`.
-release-check: test test-core test-liger docs wheel-check browser-check notebooks-check fleet-check
+release-check: test test-core docs wheel-check browser-check notebooks-check fleet-check
 
 # Source distribution and wheel, in dist/.
 dist: .venv/.core
@@ -42,11 +41,6 @@ dist: .venv/.core
 # The wheel in an environment of its own, outside the repository: check, a tiny pair, two steps of training, a report.
 wheel-check: dist
 	$(BIN)/python .ci/wheel_check.py dist "$(TORCH)" "$(TORCH_INDEX)"
-
-# Liger's kernels, compiled for GPUs on a machine without one.
-test-liger: .venv-liger/.core
-	$(LIGER_BIN)/python -c "import liger_kernel, triton"
-	$(TEST_ENV) $(LIGER_BIN)/python -m pytest tests/models/test_liger_kernels.py
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
 paper-claims two-tokenizers repair ablations: .venv/.core
@@ -109,7 +103,7 @@ slow: .venv/.dev
 
 # Environments and caches; never runs/.
 clean:
-	rm -rf .venv .venv-core .venv-liger build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
+	rm -rf .venv .venv-core build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installation. A stamp says which extras are in; it is renewed when pyproject.toml changes. `test` adds to what
@@ -146,10 +140,4 @@ endef
 	@echo "installing tandemrl with the dev extra …"
 	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[dev]"
 	@$(CORE_BIN)/pip uninstall $(PIP_FLAGS) -y beartype wandb
-	@touch $@
-
-.venv-liger/.core: pyproject.toml
-	$(call create_venv,$(LIGER_BIN))
-	@echo "installing tandemrl with the dev and liger extras …"
-	@$(LIGER_BIN)/pip install $(PIP_FLAGS) -e ".[dev,liger]"
 	@touch $@

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from helpers import VOCABULARY, llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
-from tandemrl.config import ConfigError, LoraConfig, load
+from tandemrl.config import LoraConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.compile import compile_layers, use_liger
@@ -154,20 +154,6 @@ def test_a_missing_compiler_is_named(monkeypatch):
         compile_layers(prepared(qwen3()))
     with pytest.raises(ModelError, match=r"or set rollout\.compile=false"):
         TorchEngine(prepared(qwen3()), None, tokenizer(), compile=True)
-
-
-@pytest.mark.parametrize(
-    ("key", "also"),
-    [
-        ("model.compile", "parallel.tp=2"),
-        ("model.compile", "train.async_steps=1"),
-        ("rollout.compile", "train.async_steps=1"),
-        ("rollout.compile", "rollout.engine=vllm"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(key, also):
-    with pytest.raises(ConfigError, match=rf"{key}=True: must be false with " + also.split("=")[0]):
-        load("quickstart", [f"{key}=true", also])
 
 
 # ---------------------------------------------------------------------------------------------------------------- Liger

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packing import assert_equal_gradients, everything, sequences
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from helpers import VOCABULARY, gpt2, llama, qwen3
+from helpers import gpt2, llama, qwen3
 from tandemrl.losses import value_loss
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack, pack_tokens
@@ -41,11 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def sequences(lengths: list[int]) -> list[list[int]]:
-    generator = np.random.default_rng(0)
-    return [generator.integers(0, VOCABULARY, length).tolist() for length in lengths]
-
-
 def direct_values(path: Path, given: list[list[int]]) -> tuple[PreTrainedModel, torch.Tensor]:
     """V before each token by one plain forward per sequence of stock transformers; 0 before the first."""
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
@@ -53,21 +49,10 @@ def direct_values(path: Path, given: list[list[int]]) -> tuple[PreTrainedModel, 
     return model, torch.cat([torch.cat([row.new_zeros(1), row]) for row in rows])
 
 
-def everything(batch: Batch) -> torch.Tensor:
-    return torch.ones_like(batch.tokens, dtype=torch.bool)
-
-
 def loss_of(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Made-up returns, the same for a sequence in any batch."""
     returns = 2 * torch.sin(batch.tokens + 0.3 * batch.positions)
     return value_loss(values, returns + 1, returns).sum()
-
-
-def assert_equal_gradients(critic: PreTrainedModel, wanted: dict[str, torch.Tensor]) -> None:
-    for key, parameter in critic.named_parameters():
-        assert parameter.grad is not None, key
-        scale = max(1.0, float(wanted[key].abs().max()))
-        torch.testing.assert_close(parameter.grad / scale, wanted[key] / scale, rtol=0, atol=2e-5, msg=key)
 
 
 @every_model
@@ -82,7 +67,7 @@ def test_values_and_gradients_are_those_of_separate_sequences(name, lengths, fol
 
     loss_of(values, batch).backward()
     loss_of(wanted, batch).backward()
-    assert_equal_gradients(critic, {key: p.grad for key, p in reference.named_parameters()})
+    assert_equal_gradients(*({key: p.grad for key, p in each.named_parameters()} for each in (critic, reference)))
 
 
 def test_a_group_whose_prompt_is_shared_has_the_same_values(folders):

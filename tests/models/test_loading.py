@@ -117,11 +117,8 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
         ("onw/senior", "own/senior"),
         ("own", "own/senior"),
         ("run", "run/hf/best"),
-        ("run/hf", "run/hf/best"),
-        ("run/checkpoints", "run/hf/best"),
         ("run/checkpoints/step_12", "run/hf/step_12"),
         ("run/checkpoints/step_12/tensors", "run/hf/best"),
-        ("run/checkpoints/step_99", "run/hf/best"),
         ("early", "early/hf/step_100"),
         ("early/hf/step_10", "early/hf/step_100"),
     ],
@@ -138,21 +135,6 @@ def test_a_folder_that_is_no_model_is_named_with_the_one_that_was_meant(
     home = f"{tmp_path}/" if absolute else "./" if "onw" in name else ""
     with pytest.raises(ModelError, match=rf"^{home}{name}: .*; did you mean {home.removeprefix('./')}{meant}\?$"):
         check_folder(f"{home}{name}")
-
-
-@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_critic])
-def test_the_hub_is_not_asked_for_a_folder_whose_parent_is_here(
-    load: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"^runs/tiny: no such folder$"):
-        load("runs/tiny")
-    (tmp_path / "runs" / "file").touch()
-    with pytest.raises(ModelError, match=r"^runs/file: a file; expected the folder of a model$"):
-        load("runs/file")
-    for hub_id in ("gpt2", "openai-community/gpt2"):
-        check_folder(hub_id)
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

@@ -316,12 +316,6 @@ def test_one_seed_is_asked_nothing_about_seeds(gain: float) -> None:
     assert "interval over problems" in claims[0].claim
 
 
-def test_no_claims_without_all_three_models() -> None:
-    solo = _difference(0.0, -0.01, 0.01)
-    assert claims_of("jargon", [row for row in _rows({}) if row["arm"] != "grpo"], solo) == []
-    assert claims_of("jargon", _rows({}), [solo[0] | {"metric": "pass@4"}]) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

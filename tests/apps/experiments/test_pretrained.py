@@ -19,13 +19,10 @@ from runs import evaluate_phase
 from tandemrl.apps.experiments import pretrained, smollm2
 from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
 from tandemrl.apps.experiments.experiment import run_experiment
-from tandemrl.apps.experiments.families import shorthand_measures
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
 from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, fetch
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
-from tandemrl.apps.report.records import ArmRecord
-from tandemrl.apps.report.tables import columns_of
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.loading import load_rows
@@ -285,13 +282,6 @@ def test_the_experiment_runs_from_the_pair_to_the_report(
     assert (tmp_path / "report.html").is_file()
     monkeypatch.setattr(smollm2, "fetch", pytest.fail)  # the pair is there
     run_experiment(small, tmp_path, workers=1, say=said.append)
-
-
-def test_the_shorthand_rate_is_the_share_of_solo_texts() -> None:
-    solo = ["3×4→12\n\n#### 12", "We get 3 * 4 = 12.\n\n#### 12", "#### 12", "5:1→5"]
-    found = shorthand_measures({}, solo, ["2+2→4"])
-    assert found == {"shorthand_rate": 0.5}
-    assert [column.title for column in columns_of([ArmRecord("a", "a", extra={"0": found})])] == ["shorthand rate"]
 
 
 @pytest.mark.slow

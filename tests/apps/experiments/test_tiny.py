@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.packaged import pack
 from tandemrl.apps.experiments.tiny import PairError, build_tiny_pair, train_tokenizer
-from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
-from tandemrl.tasks.generated.synthetic import PAIRS, examples, generate
+from tandemrl.apps.experiments.warm_start import Muon, WarmStart
+from tandemrl.tasks.generated.synthetic import PAIRS, examples
 
 STEPS = 12
 
@@ -90,20 +90,6 @@ def test_refuses_a_folder_that_holds_something_else(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
-def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):
-    out, manifest, _ = built
-    models = [AutoModelForCausalLM.from_pretrained(out / name) for name in ("senior", "junior")]
-    tokens = torch.tensor([tokenizer("Tom has 5 nuts")["input_ids"]])
-    with torch.no_grad():
-        senior, junior = (model(tokens).logits for model in models)
-    assert torch.equal(senior, junior)
-    assert senior.shape[-1] == len(tokenizer) == manifest["vocab_size"] <= 400
-    assert models[0].dtype == torch.float32
-    assert models[0].generation_config.eos_token_id == tokenizer.eos_token_id
-    assert sum(p.numel() for p in models[0].parameters()) == manifest["parameters"]
-    assert AutoTokenizer.from_pretrained(out / "junior").get_vocab() == tokenizer.get_vocab()
-
-
 @pytest.fixture(scope="module")
 def jargon(tmp_path_factory):
     """A hardly trained jargon pair, with what its progress callback was told."""
@@ -115,32 +101,6 @@ def jargon(tmp_path_factory):
         patch.setitem(tiny.CRITERIA, "jargon", {})
         manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
         yield out, manifest, seen
-
-
-def test_skill_splits_the_senior_by_jargon(monkeypatch):
-    """Four texts of the senior, of which one in jargon and two plain ones are right, or not quite."""
-    rows = generate("jargon", "heldout", 4, 0)
-    answers = [row.ground_truth for row in rows]
-    texts = {
-        "senior": [
-            f"Blorp vam.\n\n\\boxed{{{answers[0]}}}",
-            "Hec vam.\n\n\\boxed{99}",
-            f"First 5.\n\n\\boxed{{{answers[2]}}}",
-            f"First 5.\n\n\\boxed{{{answers[3]}}}",
-        ],
-        "junior": [f"\\boxed{{{answers[0]}}}", "", "", ""],
-    }
-    monkeypatch.setattr(tiny, "solo_texts", lambda model, *_: texts[model])
-    assert tiny._skill(("senior", None), ("junior", None), rows, 0) == {
-        "solo/pass@1": 0.75,
-        "junior/solo/pass@1": 0.25,
-        "jargon/rate": 0.5,
-        "jargon/pass@1": 0.5,
-        "plain/pass@1": 1.0,
-        "jargon/gain": -0.5,
-    }
-    one_model = ("junior", None)
-    assert tiny._skill(one_model, one_model, rows, 0) == {"solo/pass@1": 0.25}
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -235,17 +195,6 @@ def test_a_pair_that_never_meets_its_criteria_is_refused_and_stays_so(measured, 
     monkeypatch.setitem(tiny.CRITERIA, "jargon", {"jargon/pass@1": (0.8, 1.0)})
     measured(0.81)
     assert len(build_tiny_pair(tmp_path / "pair", pair="jargon")["rounds"]) == 1  # other criteria: another pair
-
-
-@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])
-def test_orthogonal_moves_singular_values_to_one(shape):
-    """Held against the singular value decomposition."""
-    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonal(matrices)
-    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
-    values = torch.einsum("mri,mrc,mic->mi", u, found, vh)
-    assert ((values > 0.6) & (values < 1.3)).all()
-    assert torch.allclose(found, u @ torch.diag_embed(values) @ vh, atol=1e-4)
 
 
 def test_muon_moves_a_matrix_by_its_orthogonal_momentum():
