@@ -31,7 +31,7 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tandemrl.tasks.code.layers import (
     Layers,
@@ -282,29 +282,18 @@ def _children() -> int:
     return os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
 
 
-class Runner:
+class Runner(NamedTuple):
     """Runs one test in fresh processes.
 
-    Args:
-        requests: where requests come from.
-        replies: where replies go to.
-        store: an empty file for what a test reads.
-        limits: the limits of a test, see `sandbox`.
-        sweep: kills every process of the test.
+    store: an empty file for what a test reads. limits: those of a test, see `sandbox`. sweep: kills all of a test's
+    processes.
     """
 
-    def __init__(
-        self,
-        requests: Connection,
-        replies: Connection,
-        store: int,
-        limits: dict[str, Any],
-        sweep: Callable[[], None],
-    ) -> None:
-        self._requests, self._replies = requests, replies
-        self._store = store
-        self._limits = limits
-        self._sweep = sweep
+    requests: Connection
+    replies: Connection
+    store: int
+    limits: dict[str, Any]
+    sweep: Callable[[], None]
 
     def serve(self, hello: dict[str, Any]) -> NoReturn:
         self._send(hello)
@@ -313,12 +302,12 @@ class Runner:
         os._exit(0)
 
     def _send(self, message: Any) -> None:
-        self._replies.send_bytes(json.dumps(message).encode())
+        self.replies.send_bytes(json.dumps(message).encode())
 
     def _receive(self) -> Any:
         """The next message, or None at the end."""
         try:
-            return json.loads(self._requests.recv_bytes())
+            return json.loads(self.requests.recv_bytes())
         except EOFError:
             return None
 
@@ -328,9 +317,9 @@ class Runner:
         std = (0, out_end, err_end)
         self._fill(job["input"])
         if job["kind"] == "script":
-            main = self._spawn(lambda: as_script(job["program"]), (self._store, out_end, err_end))
+            main = self._spawn(lambda: as_script(job["program"]), (self.store, out_end, err_end))
         elif job["kind"] == "call":
-            main = self._spawn(lambda: as_function(job["program"], job["function"]), (*std, self._store, result_end))
+            main = self._spawn(lambda: as_function(job["program"], job["function"]), (*std, self.store, result_end))
         else:
             (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
             self._spawn(lambda: as_function(job["program"], job["function"]), (*std, calls, return_end))
@@ -345,10 +334,9 @@ class Runner:
         return {"status": status, "output": output, "errors": errors.strip()[-ERROR_CHARS:], "reply": reply}
 
     def _fill(self, text: str) -> None:
-        data = memoryview(text.encode(errors="surrogatepass"))
-        while data:
-            data = data[os.write(self._store, data) :]
-        os.lseek(self._store, 0, os.SEEK_SET)
+        with open(self.store, "wb", closefd=False) as file:
+            file.write(text.encode(errors="surrogatepass"))
+        os.lseek(self.store, 0, os.SEEK_SET)
 
     def _watch(self, main: int, sources: Sequence[int], deadline: float) -> tuple[str, list[bytes]]:
         """Wait for the main process, then kill everything that is left of the test.
@@ -356,17 +344,17 @@ class Runner:
         Returns:
             how the process ended, and what came out of the pipes.
         """
-        left = self._limits["output_bytes"]
+        left = self.limits["output_bytes"]
         texts: dict[int, list[bytes]] = {source: [] for source in sources}
         ended = os.pidfd_open(main)
         poll = select.poll()
-        for source in (*sources, ended, self._requests.fileno()):
+        for source in (*sources, ended, self.requests.fileno()):
             poll.register(source, select.POLLIN)
         status = ""
         while not status:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
-                if descriptor == self._requests.fileno():  # the end, or nobody is there any more
-                    self._sweep()
+                if descriptor == self.requests.fileno():  # the end, or nobody is there any more
+                    self.sweep()
                     os._exit(0)
                 if descriptor == ended:
                     status = _how(os.waitpid(main, 0)[1])
@@ -379,7 +367,7 @@ class Runner:
                 status = "output"
             elif time.monotonic() >= deadline:
                 status = status or "timeout"
-        self._sweep()
+        self.sweep()
         for source in sources:
             while left >= 0 and (data := os.read(source, 2**16)):
                 texts[source].append(data)
@@ -418,7 +406,7 @@ class Runner:
             os._exit(1)
 
     def _limit(self) -> None:
-        limits = self._limits
+        limits = self.limits
         seconds = math.ceil(limits["timeout_s"]) + 1
         values = {
             resource.RLIMIT_AS: limits["memory_bytes"],

@@ -71,12 +71,12 @@ def _in_latex(text: str) -> str:
             parts.append(re.sub(r"(\d+)\N{FRACTION SLASH}(\d+)", r"\\frac{\1}{\2}", plain))
         else:
             parts += map(_character, plain)
-    return re.sub(r"√ ?(?:(\d+|[A-Za-z](?![A-Za-z]))|\(([^()]*)\)|(?=\{))", _root, "".join(parts))
+    return re.sub(r"([√∛∜]) ?(?:(\d+|[A-Za-z](?![A-Za-z]))|\(([^()]*)\)|(?=\{))", _root, "".join(parts))
 
 
 def _root(root: re.Match[str]) -> str:
-    inside = root[1] or root[2]
-    return rf"\sqrt{{{inside}}}" if inside else r"\sqrt"
+    inside = root[2] or root[3]
+    return rf"\sqrt{('', '[3]', '[4]')['√∛∜'.index(root[1])]}" + (f"{{{inside}}}" if inside else "")
 
 
 def _character(character: str) -> str:

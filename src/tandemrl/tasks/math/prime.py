@@ -21,7 +21,7 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.rewards.protocol import Deferred, Lost, Score
 from tandemrl.tasks.math.boxed import settled
-from tandemrl.tasks.math.published import normalise_math
+from tandemrl.tasks.math.published import braced, normalise_math
 from tandemrl.tasks.math.verify import NeedsSympy
 
 TOLERANCE = 1e-4
@@ -338,20 +338,11 @@ def _lower(text: str) -> str:
 
 
 def _last_box(text: str) -> str | None:
-    """What stands between the first brace behind the last ``\\boxed``, or else ``\\fbox``, and the brace that closes
-    it."""
+    """What the last ``\\boxed``, or else ``\\fbox``, holds."""
     start = text.rfind(r"\boxed")
     start = text.rfind(r"\fbox") if start < 0 else start
-    depth, first = 0, -1
-    for brace in re.finditer("[{}]", text[start:]) if start >= 0 else ():
-        if brace[0] == "{":
-            first = brace.end() if first < 0 else first
-            depth += 1
-        else:
-            depth -= 1
-            if depth == 0:
-                return text[start:][first : brace.start()].strip() if first >= 0 else None
-    return None
+    inside = braced(text[start:]) if start >= 0 else None
+    return None if inside is None else inside.strip()
 
 
 def _without_thousands(text: str) -> str:

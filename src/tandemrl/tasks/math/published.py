@@ -99,15 +99,22 @@ def normalise_dapo(answer: str) -> str:
 
 
 def _last_box(text: str, opening: str) -> str | None:
-    r"""What stands between the braces of the last box. Braces with a backslash count, as in the published code."""
     start = text.rfind(opening)
-    if start < 0 or not text.startswith(r"\boxed{", start):
-        return None
-    depth = 0
-    for brace in re.finditer("[{}]", text[start:]):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start + len(r"\boxed{") : start + brace.start()]
+    return braced(text[start:]) if start >= 0 and text.startswith(r"\boxed{", start) else None
+
+
+def braced(text: str) -> str | None:
+    """What stands between the first brace of a text and the one that closes it. Braces with a backslash count, as in
+    the published code."""
+    depth, first = 0, -1
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            first = brace.end() if first < 0 else first
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                return text[first : brace.start()] if first >= 0 else None
     return None
 
 

@@ -345,12 +345,4 @@ def _parts(rule: Score) -> dict[str, float]:
 
 def _in_order(text: str, tags: Sequence[str]) -> bool:
     """Whether a text starts with the first tag and the others follow in order."""
-    if not text.startswith(tags[0]):
-        return False
-    position = 0
-    for tag in tags:
-        position = text.find(tag, position)
-        if position < 0:
-            return False
-        position += len(tag)
-    return True
+    return re.match(".*?".join(map(re.escape, tags)), text, re.DOTALL) is not None
