@@ -1,7 +1,6 @@
 """``tandemrl compare``: paired differences between two runs, two evaluations, or two sets of seeds of either."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +40,7 @@ def compare(
 
     from tandemrl.cli.lines import echo
     from tandemrl.config import ConfigError
-    from tandemrl.evals import PHASES, says_one_author
+    from tandemrl.evals import PHASES, is_headline
     from tandemrl.evals.compare import (
         CompareError,
         Contrast,
@@ -49,16 +48,18 @@ def compare(
         judgement,
         show_interval,
         step_of_texts,
-        write_comparison,
+        to_json,
     )
     from tandemrl.evals.compare import compare as contrasts_of
+    from tandemrl.files import write_text
 
     if not 0 < level < 1:
         raise CompareError(f"--level {level}: expected a number between 0 and 1, e.g. 0.95")
-    shown = (lambda name: name in metric) if metric else _shown(all_groups)
+
+    def shown(name: str) -> bool:
+        return name in metric if metric else all_groups or (is_headline(name) and name.count("/") < 2)
+
     contrasts = contrasts_of(a, b, shown=shown, resamples=resamples, seed=seed, level=level)
-    if not metric:
-        contrasts = [each for each in contrasts if not says_one_author(each.metric, (each.a, each.b))]
     if not contrasts:
         raise CompareError(f"--metric {', '.join(metric or [])}: no phase that both sides have has such a metric")
     seeds = len(contrasts[0].per_seed)
@@ -92,13 +93,6 @@ def compare(
             table.add_row(*map(Text, (f"  {each.metric.rpartition('/')[2]}", *figures)), Text(judgement(each), style))
     Console().print(table)
     if out is not None:
-        write_comparison(out, contrasts, a=str(a), b=str(b), level=level, config=differing)
+        sides = {"schema": 1, "a": str(a), "b": str(b), "level": level, "config": differing}
+        write_text(out, json.dumps(sides | {"contrasts": to_json(contrasts)}, indent=2, ensure_ascii=False) + "\n")
         typer.echo(f"written to {out}")
-
-
-def _shown(all_groups: bool) -> Callable[[str], bool]:
-    """The function that says whether to show a metric: all of them on request, else the headline metrics without
-    ``GROUP/ARM/METRIC``."""
-    from tandemrl.evals import is_headline
-
-    return lambda name: all_groups or (is_headline(name) and name.count("/") < 2)

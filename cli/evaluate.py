@@ -1,10 +1,9 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tandemrl.config import Config
-    from tandemrl.evals import Phase
 
-Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified", "junior"]
-COMMANDS: dict[Command, str] = {
+COMMANDS = {
     "all": "Every phase that the junior and the judge allow. One file each; rerun to resume.",
     "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
     "tandem": "Senior and junior generate together, by word. Two vocabularies: by whole words; agents that were "
@@ -49,7 +46,7 @@ Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_args_is_help=True)
 
 
-def _command(name: Command) -> Callable[..., None]:
+def _command(name: str) -> Callable[..., None]:
     def command(
         model: Annotated[str, typer.Option(help="The senior: HF folder or hub id.")],
         overrides: Annotated[
@@ -152,7 +149,7 @@ def qa(
     from tandemrl.cli.heartbeat import progress_bars
     from tandemrl.config import ConfigError
     from tandemrl.data.loading import load_rows
-    from tandemrl.evals import Endpoint, evaluate, evaluate_remote, read_samples
+    from tandemrl.evals import Endpoint, evaluate, read_samples
     from tandemrl.evals.files import result_file
     from tandemrl.tasks.qa.predictions import by_group, official, write_predictions
     from tandemrl.tasks.qa.predictions import predictions as predicted
@@ -165,18 +162,13 @@ def qa(
     if not resolved.rollout.environment_kind.turns:
         resolved = replace(resolved, rollout=replace(resolved.rollout, environment="multihop"))
     resolved = replace(resolved, model=replace(resolved.model, junior=None))
-    shared: dict[str, Any] = {
-        "out": out,
-        "limit": limit,
-        "stated": stated,
-    }
+    source = model if endpoint is None else Endpoint(endpoint, model, api_key_env)
+    assert source is not None  # refused above
     with progress_bars("loading", err=True) as progress:
-        if endpoint is not None:
-            where = Endpoint(endpoint, model, api_key_env)
-            result = evaluate_remote(resolved, where, progress=progress, **shared)
-        else:
-            assert model is not None  # refused above
-            result = evaluate(resolved, model=model, phases=("pass-at-k",), progress=progress, **shared)["pass-at-k"]
+        done = evaluate(
+            resolved, model=source, out=out, phases=("pass-at-k",), limit=limit, stated=stated, progress=progress
+        )
+    result = done["pass-at-k"]
     title = f"questions (profile {resolved.eval.profile}, {resolved.eval.samples} samples each)"
     Console().print(groups_table(title, by_group(result["metrics"]["macro"])))
     rows = load_rows(resolved.data.eval, columns=resolved.data.columns)[:limit]
@@ -284,16 +276,14 @@ def _own_sampling(model: str | None, run: Path | None) -> dict[str, object]:
     return {"profile": "custom", "max_tokens": config.rollout.max_tokens} if config.eval.profile == "tiny" else {}
 
 
-def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "Table":
+def summary_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> "Table":
     """A table of the most important metrics: a row per metric, a column per set, and macro if there are several."""
     from rich.text import Text
-
-    from tandemrl.evals import with_majorities
 
     table = _table(title, ["phase", "metric"], _columns(next(iter(results.values()))["metrics"]))
     for phase, result in results.items():
         columns = _columns(result["metrics"])
-        shown = [name for name in with_majorities(result["metrics"]["macro"]) if _is_summary(phase, name)]
+        shown = [name for name in result["metrics"]["macro"] if _is_summary(phase, name)]
         for name in shown:
             cells = [Text(_cell(values, name)) for values in columns.values()]
             table.add_row(Text(phase), Text(name), *cells, end_section=name == shown[-1])
@@ -305,13 +295,24 @@ def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Tabl
     and has the intervals."""
     from rich.text import Text
 
-    from tandemrl.evals import is_headline, with_majorities
+    from tandemrl.evals import is_headline
 
     table = _table(title, ["metric"], [name.replace("=", " ") for name in groups])
-    names = [name for name in with_majorities(groups["all"]) if is_headline(name) and not name.endswith(_BOUNDS)]
-    for metric in ("problems", *names):
+    for metric in ("problems", *(name for name in groups["all"] if is_headline(name) and not name.endswith(_BOUNDS))):
         cells = [_cell(values, metric) for values in groups.values()]
         table.add_row(Text(metric), Text(cells[0]), *(Text(cell.partition(" [")[0]) for cell in cells[1:]))
+    return table
+
+
+def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
+    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value."""
+    from rich.text import Text
+
+    columns = {**metrics["by_set"], "macro": metrics["macro"]}
+    table = _table(title, ["metric"], columns)
+    for metric in metrics["macro"]:
+        if not metric.endswith(_BOUNDS):
+            table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
     return table
 
 
@@ -332,40 +333,17 @@ def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
     return metrics["by_set"] | ({"macro": metrics["macro"]} if len(metrics["by_set"]) > 1 else {})
 
 
+_ABOUT_TEXTS = ("cross_entropy", "cross_entropy_per_byte", "acceptance", "kl", "excess", "unlikely_rate")
+
+
 def _is_summary(phase: str, metric: str) -> bool:
-    """Whether the summary shows a metric.
-
-    It shows the main metrics of every phase, and other measures of texts for solo texts only. By hops, it does not show
-    single arms, for lack of room.
-    """
-    from tandemrl.rewards.calls import OF_K
-
-    about = ["rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "kl", "excess", "unlikely_rate"]
-    own = [*about, "em", "f1", "citation", *(("length", "truncation_rate", "turns") if phase == "pass-at-k" else ())]
-    of_k = OF_K if phase == "pass-at-k" else ("pass@", "verified_pass@")
+    """Whether the summary shows a metric: the main ones of every phase, and other measures of texts for solo texts
+    only. By hops, it does not show single arms, for lack of room."""
     group, _, name = metric.rpartition("/")
-    if "=" in group and "/" in group:
-        return False
-    return name in own or name.startswith(of_k)
-
-
-def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
-    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value.
-
-    Rounds are left out where one author generated every text, and with them the count of texts with many.
-    """
-    from rich.text import Text
-
-    from tandemrl.evals import says_one_author, with_majorities
-
-    columns = {**metrics["by_set"], "macro": metrics["macro"]}
-    table = _table(title, ["metric"], columns)
-    for metric in with_majorities(metrics["macro"]):
-        rounds = re.sub(r"above_\d+_rounds$", "rounds", metric)
-        alone = says_one_author(rounds, [values[rounds] for values in columns.values() if rounds in values])
-        if not (metric.endswith(_BOUNDS) or alone):
-            table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
-    return table
+    solo = phase == "pass-at-k"
+    own = ("rejected_rate", *_ABOUT_TEXTS, "em", "f1", "citation", *(("length", "truncation_rate", "turns") * solo))
+    of_k = ("pass@", "verified_pass@", *(("maj@",) * solo))
+    return not ("=" in group and "/" in group) and (name in own or name.startswith(of_k))
 
 
 def _cell(values: Mapping[str, float], metric: str) -> str:

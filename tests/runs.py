@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tandemrl.config import Config, DataConfig, ModelConfig, load, packaged_configs
-from tandemrl.evals import Phase, evaluate
+from tandemrl.evals import evaluate
 
 SMALL = [
     "model.device=cpu",  # also where there is a GPU, which `test_cuda` is about
@@ -151,7 +151,7 @@ def evaluate_with(
     junior: str | Path | None = None,
     device: str = "cpu",
     **settings: Any,
-) -> dict[Phase, dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     """``evaluate``. ``settings``: sections of the config such as ``eval``, and arguments of ``evaluate``."""
     sections = {name: settings.pop(name) for name in list(settings) if name in Config.__dataclass_fields__}
     models = ModelConfig(junior=None if junior is None else str(junior), device=device)

@@ -19,7 +19,6 @@ from tandemrl.evals.compare import (
     contrast,
     judgement,
     verdict,
-    write_comparison,
 )
 from tandemrl.evals.stats import Interval
 from tandemrl.training.tracking import write_eval_texts
@@ -265,7 +264,7 @@ def test_a_result_file_counts_as_an_evaluation_of_its_phase(tmp_path):
     assert compare(every / "a.json", every / "b.json") == compare(every / "a", every / "b")
     with pytest.raises(CompareError, match=r"have no phase in common \(pass-at-k and tandem\)"):
         compare(tmp_path / "a.json", tmp_path / "b" / "tandem.json")
-    write_comparison(tmp_path / "c.json", folders, a="a", b="b")
+    (tmp_path / "c.json").write_text('{"schema": 1, "contrasts": []}')
     with pytest.raises(CompareError, match=r"c\.json: not the result of an evaluation"):
         compare(tmp_path / "a.json", tmp_path / "c.json")
     with pytest.raises(CompareError, match=r"a\.samples\.jsonl: not the result of an evaluation \(PHASE\.json, or"):

@@ -244,11 +244,11 @@ class Polite(small_world.Talk):
 
 def session(*overrides, environment=None):
     config = load(None, ["data.eval=[rows.jsonl]", *TOOLS, *overrides])
-    return evals.session.Session(config, "model", ["pass-at-k"], environment=environment)
+    return evals.session.Session(config, "model", [evals.PHASES["pass-at-k"]], environment=environment)
 
 
 def identity(*overrides, environment=None):
-    return session(*overrides, environment=environment).identity("pass-at-k")
+    return session(*overrides, environment=environment).identity(evals.PHASES["pass-at-k"])
 
 
 def test_an_environment_counts_by_what_it_does():

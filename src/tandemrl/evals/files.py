@@ -79,7 +79,8 @@ def read_result(file: Path) -> dict[str, Any]:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvalError(f"{file}: not readable as an evaluation result ({error}); delete it and run again") from None
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or "phase" not in stored:
+    needed = {"phase", "config", "metrics", "samples"}
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or not needed <= stored.keys():
         raise EvalError(f"{file}: not an evaluation result of schema {SCHEMA}; choose another --out")
     return dict(stored)
 

@@ -1,7 +1,7 @@
 """Turns samples into numbers: the measures of one problem's samples, and how problems, sets and arms are averaged."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -27,10 +27,6 @@ WITH_INTERVAL = (
 HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate", "turns", "tool_errors", "invalid_calls")
 """Rates that a summary or a comparison shows, beside those of k."""
 
-GROUPED_BY = {"n_hops": "hops"}
-"""Keys of a row's ``extra_info`` that divide problems into groups, with the name of the groups. The headline rates are
-also given for each group, as in ``hops=2/em``."""
-
 _SAID = ("acc", "answer_present", "timeout", "failure", "unscored")
 """Parts of a score that samples and counts hold under other names."""
 
@@ -51,16 +47,6 @@ def is_of(metric: str, names: Collection[str]) -> bool:
     return name in names or name.startswith(OF_K)
 
 
-def says_one_author(metric: str, values: Iterable[float]) -> bool:
-    """Whether the values of a metric say no more than that one author generated every text: ``rounds`` is 1 at most.
-
-    Examples:
-        >>> says_one_author("senior_first/rounds", [1.0, 6.5]), says_one_author("rounds", [1.0, 1.0])
-        (False, True)
-    """
-    return metric.rpartition("/")[2] == "rounds" and all(value <= 1 for value in values)
-
-
 class EvalError(ValueError):
     """An evaluation cannot be run, or a result file is not of this evaluation. The message names the fix."""
 
@@ -77,7 +63,7 @@ class Sample(NamedTuple):
     accepts the reasoning, and is None in the other phases.
 
     turns, transcript (`types.Transcript` as JSON): those of an episode. parts: the other parts of the score, by name.
-    group: the problem's group, see ``GROUPED_BY``. same_as: the example_id of the first row with the same problem, if
+    group: the problem's group, see ``group_of``. same_as: the example_id of the first row with the same problem, if
     that is another one. plain: the text without special tokens, None if it has none. opened: what the chat template
     wrote of the response before it (`types.Response`). A line has these fields only if they differ from their defaults.
 
@@ -129,11 +115,12 @@ class Sample(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """The sample as a line of ``PHASE.samples.jsonl``; ``Sample(**line)`` is the inverse."""
-        later = (
-            *("turns", "parts", "transcript", "group", "acceptance", "cross_entropy_per_byte"),
-            *("same_as", "plain", "opened"),
-        )
-        return {k: v for k, v in self._asdict().items() if k not in later or v != self._field_defaults[k]}
+        first = self._fields.index("turns")
+        return {
+            name: value
+            for i, (name, value) in enumerate(self._asdict().items())
+            if i < first or value != self._field_defaults[name]
+        }
 
 
 def author_runs(author: np.ndarray) -> str:
@@ -172,14 +159,14 @@ def parts_of(score_parts: Mapping[str, float]) -> dict[str, float] | None:
 
 
 def group_of(extra_info: Mapping[str, Any]) -> str | None:
-    """The group of a problem (see ``GROUPED_BY``), or None.
+    """The group of a problem, or None. The headline rates are also given for each group, as in ``hops=2/em``.
 
     Examples:
         >>> group_of({"n_hops": 2})
         'hops=2'
     """
-    found = [f"{name}={extra_info[key]}" for key, name in GROUPED_BY.items() if extra_info.get(key) is not None]
-    return ",".join(found) or None
+    hops = extra_info.get("n_hops")
+    return None if hops is None else f"hops={hops}"
 
 
 Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
@@ -276,12 +263,10 @@ def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metr
     return rates, counts
 
 
-def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
-    """The mean cross-entropy of one problem's texts that the junior read, their means per byte and of the acceptance if
-    they are known (of older results they are not), and the number of texts that it did not read."""
-    later = ("cross_entropy_per_byte", "acceptance")
-    known = [name for name in later if any(getattr(sample, name) is not None for sample in problem)]
-    return _read(problem, ("cross_entropy", *known))
+def legible(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:
+    """The mean cross-entropy of one problem's texts that the junior read, that per byte and the acceptance if they are
+    known, and the number of texts that it did not read."""
+    return _read(problem, ("cross_entropy", "cross_entropy_per_byte", "acceptance"))
 
 
 def alone(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
@@ -290,7 +275,7 @@ def alone(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics
     return rates | read, counts | unread
 
 
-def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
+def drifted(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:
     """How far the senior's texts of one problem are from the junior's distribution.
 
     ``excess`` is the junior's cross-entropy minus the senior's own surprisal.
@@ -302,9 +287,10 @@ def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
 
 
 def _read(problem: Sequence[Sample], fields: Sequence[str]) -> tuple[Metrics, Metrics]:
-    """The means of some fields over the texts that were read. In the other texts, all of these fields are None."""
+    """The means of those fields that are known over the texts that were read."""
     read = [sample for sample in problem if sample.cross_entropy is not None]
-    rates = {name: sum(getattr(sample, name) for sample in read) / len(read) for name in fields} if read else {}
+    known = [name for name in fields if read and getattr(read[0], name) is not None]
+    rates = {name: sum(getattr(sample, name) for sample in read) / len(read) for name in known}
     return rates, {"samples": len(problem), "dropped": len(problem) - len(read)}
 
 
@@ -331,22 +317,6 @@ def silent_sets(samples: Sequence[Sample]) -> set[str]:
     return {sample.set for sample in samples} - {sample.set for sample in samples if sample.answer is not None}
 
 
-def with_majorities(metrics: Mapping[str, Any]) -> list[str]:
-    """The names of metrics, with those ``maj@K`` that are missing where a scorer gives no answers.
-
-    Examples:
-        >>> with_majorities({"pass@1": 0.5, "pass@2": 1.0, "score": 0.5})
-        ['pass@1', 'pass@2', 'maj@2', 'score']
-    """
-    names = []
-    for name in metrics:
-        of, passes, k = name.rpartition("pass@")
-        majority = f"{of}maj@{k}"
-        missing = passes and of in ("", f"{of[:-1]}/") and k.isdigit() and int(k) > 1 and majority not in metrics
-        names += [name, majority] if missing else [name]
-    return names
-
-
 def measure_sets(
     samples: Sequence[Sample], measure: Measure, *, silent: Collection[str] | None = None
 ) -> dict[str, SetMeasures]:
@@ -358,36 +328,54 @@ def measure_sets(
     Raises:
         EvalError: no problem of a set has any rate, or two problems of a set have the same example_id.
     """
-    sets, silent = {}, silent_sets(samples) if silent is None else silent
-    for name in dict.fromkeys(sample.set for sample in samples):
-        members = _filled([sample for sample in samples if sample.set == name])
-        _refuse_equal_ids(members, name)
-        answers: dict[str, dict[str, list[Sample]]] = {}
-        for sample in members:
-            answers.setdefault(sample.arm, {}).setdefault(_problem(sample), []).append(sample)
-        arms = {arm: [(key, *measure(each)) for key, each in found.items()] for arm, found in answers.items()}
-        by_arm = {arm: _columns(problems, name) for arm, problems in arms.items()}
-        if name in silent:
-            by_arm = {
-                arm: {metric: column for metric, column in columns.items() if not metric.startswith("maj@")}
-                for arm, columns in by_arm.items()
-            }
-        totals = {arm: _totals([counts for _, _, counts in problems]) for arm, problems in arms.items()}
-        rates = {metric: _mean_of_arms(columns) for metric, columns in _transpose(by_arm).items()}
-        counts = {metric: sum(values) for metric, values in _transpose(totals).items()}
-        counts["problems"] = max(len(problems) for problems in arms.values())
-        if len(arms) > 1:
-            rates |= {f"{arm}/{metric}": column for arm in arms for metric, column in by_arm[arm].items()}
-            counts |= {f"{arm}/{metric}": total for arm in arms for metric, total in totals[arm].items()}
-        groups = {_problem(sample): sample.group for sample in members if sample.group is not None}
-        shown = {metric: column for metric, column in rates.items() if is_headline(metric)}
-        for group in sorted(set(groups.values())):
-            for metric, column in shown.items():
-                if inside := {example: x for example, x in column.items() if groups.get(example) == group}:
-                    rates[f"{group}/{metric}"] = inside
-            counts[f"{group}/problems"] = sum(each == group for each in groups.values())
-        sets[name] = SetMeasures(rates, counts)
-    return sets
+    silent = silent_sets(samples) if silent is None else silent
+    by_set: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_set.setdefault(sample.set, []).append(sample)
+    return {name: _measure_set(name, own, measure, votes=name not in silent) for name, own in by_set.items()}
+
+
+def _measure_set(name: str, samples: Sequence[Sample], measure: Measure, *, votes: bool) -> SetMeasures:
+    problems = {(sample.problem, sample.example_id) for sample in samples}
+    if len({example for _, example in problems}) < len(problems):
+        raise EvalError(f"set {name}: two of its {len(problems)} problems have the same example_id; it must be unique")
+    arms: dict[str, dict[str, list[Sample]]] = {}
+    groups: dict[str, str] = {}
+    for sample in _filled(samples):
+        problem = sample.same_as or sample.example_id
+        arms.setdefault(sample.arm, {}).setdefault(problem, []).append(sample)
+        groups |= {} if sample.group is None else {problem: sample.group}
+    by_arm: dict[str, dict[str, dict[str, float]]] = {}
+    totals: dict[str, Metrics] = {}
+    for arm, members in arms.items():
+        columns, total = by_arm.setdefault(arm, {}), totals.setdefault(arm, {})
+        for problem, own in members.items():
+            measured, counted = measure(own)
+            for metric, value in measured.items():
+                if votes or not metric.startswith("maj@"):
+                    columns.setdefault(metric, {})[problem] = value
+            for metric, count in counted.items():
+                total[metric] = total.get(metric, 0) + count
+        if not columns:
+            what = f"none of its {len(members)} problems could be measured"
+            raise EvalError(f"set {name}: {what} (texts empty or too long)")
+    first = next(iter(by_arm))
+    rates = {
+        metric: {problem: float(np.mean([by_arm[arm][metric][problem] for arm in arms])) for problem in column}
+        for metric, column in by_arm[first].items()
+    }
+    counts = {metric: sum(total[metric] for total in totals.values()) for metric in totals[first]}
+    counts["problems"] = max(map(len, arms.values()))
+    if len(arms) > 1:
+        rates |= {f"{arm}/{metric}": column for arm in arms for metric, column in by_arm[arm].items()}
+        counts |= {f"{arm}/{metric}": total for arm in arms for metric, total in totals[arm].items()}
+    shown = {metric: column for metric, column in rates.items() if is_headline(metric)}
+    for group in sorted(set(groups.values())):
+        for metric, column in shown.items():
+            if inside := {problem: x for problem, x in column.items() if groups.get(problem) == group}:
+                rates[f"{group}/{metric}"] = inside
+        counts[f"{group}/problems"] = sum(each == group for each in groups.values())
+    return SetMeasures(rates, counts)
 
 
 def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, seed: int) -> dict[str, dict[str, Any]]:
@@ -435,35 +423,3 @@ def _filled(samples: Sequence[Sample]) -> list[Sample]:
         )
         for sample in samples
     ]
-
-
-def _problem(sample: Sample) -> str:
-    return sample.same_as or sample.example_id
-
-
-def _refuse_equal_ids(samples: Sequence[Sample], name: str) -> None:
-    problems = {(sample.problem, sample.example_id) for sample in samples}
-    if len({example for _, example in problems}) < len(problems):
-        raise EvalError(f"set {name}: two of its {len(problems)} problems have the same example_id; it must be unique")
-
-
-def _columns(problems: Sequence[tuple[str, Metrics, Metrics]], name: str) -> dict[str, dict[str, float]]:
-    """For each rate, its value in every problem that has it, by example_id."""
-    metrics = dict.fromkeys(metric for _, rates, _ in problems for metric in rates)
-    if not metrics:
-        raise EvalError(f"set {name}: none of its {len(problems)} problems could be measured (texts empty or too long)")
-    return {metric: {example: rates[metric] for example, rates, _ in problems if metric in rates} for metric in metrics}
-
-
-def _totals(problems: Sequence[Metrics]) -> Metrics:
-    return {metric: sum(problem[metric] for problem in problems) for metric in problems[0]}
-
-
-def _mean_of_arms(columns: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {example: float(np.mean([column[example] for column in columns])) for example in columns[0]}
-
-
-def _transpose(by_arm: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """For each metric, its values in the order of the arms."""
-    first = next(iter(by_arm.values()))
-    return {metric: [values[metric] for values in by_arm.values()] for metric in first}

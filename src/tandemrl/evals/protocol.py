@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -14,21 +14,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from tandemrl.config import EvalConfig, SelectionConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Prompt
-from tandemrl.evals.measures import (
-    EvalError,
-    Measure,
-    Sample,
-    accepted,
-    alone,
-    author_runs,
-    drifted,
-    graded,
-    group_of,
-    legible,
-    parts_of,
-)
+from tandemrl.evals.measures import EvalError, Sample, author_runs, group_of, parts_of
 from tandemrl.models.loading import context_of
-from tandemrl.rewards.protocol import Judges, Score, TrainerState
+from tandemrl.rewards.protocol import Judges, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
@@ -37,9 +25,6 @@ from tandemrl.selection import Strategy, Who, alternating_turns, first_turn, sen
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables
-
-Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified", "junior"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +116,7 @@ def sampling_for(profile: Profile, prompt: Prompt) -> Sampling:
 
 
 def strategies(
-    phase: Phase,
+    phase: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocabulary: int | None = None,
@@ -183,17 +168,6 @@ def draws_turns(selection: SelectionConfig) -> bool:
     return selection.kind.draws and selection.kind.by_turns
 
 
-def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
-    """The function that measures the samples of one problem in a phase."""
-    if phase == "legibility":
-        return legible
-    if phase == "drift":
-        return drifted
-    if phase == "junior":
-        return partial(alone, k=k)
-    return partial(accepted if phase == "verified" else graded, k=k)
-
-
 def generate_samples(
     arms: Mapping[str, Strategy],
     *,
@@ -239,18 +213,11 @@ def generate_samples(
         completions, _ = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
         if responder is not None:
             responder.check()
-        flat = [completion for group in completions for completion in group]
-        written += [
-            _sample(
-                i // samples,
-                prompts[i // samples],
-                arm,
-                i % samples,
-                completion,
-                reader.of(completion, opened[i // samples]),
-            )._replace(same_as=same[i // samples])
-            for i, completion in enumerate(flat)
-        ]
+        for i, completion in enumerate(completion for group in completions for completion in group):
+            problem, number = divmod(i, samples)
+            response = reader.of(completion, opened[problem])
+            sample = _sample(problem, prompts[problem], arm, number, completion, response)
+            written.append(sample._replace(same_as=same[problem]))
     return written
 
 
@@ -286,20 +253,16 @@ def grade(
     items = [(prompts[sample.problem].row, sample.response) for sample in whole]
     episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in whole]
     groups = [(sample.arm, sample.problem) for sample in whole]
-    scores = iter(scorer.score(items, episodes, groups=groups, state=state))
-    return [
-        sample._replace(score=None, correct=False) if sample.stop_reason in LOST else _scored(sample, next(scores))
-        for sample in samples
-    ]
-
-
-def _scored(sample: Sample, score: Score) -> Sample:
-    return sample._replace(
-        score=None if score.parts.get("unscored") else float(score.value),
-        correct=score.parts["acc"] == 1.0,
-        answer=score.answer,
-        parts=parts_of(score.parts),
-    )
+    scores, marked = iter(scorer.score(items, episodes, groups=groups, state=state)), []
+    for sample in samples:
+        if sample.stop_reason in LOST:
+            marked.append(sample._replace(score=None, correct=False))
+            continue
+        score = next(scores)
+        value = None if score.parts.get("unscored") else float(score.value)
+        right, parts = score.parts["acc"] == 1.0, parts_of(score.parts)
+        marked.append(sample._replace(score=value, correct=right, answer=score.answer, parts=parts))
+    return marked
 
 
 def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Judges) -> list[Sample]:

@@ -2,15 +2,15 @@
 often the junior would have drawn the senior's token."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Prompt
@@ -22,6 +22,7 @@ from tandemrl.models.head import LOGITS_PER_CHUNK
 from tandemrl.models.loading import context_of
 from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.engine import Sampling
+from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.words import Vocabulary
 from tandemrl.types import Author, Batch, Rollout, own_turns
@@ -29,6 +30,8 @@ from tandemrl.types import Author, Batch, Rollout, own_turns
 LOGITS_ON_CPU = 2**22
 """How many logits a CPU computes at once: larger tensors are new memory for every operation, which costs more than the
 operation."""
+TOKENS = 8192
+"""How many tokens are read at once, unless a text has more."""
 UNLIKELY = 0.01
 """A token to which the junior gives less than this probability counts as unlikely."""
 
@@ -56,21 +59,20 @@ class Legibility(NamedTuple):
 class TextReader(NamedTuple):
     """What a junior with a vocabulary of its own reads of a text.
 
-    vocabulary: the junior's. turn_text: spells a turn in the senior's tokens, without special tokens. observed: the
-    answers of the environment to a turn -> the junior's tokens of them, from the end of the turn to the beginning of
-    the next one; None where there is no environment.
+    vocabulary: the junior's. tokenizer: the senior's, which spells a turn. rendering: says in the junior's tokens what
+    the environment said between two turns; None where there is no environment.
     """
 
     vocabulary: Vocabulary
-    turn_text: Callable[[Sequence[int]], str]
-    observed: Callable[[Sequence[Message]], Sequence[int]] | None = None
+    tokenizer: PreTrainedTokenizerBase
+    rendering: Rendering | None = None
 
     def pieces(self, sample: Sample) -> list[tuple[Sequence[int], Author]]:
         """A text in the junior's tokens: what the authors wrote, and CONTEXT between their turns.
 
         Bytes that are no character have become U+FFFD, as in ``Sample.plain``.
         """
-        if self.observed is None or sample.transcript is None or sample.author is None:
+        if self.rendering is None or sample.transcript is None or sample.author is None:
             return [(self.vocabulary.encode(sample.response.plain), Author.SENIOR)]
         answers: list[list[Message]] = []
         for message in sample.transcript["messages"]:
@@ -81,8 +83,9 @@ class TextReader(NamedTuple):
         pieces: list[tuple[Sequence[int], Author]] = []
         for i, turn in enumerate(own_turns(np.array(sample.tokens), authors_of(sample.author))):
             if i:
-                pieces.append((self.observed(answers[i - 1]), Author.CONTEXT))
-            pieces.append((self.vocabulary.encode(self.turn_text(turn.tolist())), Author.SENIOR))
+                pieces.append((self.rendering.context(answers[i - 1], ended=False).tokens, Author.CONTEXT))
+            text = str(self.tokenizer.decode(turn.tolist(), skip_special_tokens=True))
+            pieces.append((self.vocabulary.encode(text), Author.SENIOR))
         return pieces
 
 
@@ -95,7 +98,6 @@ def read_legibility(
     vocabulary: int | None = None,
     reader: TextReader | None = None,
     context: int | None = None,
-    tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Measure how well the junior reads each text, after the same prompt.
@@ -120,24 +122,21 @@ def read_legibility(
     """
     if sampling is not None and sampling.penalised:
         raise EvalError("acceptance under penalties is not known: what they count is not read; give sampling=None")
-    read = list(samples)
-    limit = longest(context, junior)
-    texts = readable(samples, prompts, limit) if reader is None else retokenised(samples, prompts, reader, limit)
-    for indices, batch in _batches(texts, tokens_per_micro_batch, junior):
-        keys = None if sampling is None or reader is not None else _token_keys([texts[i] for i in indices])
-        tokens = legibility(junior, batch, keys=keys, sampling=sampling or Sampling(), vocabulary=vocabulary)
-        columns = (_by_text(channel, batch) for channel in tokens)
-        for i, (cross_entropy, accepted) in zip(indices, zip(*columns, strict=True), strict=True):
-            acceptance = None if keys is None else _mean(accepted)
-            characters = read[i].response.plain.encode()
-            read[i] = read[i]._replace(
-                cross_entropy=_mean(cross_entropy),
-                cross_entropy_per_byte=float(cross_entropy.sum(dtype=np.float64)) / max(1, len(characters)),
-                acceptance=acceptance,
-            )
-        if progress is not None:
-            progress(len(indices))
-    return read
+    drawn = None if reader is not None else sampling
+
+    def values(batch: Batch, texts: Sequence[Rollout]) -> Legibility:
+        keys = None if drawn is None else _token_keys(texts)
+        return legibility(junior, batch, keys=keys, sampling=drawn or Sampling(), vocabulary=vocabulary)
+
+    def read(sample: Sample, cross_entropy: np.ndarray, accepted: np.ndarray) -> Sample:
+        return sample._replace(
+            cross_entropy=_mean(cross_entropy),
+            cross_entropy_per_byte=float(cross_entropy.sum(dtype=np.float64))
+            / max(1, len(sample.response.plain.encode())),
+            acceptance=None if drawn is None else _mean(accepted),
+        )
+
+    return _read(samples, readable(samples, prompts, [junior], context, reader), junior, values, read, progress)
 
 
 def read_drift(
@@ -147,28 +146,25 @@ def read_drift(
     junior: PreTrainedModel,
     *,
     context: int | None = None,
-    tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Measure how far each text, and the senior's distribution at each of its tokens, is from the junior.
 
     Both models are at temperature 1. Texts are read as in ``read_legibility``, which gives the same ``cross_entropy``.
     """
-    read = list(samples)
-    texts = readable(samples, prompts, longest(context, senior, junior))
-    for indices, batch in _batches(texts, tokens_per_micro_batch, senior):
-        tokens = divergence(senior, junior, batch, select=batch.author >= 0)
-        columns = (_by_text(channel, batch) for channel in tokens)
-        for i, (surprisal, cross_entropy, kl) in zip(indices, zip(*columns, strict=True), strict=True):
-            read[i] = read[i]._replace(
-                surprisal=_mean(surprisal),
-                cross_entropy=_mean(cross_entropy),
-                kl=_mean(kl),
-                unlikely_rate=float(np.mean(cross_entropy > -math.log(UNLIKELY))),
-            )
-        if progress is not None:
-            progress(len(indices))
-    return read
+
+    def values(batch: Batch, texts: Sequence[Rollout]) -> Divergence:
+        return divergence(senior, junior, batch, select=batch.author >= 0)
+
+    def read(sample: Sample, surprisal: np.ndarray, cross_entropy: np.ndarray, kl: np.ndarray) -> Sample:
+        return sample._replace(
+            surprisal=_mean(surprisal),
+            cross_entropy=_mean(cross_entropy),
+            kl=_mean(kl),
+            unlikely_rate=float(np.mean(cross_entropy > -math.log(UNLIKELY))),
+        )
+
+    return _read(samples, readable(samples, prompts, [senior, junior], context), senior, values, read, progress)
 
 
 @torch.no_grad()
@@ -182,28 +178,20 @@ def legibility(
 ) -> Legibility:
     """The junior's cross-entropy and draws at the authors' tokens of a batch; 0 at other tokens.
 
-    Logits are computed in chunks, so [t, v] is never materialised.
-
     Args:
         keys: the keys of the draws of the authors' tokens, in order (see ``draws.fold_in``). None draws nothing.
         sampling: see ``read_legibility``.
         vocabulary: see ``read_legibility``.
     """
     index = (batch.author >= 0).nonzero().squeeze(1)
-    (prefixes,) = _prefixes([junior], batch, index)
-    head = junior.get_output_embeddings()
-    ids = head.weight.shape[0]
     device = batch.tokens.device
     out = Legibility(torch.zeros(len(batch.tokens), device=device), torch.zeros_like(batch.tokens, dtype=torch.bool))
-    plain = sampling.temperature == 1 and not sampling.truncated and (vocabulary is None or vocabulary >= ids)
-    for rows in _chunks(len(index), ids, device):
-        logits, tokens = _logits(prefixes[rows], head, ids), index[rows]
-        written, logprobs = batch.tokens[tokens], logits.log_softmax(-1)
+    for rows, (logits,) in _logits([junior], batch, index):
+        tokens, logprobs = index[rows], logits.log_softmax(-1)
+        written = batch.tokens[tokens]
         out.cross_entropy[tokens] = -logprobs.gather(1, written[:, None]).squeeze(1)
         if keys is not None:
-            key = keys.to(device)[rows]
-            drawn = draw_token(logprobs, key) if plain else _drawn(logits[:, :vocabulary], key, sampling)
-            out.accepted[tokens] = drawn == written
+            out.accepted[tokens] = _drawn(logits[:, :vocabulary], keys.to(device)[rows], sampling) == written
     return out
 
 
@@ -213,18 +201,13 @@ def divergence(
 ) -> Divergence:
     """The divergence at the selected tokens, at temperature 1; 0.0 at other tokens and at the first of a sequence.
 
-    Both models must be on one device. Logits are computed in chunks, so [t, v] is never materialised. If the models
-    have different numbers of logits, the distributions are over the ids that both have.
+    Both models must be on one device. If they have different numbers of logits, the distributions are over the ids that
+    both have.
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
-    device = batch.tokens.device
-    prefixes = _prefixes([senior, junior], batch, index)
-    heads = [model.get_output_embeddings() for model in (senior, junior)]
-    vocabulary = min(head.weight.shape[0] for head in heads)
-    out = Divergence(*torch.zeros(3, len(batch.tokens), device=device))
-    for rows in _chunks(len(index), vocabulary, device):
+    out = Divergence(*torch.zeros(3, len(batch.tokens), device=batch.tokens.device))
+    for rows, logits in _logits([senior, junior], batch, index):
         tokens = index[rows]
-        logits = (_logits(p[rows], head, vocabulary) for p, head in zip(prefixes, heads, strict=True))
         own, other = (each.log_softmax(-1) for each in logits)
         for channel, logprobs in ((out.surprisal, own), (out.cross_entropy, other)):
             channel[tokens] = -logprobs.gather(1, batch.tokens[tokens, None]).squeeze(1)
@@ -232,80 +215,81 @@ def divergence(
     return out
 
 
-def longest(context: int | None, *models: PreTrainedModel) -> float:
-    """How many tokens a prompt and its text may have together, by the profile's context and what the models can see."""
-    return min(context or math.inf, *(context_of(model.config) for model in models))
-
-
-def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: float) -> dict[int, Rollout]:
+def readable(
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    models: Sequence[PreTrainedModel],
+    context: int | None = None,
+    reader: TextReader | None = None,
+) -> dict[int, Rollout]:
     """The texts to read, by the position of their sample: each after its prompt, without the EOS that ends it.
 
-    What the environment says between turns is context, like the prompt.
+    What the environment says between turns is context, like the prompt. Texts that are empty, or longer than a model or
+    the profile's context allows, are left out.
     """
+    longest = min(context or math.inf, *(context_of(model.config) for model in models))
     texts = {}
     for i, sample in enumerate(samples):
-        prompt = prompts[sample.problem].tokens
-        text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
         if sample.author is None:
             raise EvalError(f"sample of {sample.example_id}: it has no authors, so there is nothing of theirs to read")
-        author = authors_of(sample.author)[: len(text)]
+        if reader is None:
+            prompt = prompts[sample.problem].tokens
+            text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
+            author = authors_of(sample.author)[: len(text)]
+        else:
+            prompt, pieces = prompts[sample.problem].junior, reader.pieces(sample)
+            text = [token for tokens, _ in pieces for token in tokens]
+            author = np.repeat([who for _, who in pieces], [len(tokens) for tokens, _ in pieces])
         if (author >= 0).any() and len(prompt) + len(text) <= longest:
-            texts[i] = _rollout(sample, prompt, text, author)
+            texts[i] = Rollout(
+                example_id=sample.example_id,
+                group=sample.problem,
+                index=sample.sample,
+                key=sample.key,
+                tokens=np.array([*prompt, *text], dtype=np.int64),
+                author=np.concatenate([np.full(len(prompt), Author.CONTEXT), author]),
+                behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
+                reward=0.0,
+                reward_parts={},
+            )
     return texts
-
-
-def retokenised(
-    samples: Sequence[Sample], prompts: Sequence[Prompt], reader: TextReader, longest: float
-) -> dict[int, Rollout]:
-    """The texts to read, by the position of their sample, in another vocabulary than that of their authors."""
-    texts = {}
-    for i, sample in enumerate(samples):
-        prompt, pieces = prompts[sample.problem].junior, reader.pieces(sample)
-        text = [token for tokens, _ in pieces for token in tokens]
-        author = np.repeat([who for _, who in pieces], [len(tokens) for tokens, _ in pieces])
-        if (author >= 0).any() and len(prompt) + len(text) <= longest:
-            texts[i] = _rollout(sample, prompt, text, author)
-    return texts
-
-
-def _rollout(sample: Sample, prompt: Sequence[int], text: Sequence[int], author: np.ndarray) -> Rollout:
-    return Rollout(
-        example_id=sample.example_id,
-        group=sample.problem,
-        index=sample.sample,
-        key=sample.key,
-        tokens=np.array([*prompt, *text], dtype=np.int64),
-        author=np.concatenate([np.full(len(prompt), Author.CONTEXT), author]),
-        behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
-        reward=0.0,
-        reward_parts={},
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _batches(
-    texts: dict[int, Rollout], tokens_per_micro_batch: int, model: PreTrainedModel
-) -> Iterator[tuple[list[int], Batch]]:
-    """Yield micro-batches of texts, each with the keys that its texts have in ``texts``.
+def _read(
+    samples: Sequence[Sample],
+    texts: Mapping[int, Rollout],
+    model: PreTrainedModel,
+    values: Callable[[Batch, Sequence[Rollout]], Iterable[Tensor]],
+    read: Callable[..., Sample],
+    progress: Callable[[int], None] | None,
+) -> list[Sample]:
+    """The samples, of which ``read`` makes others for what ``values`` says of the authors' tokens of their texts.
 
     The texts of a problem stay together where they fit, since their prompt is computed once in a micro-batch.
     """
-    keys = list(texts)
-    lengths = [len(texts[key].tokens) for key in keys]
-    device = next(model.parameters()).device
-    problems = [texts[key].group for key in keys]
-    for rows in micro_batches(lengths, max(tokens_per_micro_batch, *lengths, 1), groups=problems):
-        indices = [keys[row] for row in rows]
-        yield indices, pack([texts[i] for i in indices], device)
+    out, device = list(samples), next(model.parameters()).device
+    positions, rollouts = [*texts], [*texts.values()]
+    lengths = [len(text.tokens) for text in rollouts]
+    groups = [text.group for text in rollouts]
+    for rows in micro_batches(lengths, max(TOKENS, *lengths, 1), groups=groups):
+        some = [rollouts[row] for row in rows]
+        batch = pack(some, device)
+        columns = (_by_text(channel, batch) for channel in values(batch, some))
+        for row, own in zip(rows, zip(*columns, strict=True), strict=True):
+            i = positions[row]
+            out[i] = read(out[i], *own)
+        if progress is not None:
+            progress(len(rows))
+    return out
 
 
-def _by_text(channel: Float[Tensor, " t"], batch: Batch) -> list[np.ndarray]:
+def _by_text(channel: Float[Tensor, " t"] | Bool[Tensor, " t"], batch: Batch) -> list[np.ndarray]:
     """The values of the response tokens of each sequence."""
-    values, written = channel.cpu(), (batch.author >= 0).cpu()
-    lengths: Int64[Tensor, " s"] = batch.lengths.cpu()
-    split = zip(values.split(lengths.tolist()), written.split(lengths.tolist()), strict=True)
+    lengths = batch.lengths.cpu().tolist()
+    split = zip(channel.cpu().split(lengths), (batch.author >= 0).cpu().split(lengths), strict=True)
     return [sequence[mask].numpy() for sequence, mask in split]
 
 
@@ -313,29 +297,31 @@ def _mean(values: np.ndarray) -> float:
     return float(np.mean(values, dtype=np.float64))
 
 
-def _prefixes(
+def _logits(
     models: Sequence[PreTrainedModel], batch: Batch, index: Int64[Tensor, " i"]
-) -> list[Float[Tensor, "i h"]]:
-    """For each model, the hidden states that predict the tokens at the indices ``index``."""
+) -> Iterator[tuple[Int64[Tensor, " c"], list[Float[Tensor, "c v"]]]]:
+    """Yield for chunks of the tokens at the indices ``index`` the numbers of these, and for each model the logits that
+    predict them, over the ids that all models have. So [t, v] is never materialised."""
     device = batch.tokens.device
     spans, *indices = share_contexts(batch)
     kept, where = (torch.from_numpy(each).to(device) for each in indices)
     layout = PackedLayout(spans, device)
-    return [  # the shift: the logits at i - 1 predict token i
+    prefixes = [  # the shift: the logits at i - 1 predict token i
         hidden_states(model, batch.tokens[kept], batch.positions[kept], layout).index_select(0, where[index - 1])
         for model in models
     ]
-
-
-def _chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[Int64[Tensor, " c"]]:
-    """The numbers 0 … ``count`` − 1 in chunks whose logits are in memory together, with some tensors of their size."""
-    logits = LOGITS_ON_CPU if device.type == "cpu" else LOGITS_PER_CHUNK // 2
-    yield from torch.arange(count, device=device).split(max(1, logits // vocabulary))
-
-
-def _logits(hidden: Float[Tensor, "c h"], head: nn.Linear, vocabulary: int) -> Float[Tensor, "c v"]:
-    bias = None if head.bias is None else head.bias[:vocabulary]
-    return F.linear(hidden, head.weight[:vocabulary], bias).float()
+    heads = [model.get_output_embeddings() for model in models]
+    vocabulary = min(head.weight.shape[0] for head in heads)
+    biases = [None if head.bias is None else head.bias[:vocabulary] for head in heads]
+    most = LOGITS_ON_CPU if device.type == "cpu" else LOGITS_PER_CHUNK // 2
+    for rows in torch.arange(len(index), device=device).split(max(1, most // vocabulary)):
+        yield (
+            rows,
+            [
+                F.linear(prefix[rows], head.weight[:vocabulary], bias).float()
+                for prefix, head, bias in zip(prefixes, heads, biases, strict=True)
+            ],
+        )
 
 
 def _token_keys(texts: Sequence[Rollout]) -> Int64[Tensor, " i"]:

@@ -6,8 +6,7 @@ The limit on its tokens is applied to the endpoint's own counts, that on the env
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ from tandemrl.selection.draws import request_key
 CHARS_PER_TOKEN = 4
 """A rough estimate, since there is no tokenizer."""
 CONCURRENCY = 16
-"""How many episodes run at once."""
-POLL_S = 0.02
+"""How many requests run at once."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,28 @@ class Endpoint:
         patience = (self.timeout_s, self.retries, self.backoff_s, CONCURRENCY)
         return Client(Service("Endpoint", "vllm serve MODEL", EvalError, self.url, self.api_key_env, *patience))
 
+    def served(self) -> str:
+        """The name of the model.
+
+        Raises:
+            EvalError: the endpoint is down, or serves other models.
+        """
+        with closing(self.client()) as client:
+            return client.model(self.model)
+
 
 def play(
-    client: Client,
+    endpoint: Endpoint,
     model: str,
     rows: Sequence[Row],
-    *,
     config: Config,
+    *,
+    profile: Profile,
     environment: Environment,
     caller: Caller,
-    profile: Profile,
-    samples: int,
-    seed: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None],
 ) -> list[Sample]:
-    """Run ``samples`` episodes of every row, in the order of the rows.
+    """Run ``eval.samples`` episodes of every row, in the order of the rows, all of them turn by turn.
 
     Args:
         caller: runs the environment; it is closed at the end.
@@ -83,52 +88,48 @@ def play(
         EvalError: the endpoint fails or gives no usable reply, or a row has a rendered prompt instead of messages.
         EngineError: the environment is broken.
     """
-    remote = _Remote(environment, config.rollout, caller)
-    keys = [request_key(seed, 0, problem, sample) for problem in range(len(rows)) for sample in range(samples)]
-    episodes = [_Episode(number, rows[number // samples], key) for number, key in enumerate(keys)]
+    count, remote = config.eval.samples, _Remote(environment, config.rollout, caller)
+    keys = [request_key(config.eval.seed, 0, problem, i) for problem in range(len(rows)) for i in range(count)]
+    episodes = [_Episode(number, rows[number // count], key) for number, key in enumerate(keys)]
     for episode in episodes:
         if episode.row.extra_info.get(RENDERED):
             raise EvalError(f"row {episode.row.example_id}: its prompt is rendered, and an endpoint takes messages")
-        opening = remote.opening(episode.row).messages
-        episode.conversation = [*map(dict, with_suffix(episode.row, opening, config.data.prompt_suffix))]
+        opening = with_suffix(episode.row, remote.opening(episode.row).messages, config.data.prompt_suffix)
+        episode.conversation = [*map(dict, opening)]
         if episode.conversation[-1]["role"] == "assistant":
             raise EvalError(f"row {episode.row.example_id}: its prompt ends in a begun answer; endpoints do not go on")
-        episode.opening = len(episode.conversation)
-    table, asked = Episodes(remote), dict[Future[_Said], _Episode]()
-    with ThreadPoolExecutor(CONCURRENCY) as pool, remote:
-
-        def ask(episode: _Episode) -> None:
-            body = _body(episode, model, remote, profile, config.data.template_arguments)
-            asked[pool.submit(client.post, "/chat/completions", body, _said)] = episode
-
-        try:
-            for episode in episodes:
-                ask(episode)
-            while any(episode.stop_reason is None for episode in episodes):
-                for done in wait(asked, timeout=POLL_S, return_when=FIRST_COMPLETED).done if asked else ():
-                    episode = asked.pop(done)
-                    _hear(episode, done.result(), remote, table)
-                    if progress is not None:
-                        progress(episode.said[-1].tokens)
-                for reply in table.replies(wait=not asked):
-                    episode = episodes[reply.number]
-                    _answer(episode, table.transcript(reply.number).messages)
-                    episode.stop_reason = _stop(episode, reply.stop_reason, bool(reply.context), remote, profile)
-                    if episode.stop_reason is None:
-                        ask(episode)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    table, left = Episodes(remote), episodes
+    with closing(endpoint.client()) as client, remote:
+        while left:
+            bodies = [_body(each, model, remote, profile, config.data.template_arguments) for each in left]
+            said = client.post_all("/chat/completions", bodies, _said)
+            for episode, each in zip(left, said, strict=True):
+                remote.written[episode.number] = episode.hear(each, remote)
+                how: StopReason = "length" if each.cut else "eos"
+                table.submit(Turn(episode.number, episode.row, len(episode.said) - 1, np.empty(0, np.int64), how))
+            progress(sum(each.tokens for each in said))
+            answered = 0
+            while answered < len(left):
+                for reply in table.replies(wait=True):
+                    episode, answered = episodes[reply.number], answered + 1
+                    episode.answer(table.transcript(reply.number).messages)
+                    own = reply.stop_reason
+                    episode.stop_reason = own or episode.limit(bool(reply.context), remote, profile.sampling.max_tokens)
+            left = [episode for episode in left if episode.stop_reason is None]
     same = same_problems([Prompt(row, ()) for row in rows], episodes=True)
-    return [_sample(episode, samples, table, same[episode.number // samples]) for episode in episodes]
+    return [_sample(episode, count, table, same[episode.number // count]) for episode in episodes]
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
 
 
 class _Said(NamedTuple):
-    message: Mapping[str, Any]
-    cut: bool
+    """A turn of the model. calls: as the endpoint takes them again in the conversation."""
+
+    content: str
+    calls: list[dict[str, Any]]
     tokens: int
+    cut: bool
 
 
 def _body(
@@ -136,7 +137,7 @@ def _body(
 ) -> dict[str, Any]:
     sampling = profile.sampling
     own = {name: value for name, value in arguments.items() if value is not None}
-    left = sampling.max_tokens - sum(said.tokens for said in episode.said)
+    left = sampling.max_tokens - episode.tokens
     return {
         "model": model,
         "messages": episode.conversation,
@@ -151,18 +152,19 @@ def _body(
 
 
 def _said(response: Response) -> _Said:
-    """The content of a chat completion. This is a `http.Read`."""
+    """What a chat completion says. This is a `http.Read`."""
     message, whole = chat_message(response), response.json()
-    content, calls = message.get("content"), message.get("tool_calls")
-    usage = whole.get("usage")
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if not isinstance(content, str | None) or not isinstance(calls, list | None):
-        raise RetryableError(f"not a message of an assistant: {excerpt(response.body)}")
-    if not isinstance(tokens, int) or tokens < 0:
-        raise RetryableError(
-            f"it does not say how many tokens it wrote (usage.completion_tokens): {excerpt(response.body)}"
-        )
-    return _Said(message, whole["choices"][0].get("finish_reason") == "length", tokens)
+    try:
+        calls = [_call(call["id"], **call["function"]) for call in message.get("tool_calls") or ()]
+        cut = whole["choices"][0].get("finish_reason") == "length"
+        return _Said(sound(message.get("content") or ""), calls, int(whole["usage"]["completion_tokens"]), cut)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"it does not say what it wrote and how many tokens (usage.completion_tokens): {error!r}"
+        raise RetryableError(f"{what} in {excerpt(response.body)}") from None
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": sound(id), "type": "function", "function": {"name": sound(name), "arguments": sound(arguments)}}
 
 
 # -------------------------------------------------------------------------------------------------------- an episode
@@ -172,9 +174,9 @@ def _said(response: Response) -> _Said:
 class _Episode:
     """One episode.
 
-    conversation: the messages as they are sent to the endpoint, of which the first ``opening`` are the prompt. said:
-    the model's replies, one for each turn. calls: the ids of the last turn's calls, in the order in which they are
-    answered. heard: how many messages of the transcript were sent to the model.
+    conversation: the messages as they are sent to the endpoint. said: the model's replies, one for each turn. calls:
+    the ids of the last turn's calls, in the order in which they are answered. heard: how many messages of the
+    transcript were sent to the model. told: how many characters the environment said.
     """
 
     number: int
@@ -183,77 +185,60 @@ class _Episode:
     conversation: list[dict[str, Any]] = field(default_factory=list)
     said: list[_Said] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    opening: int = 0
     heard: int = 0
+    told: int = 0
     stop_reason: str | None = None
 
+    @property
+    def tokens(self) -> int:
+        return sum(said.tokens for said in self.said)
 
-def _hear(episode: _Episode, said: _Said, remote: "_Remote", table: Episodes) -> None:
-    """Pass a turn of the model to the environment."""
-    episode.said.append(said)
-    content, written = sound(said.message.get("content") or ""), said.message.get("tool_calls")
-    unread: Sequence[str] = ()
-    if not written:  # an endpoint without a parser of calls: they are in the text
-        read = parse_turn(content, remote.schemas)
-        written, unread = read.get("tool_calls"), read.get("invalid_calls", ())
-        content = read["content"] if written and not unread else content
-    raw = [_call(call, f"call_{len(episode.said)}_{i}") for i, call in enumerate(written or ())]
-    calls = {"tool_calls": raw} if raw and not unread else {}
-    episode.conversation.append({"role": "assistant", "content": content, **calls})
-    fit: list[str] = []
-    faulty: list[str] = []
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    for call in raw:
-        each = checked_turn({"tool_calls": [_parsed(call)]}, remote.schemas)
-        (fit if "tool_calls" in each else faulty).append(call["id"])
-        for key in ("tool_calls", "invalid_calls"):
-            message.setdefault(key, []).extend(each.get(key, ()))
-    if unread:
-        message.setdefault("invalid_calls", []).extend(unread)
-    episode.calls = [] if unread else fit + faulty  # a call that cannot be read has no id: all are answered in words
-    remote.written[episode.number] = {key: value for key, value in message.items() if value or key == "content"}
-    how: StopReason = "length" if said.cut else "eos"
-    table.submit(Turn(episode.number, episode.row, len(episode.said) - 1, np.empty(0, np.int64), how))
+    def hear(self, said: _Said, remote: "_Remote") -> Message:
+        """Add a turn of the model to the conversation, and return it as the environment gets it."""
+        self.said.append(said)
+        content, calls, found = said.content, said.calls, dict[str, list[Any]]()
+        if calls:
+            checked = [checked_turn({"tool_calls": [_parsed(call)]}, remote.schemas) for call in calls]
+            for key in ("tool_calls", "invalid_calls"):
+                found[key] = [one for each in checked for one in each.get(key, ())]
+            ordered = sorted(zip(calls, checked, strict=True), key=lambda pair: "invalid_calls" in pair[1])
+            self.calls = [call["id"] for call, _ in ordered]
+        else:  # an endpoint without a parser of calls: they are in the text
+            read = parse_turn(content, remote.schemas)
+            found = {key: read[key] for key in ("tool_calls", "invalid_calls") if key in read}
+            if found and "invalid_calls" not in found:
+                content, made = read["content"], [call["function"] for call in read["tool_calls"]]
+                calls = [
+                    _call(f"call_{len(self.said)}_{i}", each["name"], json.dumps(each["arguments"]))
+                    for i, each in enumerate(made)
+                ]
+            self.calls = [call["id"] for call in calls]  # one that cannot be read has no id: all are answered in words
+        self.conversation.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+        return {"role": "assistant", "content": content, **{key: each for key, each in found.items() if each}}
 
+    def answer(self, messages: Sequence[Message]) -> None:
+        """Add the environment's answers to the conversation, that of each call under the call's id.
 
-def _answer(episode: _Episode, messages: Sequence[Message]) -> None:
-    """Append the environment's answers to the conversation, that of each call under the call's id."""
-    new = [message for message in messages[episode.heard :] if message["role"] != "assistant"]
-    episode.heard = len(messages)
-    answers = [str(message["content"]) for message in new if message["role"] == "tool"]
-    for i, call in enumerate(episode.calls if answers else ()):
-        content = answers[min(i, len(answers) - 1)]  # a crash is the answer to all
-        episode.conversation.append({"role": "tool", "tool_call_id": call, "content": content})
-    if not episode.calls:
-        episode.conversation += [{"role": "user", "content": text} for text in answers]
-    episode.conversation += [dict(message) for message in new if message["role"] != "tool"]
+        Args:
+            messages: all of the transcript.
+        """
+        new = [message for message in messages[self.heard :] if message["role"] != "assistant"]
+        self.heard, self.told = len(messages), self.told + sum(len(message["content"]) for message in new)
+        answers = [str(message["content"]) for message in new if message["role"] == "tool"]
+        for i, call in enumerate(self.calls if answers else ()):
+            content = answers[min(i, len(answers) - 1)]  # a crash is the answer to all
+            self.conversation.append({"role": "tool", "tool_call_id": call, "content": content})
+        if not self.calls:
+            self.conversation += [{"role": "user", "content": text} for text in answers]
+        self.conversation += [dict(message) for message in new if message["role"] != "tool"]
 
-
-def _stop(episode: _Episode, reason: str | None, goes_on: bool, remote: "_Remote", profile: Profile) -> str | None:
-    """Why an episode is over, or None if it is not."""
-    if reason is not None:
-        return reason
-    later = episode.conversation[episode.opening :]
-    heard = sum(len(each["content"]) for each in later if each["role"] != "assistant")
-    written = sum(each.tokens for each in episode.said)
-    if goes_on:
-        over = written >= profile.sampling.max_tokens or heard > remote.observation_tokens * CHARS_PER_TOKEN
-        return "length" if over else None
-    return "length" if episode.said[-1].cut else "eos"
-
-
-def _call(call: Any, name: str) -> dict[str, Any]:
-    """A call in a form that the endpoint accepts in the conversation, whatever the model wrote."""
-    call = call if isinstance(call, Mapping) else {}
-    function = call.get("function") if isinstance(call.get("function"), Mapping) else {}
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    given = call.get("id")
-    return {
-        "id": sound(given) if isinstance(given, str) and given else name,
-        "type": "function",
-        "function": {"name": sound(str(function.get("name", ""))), "arguments": sound(text)},
-    }
+    def limit(self, goes_on: bool, remote: "_Remote", max_tokens: int) -> str | None:
+        """Why an episode that the environment would continue, or not, is over; None if it is not."""
+        if not goes_on:
+            return "length" if self.said[-1].cut else "eos"
+        return (
+            "length" if self.tokens >= max_tokens or self.told > remote.observation_tokens * CHARS_PER_TOKEN else None
+        )
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +262,7 @@ def _sample(episode: _Episode, samples: int, table: Episodes, same_as: str | Non
         key=episode.key,
         text="\n".join(texts),
         tokens=[],
-        length=sum(said.tokens for said in episode.said),
+        length=episode.tokens,
         author=None,
         rounds=0,
         senior_share=None,
@@ -309,26 +294,24 @@ class _Remote(EpisodeRunner):
         self.observation_tokens = rollout.observation_tokens
         self.tool_timeout_s = rollout.tool_timeout_s
         self.caller = caller
-        self.rendering = _Cutting(rollout)  # type: ignore[assignment]  # what `Episodes` needs of one
+        self.rendering = _Cutting(rollout.result_tokens)  # type: ignore[assignment]  # what `Episodes` needs of one
         self.written: dict[int, Message] = {}
 
     def message(self, turn: Turn) -> Message:
         return self.written.pop(turn.number)
 
 
-class _Cutting:
+class _Cutting(NamedTuple):
     """Takes the place of a `Rendering`: it cuts contents that are too long, and leaves them as text."""
 
-    end_of_turn = -1
-
-    def __init__(self, rollout: RolloutConfig) -> None:
-        self._most = rollout.result_tokens * CHARS_PER_TOKEN
+    result_tokens: int
+    end_of_turn: int = -1
 
     def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
         """The messages, cut where they are too long. The token ids are dummies that say that the episode goes on."""
-        long = [len(message["content"]) > self._most for message in messages]
+        most = self.result_tokens * CHARS_PER_TOKEN
         shown = [
-            {**message, "content": message["content"][: self._most] + CUT} if cut else message
-            for message, cut in zip(messages, long, strict=True)
+            {**each, "content": each["content"][:most] + CUT} if len(each["content"]) > most else each
+            for each in messages
         ]
-        return Rendered((0,), shown, sum(long))
+        return Rendered((0,), shown, sum(len(each["content"]) > most for each in messages))

@@ -1,7 +1,7 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.config import Config, ConfigError, SandboxConfig
 from tandemrl.config.plain import plain
 from tandemrl.data.loading import load_rows
-from tandemrl.data.messages import Message
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests
-from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
+from tandemrl.evals.measures import Sample
+from tandemrl.evals.protocol import Profile, draws_turns, profile_of
 from tandemrl.evals.reading import TextReader
+from tandemrl.evals.remote import Endpoint
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
+from tandemrl.processes.calls import Caller, ThreadCalls
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.protocol import Judges
 from tandemrl.rewards.routing import Kind
@@ -26,20 +28,55 @@ from tandemrl.rewards.services import code_scorer, judges
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, make_episode_runner, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
+from tandemrl.types import Metrics
 
-WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
-NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift", "junior")
-BY_TEXT: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility")
-"""Those of them in which the two may have vocabularies of their own."""
-UNSCORED: tuple[Phase, ...] = ("legibility", "drift")
 _TRAINING_ONLY = ("train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
+_OF_EPISODES = (
+    *("environment", "tools", "max_turns", "turn_tokens", "observation_tokens", "result_tokens", "tool_timeout_s"),
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase of an evaluation needs, and what it says of texts. A new one is a file and a line of `PHASES`.
+
+    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
+    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
+    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
+    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
+    must share theirs, if the junior is loaded at all.
+    """
+
+    name: str
+    read: Callable[["Texts"], list[Sample]]
+    measure: Callable[..., tuple[Metrics, Metrics]]
+    junior: bool = True
+    both: bool = False
+    by_junior: bool = False
+    of_solo: bool = False
+    judge: bool = False
+    graded: bool = True
+    one_vocabulary: bool = False
+
+
+@dataclass
+class Texts:
+    """The texts that a phase reads. draw: how they were drawn (``sampling.DRAW``), if it is known. read: called with
+    the number of texts that a model has read. counters: what the result counts beside its measures."""
+
+    session: "Session"
+    samples: list[Sample]
+    prompts: Sequence[Prompt]
+    draw: int | None
+    read: Callable[[int], None]
+    counters: Metrics
 
 
 class Session:
@@ -48,7 +85,7 @@ class Session:
     def __init__(
         self,
         config: Config,
-        model: str,
+        model: str | Endpoint,
         phases: Sequence[Phase],
         *,
         limit: int | None = None,
@@ -56,23 +93,25 @@ class Session:
         environment: Environment | None = None,
     ) -> None:
         """The arguments are those of ``evaluate``. The junior is used only if one of the phases needs it."""
-        self.config, self.model, self.limit = config, model, limit
+        self.config, self.limit = config, limit
+        self.remote = model if isinstance(model, Endpoint) else None
+        self.model = model.served() if isinstance(model, Endpoint) else model
         self._stated, self._environment = stated, environment
         self.has_episodes = config.has_episodes or environment is not None
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
-        self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
+        self.junior = config.model.junior if any(phase.junior for phase in phases) else None
         self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
-        self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
-        self._graded = self.has_episodes or any(phase not in UNSCORED for phase in phases)
+        self._together = any(phase.both for phase in phases)
+        self._graded = self.has_episodes or any(phase.graded for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
 
-    def of_junior(self) -> "Session":
+    def of_junior(self, phase: Phase) -> "Session":
         """A session in which the junior is the model that generates alone, with its own tokenizer and template."""
         assert self.junior is not None  # refused in evaluate
         alone = Session(
-            self.config, self.junior, ["junior"], limit=self.limit, stated=self._stated, environment=self._environment
+            self.config, self.junior, [phase], limit=self.limit, stated=self._stated, environment=self._environment
         )
         alone._models = self._models
         return alone
@@ -90,8 +129,9 @@ class Session:
     @cached_property
     def solo_identity(self) -> dict[str, Any]:
         """Everything that the texts of the senior alone depend on, under the names of the result files."""
-        config = self.config
+        config, reward = self.config, asdict(self.config.reward)
         arguments = config.data.template_arguments
+        remote = {} if self.remote is None else {"endpoint": self.remote.url, "authors": "unknown"}
         return plain(
             {
                 "model": self.model,
@@ -99,7 +139,7 @@ class Session:
                 "eval": {key: value for key, value in asdict(config.eval).items() if key not in _TRAINING_ONLY},
                 "reward": {
                     key: value
-                    for key, value in asdict(config.reward).items()
+                    for key, value in reward.items()
                     if key != "workers" and (key not in ("weights", "parameters") or value)
                 },
                 **(self._acting_settings() if self.has_episodes else {}),
@@ -110,21 +150,23 @@ class Session:
                 "max_prompt_tokens": config.data.max_prompt_tokens,
                 **({} if arguments == DEFAULT_ARGUMENTS else {"template_arguments": arguments}),
                 "limit": self.limit,
-                "engine": config.rollout.engine,
+                "engine": "endpoint" if remote else config.rollout.engine,
                 "digests": self._digests_of(self.model, *config.data.eval),
+                **remote,
             }
         )
 
     def identity(self, phase: Phase) -> dict[str, Any]:
         """Everything that the result of a phase depends on. A result with another identity is another result."""
         config, identity = self.config, dict(self.solo_identity)
-        if phase in NEED_JUNIOR:
+        if phase.junior:
             assert self.junior is not None  # refused in evaluate
             digests_of_both = self._digests_of(self.model, self.junior, *config.data.eval)
             identity |= {"junior": self.junior, "digests": digests_of_both}
             if self.endpoint is not None:
-                identity["junior_endpoint"] = {"model": self.served, "attempts": self.endpoint.attempts}
-        if phase == "tandem":
+                model = self.endpoint.model or served(self.endpoint)
+                identity["junior_endpoint"] = {"model": model, "attempts": self.endpoint.attempts}
+        if phase.name == "tandem":
             selection = config.selection
             named = draws_turns(selection) or self.junior_tokenizer is not None
             drawn = {"strategy": selection.strategy} if named else {"max_gap_tokens": selection.max_gap_tokens}
@@ -132,31 +174,21 @@ class Session:
         if self.has_judge:
             judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
             judge["digests"] = digests([each for each in (config.judge.model, config.judge.template) if each])
-            if phase == "verified":
+            if phase.judge:
                 judge["model"] = config.judge.model or self.judges.judge.model
             identity["judge"] = judge
         return plain(identity)
 
     def _acting_settings(self) -> dict[str, Any]:
         """Everything that an episode depends on beside its authors."""
-        rollout = self.config.rollout
-        names = (
-            "environment",
-            "tools",
-            "max_turns",
-            "turn_tokens",
-            "observation_tokens",
-            "result_tokens",
-            "tool_timeout_s",
-        )
-        settings: dict[str, Any] = {name: getattr(rollout, name) for name in names}
+        rollout, retrieval = self.config.rollout, self.config.retrieval
+        settings: dict[str, Any] = {name: getattr(rollout, name) for name in _OF_EPISODES}
         if self._environment is not None:
             kind = type(self._environment)
             settings["environment"] = f"{kind.__module__}:{kind.__qualname__}"
         settings["signature"] = signature(self.environment)
         if rollout.keep_turns:
             settings["keep_turns"] = True
-        retrieval = self.config.retrieval
         local = [each for each in (retrieval.model, retrieval.index) if each]
         return settings | {"retrieval": searched_by(retrieval) | ({"digests": digests(local)} if local else {})}
 
@@ -183,36 +215,24 @@ class Session:
         one = self.junior_tokenizer is None and self.endpoint is None
         return stored_eos_token_ids(self.model, self.tokenizer, self.junior if one else None)
 
-    @cached_property
-    def served(self) -> str:
-        """The name of the junior behind an endpoint, which is asked for it unless the config names it."""
-        assert self.endpoint is not None
-        return self.endpoint.model or served(self.endpoint)
-
-    @cached_property
-    def refused(self) -> dict[Phase, str]:
-        """The phases that a junior with a vocabulary of its own cannot take part in, and what would."""
-        if self.junior_tokenizer is None:
-            return {}
+    def refusal(self, phase: Phase) -> str | None:
+        """Why a junior with a vocabulary of its own cannot take part in a phase, and what would; None if it can."""
+        if not phase.junior or self.junior_tokenizer is None:
+            return None
         rollout, other = self.config.rollout, f"the junior {self.junior} has another vocabulary than the senior"
-        family = "or a junior of the senior's tokenizer family"
+        fix = "or a junior of the senior's tokenizer family"
         if self.endpoint is not None:
-            other, family = (
+            other, fix = (
                 f"the junior {self.junior} is behind an endpoint",
                 "or load it (model.junior_endpoint.url=null)",
             )
-        reasons: dict[Phase, str] = dict.fromkeys(
-            (phase for phase in NEED_JUNIOR if phase != "junior" or self.endpoint is not None),
-            f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {family}",
-        )
-        if rollout.draft_tokens != 0 or not rollout.kind.apart:
-            settings = "rollout.engine=torch and rollout.draft_tokens=0"
-            return reasons | dict.fromkeys(WRITTEN_TOGETHER, f"needs {settings}, since {other}; {family}")
-        if self.has_episodes and (why := self._acting[1]) is not None:
-            phases: tuple[Phase, ...] = (*BY_TEXT, "junior")
-            return reasons | dict.fromkeys(phases, f"needs both in the environment: {why}")
-        able = WRITTEN_TOGETHER if self.endpoint is not None else BY_TEXT  # a server gives no log-probs of a text
-        return {phase: reason for phase, reason in reasons.items() if phase not in able}
+        if phase.both and (rollout.draft_tokens != 0 or not rollout.kind.apart):
+            return f"needs rollout.engine=torch and rollout.draft_tokens=0, since {other}; {fix}"
+        if not phase.one_vocabulary and self.has_episodes and (why := self._acting[1]) is not None:
+            return f"needs both in the environment: {why}"
+        if phase.one_vocabulary or (not phase.both and self.endpoint is not None):  # which gives no log-probs of a text
+            return f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {fix}"
+        return None
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -221,8 +241,10 @@ class Session:
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
-        """The prompts, and how many rows were dropped because they are too long."""
+        """The prompts, and how many rows were dropped because they are too long. An endpoint gets no tokens."""
         rows, other = self.rows[: self.limit], self.junior_tokenizer
+        if self.remote is not None:
+            return [Prompt(row, ()) for row in rows], 0
         return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, other)
 
     @cached_property
@@ -253,14 +275,19 @@ class Session:
             return make(), str(error)  # which raises what is not about the junior
 
     @property
+    def caller(self) -> Caller:
+        """Runs the environment for a model behind an endpoint; one that was passed exists in this process only."""
+        if self._environment is None:
+            return make_caller(self.config)
+        return ThreadCalls(answering(self._environment), limit_s=self.config.rollout.tool_timeout_s)
+
+    @property
     def reader(self) -> TextReader | None:
         """How a junior with a vocabulary of its own gets a text to read."""
         if self.junior_tokenizer is None:
             return None
-        observed = None
-        if self.episode_runner is not None and (rendering := self.episode_runner.junior_rendering) is not None:
-            observed = partial(_observed, rendering)
-        return TextReader(vocabulary_of(self.junior_tokenizer), partial(_turn_text, self.tokenizer), observed)
+        rendering = None if self.episode_runner is None else self.episode_runner.junior_rendering
+        return TextReader(vocabulary_of(self.junior_tokenizer), self.tokenizer, rendering)
 
     @cached_property
     def judges(self) -> Judges:
@@ -269,27 +296,22 @@ class Session:
         return found
 
     def scorer(self) -> Scorer:
-        config = self.config
         return Scorer(
-            config.reward,
+            self.config.reward,
             functions=with_environment({}, self.environment),
-            code=code_scorer(config),
+            code=code_scorer(self.config),
             judge=(lambda items: self.judges(items)) if self.has_judge else None,
         )
 
-    def check_rewards(self, used: Iterable[Row] | None = None) -> None:
+    def check_rewards(self) -> None:
         """Refuse rows that cannot be scored and rewards that are not used, before any completion is written.
-
-        Args:
-            used: the rows that will be scored. None means those of the prompts.
 
         Raises:
             ConfigError, DataError, GraderError: see ``Scorer.check``.
         """
         with self.scorer() as scorer:
-            kinds = map(Kind.of, self.rows)
-            rows = (prompt.row for prompt in self.prompts[0]) if used is None else used
-            scorer.check(rows, kinds=kinds, stated=self._stated, episodes=self.has_episodes)
+            rows = (prompt.row for prompt in self.prompts[0])
+            scorer.check(rows, kinds=map(Kind.of, self.rows), stated=self._stated, episodes=self.has_episodes)
 
     def load(self, path: str | None) -> PreTrainedModel:
         assert path is not None  # refused in evaluate
@@ -311,9 +333,10 @@ class Session:
         config, rollout = self.config.model, self.config.rollout
         shared = not rollout.kind.in_trainer
         if self._engine is None or not shared:
-            junior = self.junior if (self.together if shared else phase in WRITTEN_TOGETHER) else None
+            junior = self.junior if (self._together if shared else phase.both) else None
             self.close_engine()
             load = partial(self.load, junior)
+            prompted = max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)
             self._engine = make_engine(
                 rollout,
                 ModelSource(self.model, partial(self.load, self.model)),
@@ -321,8 +344,7 @@ class Session:
                 self.tokenizer,
                 dtype=config.dtype,
                 device=config.device,
-                longest=self.observation_tokens
-                + self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
+                longest=self.observation_tokens + self.profile.longest(prompted),
                 acting=None if self.episode_runner is None else self.episode_runner.elsewhere(self.config),
                 ends=self.ends,
             )
@@ -338,14 +360,3 @@ class Session:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
-
-
-def _turn_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    text = tokenizer.decode(list(tokens), skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text
-
-
-def _observed(rendering: Rendering, messages: Sequence[Message]) -> Sequence[int]:
-    """The answers to a turn as the junior's tokens, from the end of the turn to the beginning of the next one."""
-    return rendering.context(messages, ended=False).tokens

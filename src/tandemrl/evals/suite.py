@@ -1,42 +1,25 @@
 """Runs whole phases, from model folders to result files. A finished phase is never run again."""
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tandemrl.config import Config, warn_of_reward_function
-from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
-from tandemrl.evals.protocol import (
-    PHASES,
-    Phase,
-    check_k,
-    generate_samples,
-    grade,
-    measure_of,
-    sampling_for,
-    strategies,
-    verify,
-)
-from tandemrl.evals.reading import read_drift, read_legibility
+from tandemrl.evals.phases import PHASES
+from tandemrl.evals.protocol import check_k, generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import Endpoint, play
-from tandemrl.evals.session import NEED_JUNIOR, UNSCORED, WRITTEN_TOGETHER, Session
+from tandemrl.evals.session import Phase, Session, Texts
 from tandemrl.models.sampling import DRAW
-from tandemrl.processes.calls import ThreadCalls
 from tandemrl.rollout.envs.environment import Environment, check_instance
-from tandemrl.rollout.envs.episodes import make_caller
-from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.types import Metrics
-
-READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
-"""The phases that evaluate the texts of ``pass-at-k``. They use its samples if they exist, and else write the same."""
 
 Progress = Callable[[str, int, int], None]
 """A function that is called with ``(what, done, total)``, such as ``("tandem: tokens", 512, 4096)``. The total of
@@ -46,15 +29,15 @@ tokens is an upper bound."""
 def evaluate(
     config: Config,
     *,
-    model: str | Path,
+    model: str | Path | Endpoint,
     out: str | Path,
-    phases: Sequence[Phase] | None = None,
-    leave_out: Collection[Phase] = (),
+    phases: Sequence[str] | None = None,
+    leave_out: Collection[str] = (),
     limit: int | None = None,
     stated: Collection[str] | None = None,
     environment: Environment | None = None,
     progress: Progress | None = None,
-) -> dict[Phase, dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     """Evaluate a model, alone and with ``config.model.junior``, on the rows of ``config.data.eval``.
 
     Each phase writes ``PHASE.json`` and ``PHASE.samples.jsonl``. A phase whose result exists for the same
@@ -64,7 +47,9 @@ def evaluate(
     Args:
         config: a configuration such as the ``config.yaml`` of a run. ``model.senior`` and keys about training alone
             are not used.
-        model: Hugging Face folder or hub id of the senior.
+        model: Hugging Face folder or hub id of the senior. A model behind an endpoint is evaluated without a junior, in
+            an environment. The authors of its tokens are unknown, and the result says so (``engine: endpoint``,
+            ``authors: unknown``).
         out: a folder. For a single phase it may also be the result file itself, ending in ``.json``.
         phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``).
         leave_out: of all phases, those that are not run.
@@ -78,8 +63,8 @@ def evaluate(
 
     Raises:
         ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is not used.
-        EvalError: a phase is unknown or needs a junior or a judge that is missing, or a result file is of another
-            configuration; the message names the fix.
+        EvalError: a phase is unknown or needs a junior or a judge that is missing, an endpoint cannot be used, or a
+            result file is of another configuration; the message names the fix.
         JudgeError: the judge is down or gives no scores.
         ModelError, DataError, EngineError: a model, a data source or a request cannot be used.
 
@@ -89,32 +74,6 @@ def evaluate(
         >>> results["pass-at-k"]["metrics"]["macro"]["pass@1"]
     """
     warn_of_reward_function(config)
-    _refuse_unknown_environment(config, environment)
-    out = Path(out)
-    reasons = left_out(config)
-    every = [phase for phase in PHASES if phase not in (*reasons, *leave_out)]
-    chosen = every if phases is None else list(phases)
-    for phase in chosen:
-        if phase not in PHASES:
-            raise EvalError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}")
-        if phase in reasons:
-            raise EvalError(f"phase {phase} {reasons[phase]}")
-    if out.suffix == ".json" and len(chosen) != 1:
-        raise EvalError(f"{out} is one file for {len(chosen)} phases; give a folder")
-    check_k(config.eval.k, config.eval.samples)
-    if config.train.threads is not None:
-        torch.set_num_threads(config.train.threads)
-    session = Session(config, str(model), chosen, limit=limit, stated=stated, environment=environment)
-    try:
-        if phases is not None and (refused := [phase for phase in chosen if phase in session.refused]):
-            raise EvalError(f"phase {refused[0]} {session.refused[refused[0]]}")
-        able = [phase for phase in chosen if phase not in session.refused]
-        return {phase: _run(phase, session, out, progress or _silent) for phase in able}
-    finally:
-        session.close()
-
-
-def _refuse_unknown_environment(config: Config, environment: Environment | None) -> None:
     check_instance(environment)
     recorded = config.functions.environment
     if recorded is not None and environment is None and not config.rollout.environment_kind.turns:
@@ -122,76 +81,44 @@ def _refuse_unknown_environment(config: Config, environment: Environment | None)
             f"functions.environment: this config's run took turns with {recorded.name}, which no file holds; pass it "
             "as evaluate(environment=…), or name a factory of it as rollout.environment=module:factory"
         )
+    if isinstance(model, Endpoint):
+        config = replace(config, model=replace(config.model, junior=None))
+        if environment is None and not config.has_episodes:
+            raise EvalError("a model behind an endpoint is evaluated in an environment; set rollout.environment")
+    out, reasons = Path(out), left_out(config)
+    names = [name for name in PHASES if name not in (*reasons, *leave_out)] if phases is None else [*phases]
+    for name in names:
+        if name not in PHASES:
+            raise EvalError(f"unknown phase {name!r}; known: {', '.join(PHASES)}")
+        if name in reasons:
+            raise EvalError(f"phase {name} {reasons[name]}")
+    if out.suffix == ".json" and len(names) != 1:
+        raise EvalError(f"{out} is one file for {len(names)} phases; give a folder")
+    check_k(config.eval.k, config.eval.samples)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    chosen = [PHASES[name] for name in names]
+    source = model if isinstance(model, Endpoint) else str(model)
+    session = Session(config, source, chosen, limit=limit, stated=stated, environment=environment)
+    with closing(session):
+        refused = {phase.name: reason for phase in chosen if (reason := session.refusal(phase)) is not None}
+        if phases is not None and refused:
+            raise EvalError("phase {} {}".format(*next(iter(refused.items()))))
+        return {
+            phase.name: _run(phase, session, out, progress or _silent) for phase in chosen if phase.name not in refused
+        }
 
 
-def evaluate_remote(
-    config: Config,
-    endpoint: Endpoint,
-    *,
-    out: str | Path,
-    limit: int | None = None,
-    stated: Collection[str] | None = None,
-    environment: Environment | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Evaluate a model behind an endpoint alone in the environment of a config: the phase ``pass-at-k`` of `evaluate`.
-
-    The authors of its tokens are unknown, and the result says so (``engine: endpoint``, ``authors: unknown``).
-
-    Args:
-        config: as for `evaluate`. Keys about models, engines and training are not used.
-
-    Raises:
-        EvalError: the endpoint cannot be used, there is no environment, or a result file is of another configuration.
-        ConfigError, DataError, EngineError: as for `evaluate`.
-    """
-    phase, out, settings = PHASES[0], Path(out), config.eval
-    check_k(settings.k, settings.samples)
-    acting = environment or make_environment(config)
-    if acting is None:
-        raise EvalError("a model behind an endpoint is evaluated in an environment; set rollout.environment")
-    client = endpoint.client()
-    model = client.model(endpoint.model)
-    session = Session(config, model, [phase], limit=limit, stated=stated, environment=environment)
-    file = result_file(phase, out)
-    identity = session.identity(phase) | {"engine": "endpoint", "endpoint": endpoint.url, "authors": "unknown"}
-    if (finished := finished_result(file, phase, identity)) is not None:
-        return finished
-    rows = session.rows[:limit]
-    session.check_rewards(rows)
-    most = len(rows) * settings.samples * session.profile.sampling.max_tokens
-    own = None if environment is None else ThreadCalls(answering(environment), limit_s=config.rollout.tool_timeout_s)
-    samples = play(
-        client,
-        model,
-        rows,
-        config=config,
-        environment=acting,
-        caller=own or make_caller(config),
-        profile=session.profile,
-        samples=settings.samples,
-        seed=settings.seed,
-        progress=_meter(progress or _silent, f"{phase}: tokens", most),
-    )
-    with session.scorer() as scorer:
-        samples = grade(samples, [Prompt(row, ()) for row in rows], scorer)
-        counters: Metrics = {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
-    metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
-    metrics["macro"] |= {"prompts_dropped": 0, **counters}
-    seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
-    return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
-
-
-def left_out(config: Config) -> dict[Phase, str]:
+def left_out(config: Config) -> dict[str, str]:
     """The phases that cannot be run with the junior and the judge of a config, and what each of them would need."""
-    reasons: dict[Phase, str] = {}
-    judge = config.judge
-    if config.model.junior is None:
-        reasons |= dict.fromkeys(NEED_JUNIOR, "needs a junior; give one (--junior)")
-    if judge.url is None and judge.model is None:
-        reasons["verified"] = "needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER"
-    elif judge.prompt == "tinyv":
-        reasons["verified"] = "needs judge.prompt=rubric or reasoning; tinyv compares answers"
+    judge, reasons = config.judge, dict[str, str]()
+    for name, phase in PHASES.items():
+        if phase.junior and config.model.junior is None:
+            reasons[name] = "needs a junior; give one (--junior)"
+        elif phase.judge and judge.url is None and judge.model is None:
+            reasons[name] = "needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER"
+        elif phase.judge and judge.prompt == "tinyv":
+            reasons[name] = "needs judge.prompt=rubric or reasoning; tinyv compares answers"
     return reasons
 
 
@@ -199,71 +126,62 @@ def left_out(config: Config) -> dict[Phase, str]:
 
 
 def _run(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
-    if phase != "junior":
+    if not phase.by_junior:
         return _run_phase(phase, session, out, progress)
     session.close_engine()
-    with closing(session.of_junior()) as alone:
+    with closing(session.of_junior(phase)) as alone:
         return _run_phase(phase, alone, out, progress)
 
 
 def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
-    config, settings, file = session.config, session.config.eval, result_file(phase, out)
+    config, settings, file = session.config, session.config.eval, result_file(phase.name, out)
     identity = session.identity(phase)
-    if (finished := finished_result(file, phase, identity)) is not None:
+    if (finished := finished_result(file, phase.name, identity)) is not None:
         return finished
     prompts, dropped = session.prompts
-    counters: Metrics = {"prompts_dropped": dropped}
-    if phase not in UNSCORED:
+    if phase.graded:
         session.check_rewards()
-    stored = _stored(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
-    samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
-    if phase in WRITTEN_TOGETHER and session.junior_tokenizer is not None:
-        counters["untranslatable"] = check_untranslatable(
-            [sample.stop_reason for sample in samples], config.selection.max_untranslatable, EvalError
-        )
-        counters["failed"] = sum(sample.stop_reason == "failed" for sample in samples)
-    draw = DRAW if stored is None else stored.draw
-    if phase in READ:
+    samples, draw = _solo_texts(file.with_name("pass-at-k.json"), session) if phase.of_solo else (None, DRAW)
+    if samples is None:
+        samples = _write(phase, session, progress)
+    counters: Metrics = {"prompts_dropped": dropped}
+    if phase.both and session.junior_tokenizer is not None:
+        ends = [sample.stop_reason for sample in samples]
+        counters["untranslatable"] = check_untranslatable(ends, config.selection.max_untranslatable, EvalError)
+        counters["failed"] = ends.count("failed")
+    if phase.of_solo:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
-    read: dict[str, Any] = {
-        "context": session.profile.context and session.profile.context + session.observation_tokens,
-        "progress": _meter(progress, f"{phase}: texts", len(samples)),
-    }
-    if phase == "legibility":
-        reader = session.reader
-        if draw != DRAW and reader is None:
-            warnings.warn(
-                f"{file} has no acceptance: pass-at-k.json beside it does not say that its tokens were drawn as they "
-                "are now (seeds.draw); delete both and run the phases again to have it",
-                stacklevel=4,
-            )
-        read |= {"vocabulary": session.vocabulary} if reader is None else {"reader": reader}
-        sampling = session.profile.sampling if draw == DRAW else None
-        samples = read_legibility(samples, prompts, session.load(session.junior), sampling=sampling, **read)
-    elif phase == "drift":
-        samples = read_drift(samples, prompts, session.load(session.model), session.load(session.junior), **read)
-    else:
-        with session.scorer() as scorer:
-            samples = grade(samples, prompts, scorer)
-            counters |= {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
-        if phase == "verified":
-            samples = verify(samples, prompts, session.judges)
-        if phase == "junior":
-            session.close_engine()
-            by_junior = [s._replace(author=s.author and s.author.replace("S", "J"), senior_share=0.0) for s in samples]
-            samples = read_legibility(by_junior, prompts, session.load(session.junior), **read)
-    metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
+    texts = Texts(session, samples, prompts, draw, _meter(progress, f"{phase.name}: texts", len(samples)), counters)
+    samples = phase.read(texts)
+    measure = partial(phase.measure, k=settings.k)
+    metrics = summarise(samples, measure, bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"] |= counters
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
-    seeds |= {} if draw is None else {"draw": draw}
-    return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
+    if draw is not None and session.remote is None:
+        seeds["draw"] = draw
+    return write_result(file, phase.name, identity, EvalResult(metrics, samples), seeds=seeds)
 
 
-def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
+def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
+    """The texts of a phase: one call of the engine for each of its arms."""
     config, (prompts, _), profile = session.config, session.prompts, session.profile
+    what = f"{phase.name}: tokens"
+    if session.remote is not None:
+        most = len(prompts) * config.eval.samples * profile.sampling.max_tokens
+        assert session.environment is not None  # refused in evaluate
+        return play(
+            session.remote,
+            session.model,
+            [prompt.row for prompt in prompts],
+            config,
+            profile=profile,
+            environment=session.environment,
+            caller=session.caller,
+            progress=_meter(progress, what, most),
+        )
     engine = session.engine(phase)
     arms = strategies(
-        phase,
+        phase.name,
         session.tokenizer,
         vocabulary=engine.vocabulary,
         selection=config.selection,
@@ -280,29 +198,22 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
         samples=config.eval.samples,
         seed=config.eval.seed,
         episode_runner=session.episode_runner,
-        progress=_meter(progress, f"{phase}: tokens", most),
+        progress=_meter(progress, what, most),
     )
-    progress(f"{phase}: tokens", most, most)
+    progress(what, most, most)
     return samples
 
 
-class _Stored(NamedTuple):
-    """A file of samples, and the version of the sampling method (``sampling.DRAW``) if it is known."""
-
-    samples: Path
-    draw: int | None
-
-
-def _stored(file: Path, solo_identity: dict[str, Any]) -> _Stored | None:
-    """The samples of the pass-at-k phase, if it was run with this configuration, with or without a judge."""
-    if not file.exists():
-        return None
-    stored = read_result(file)
-    samples = file.with_name(stored["samples"])
-    config = {key: value for key, value in stored["config"].items() if key != "judge"}
-    if stored["phase"] != "pass-at-k" or config != solo_identity or not samples.exists():
-        return None
-    return _Stored(samples, stored["seeds"].get("draw"))
+def _solo_texts(file: Path, session: Session) -> tuple[list[Sample] | None, int | None]:
+    """The samples of the pass-at-k phase, if it was run with this configuration, with or without a judge, and how they
+    were drawn (``sampling.DRAW``), if it is known."""
+    stored = read_result(file) if file.exists() else None
+    if stored is not None and stored["phase"] == "pass-at-k":
+        samples = file.with_name(stored["samples"])
+        config = {key: value for key, value in stored["config"].items() if key != "judge"}
+        if config == session.solo_identity and samples.exists():
+            return read_samples(samples), stored["seeds"].get("draw")
+    return None, DRAW
 
 
 def _meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:

@@ -11,7 +11,7 @@ from fake_judge import FakeJudge, Reply
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
-from tandemrl.evals import Endpoint, Sample, evaluate_remote, read_samples
+from tandemrl.evals import Endpoint, Sample, evaluate, read_samples
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.tasks.qa.predictions import Prediction, official, predictions, write_predictions
@@ -140,7 +140,7 @@ def remote(tmp_path, rows, script, *extra, **more):
         endpoint = Endpoint(server.url, retries=1, backoff_s=0.0, timeout_s=20.0)
         result, asked = None, []
         for _ in range(2):  # the second time nobody is asked
-            kept = evaluate_remote(config, endpoint, out=tmp_path / "out", environment=Adding(), **more)
+            kept = evaluate(config, model=endpoint, out=tmp_path / "out", environment=Adding(), **more)["pass-at-k"]
             assert (result or kept, asked or server.bodies) == (kept, server.bodies)
             result, asked = kept, [*server.bodies]
     return result, read_samples(tmp_path / "out" / result["samples"]), server.bodies

@@ -37,7 +37,6 @@ from tandemrl.apps.experiments.warm_start import Progress, note_of
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
-from tandemrl.evals import Phase
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 from tandemrl.processes.child import cores
@@ -180,7 +179,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         *experiment.evaluation_overrides,
         *(item for item in experiment.overrides if any(key.startswith(OF_TASK) for key in stated_keys([item]))),
     ]
-    leave_out: tuple[Phase, ...] = () if job.arm.name == BASE else ("junior",)  # the same for all arms
+    leave_out: tuple[str, ...] = () if job.arm.name == BASE else ("junior",)  # the same for all arms
     config = load(experiment.evaluation, settings)
     phases = evals.evaluate(config, model=model, out=_evaluation(job, out), leave_out=leave_out)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"

@@ -21,11 +21,10 @@ from tandemrl.apps.experiments.arms import ExperimentError
 from tandemrl.apps.experiments.experiment import SCHEMA, contrasts_of, measured, reported
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import load
-from tandemrl.evals import Phase
 from tandemrl.files import versions, write_text
 
 NAME = "retrievers"
-METRICS: dict[str, tuple[Phase, str]] = {
+METRICS: dict[str, tuple[str, str]] = {
     **{
         f"solo/{name}": ("pass-at-k", name)
         for name in ("pass@1", "em", "f1", "recall", "precision", "citation", "format", "turns", "tool_errors")
@@ -89,7 +88,7 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
     for name, seed, senior, junior, home in _models(benchmark, out):
         homes.setdefault(name, []).append(home / "eval")
         for retriever in benchmark.retrievers:
-            phases: tuple[Phase, ...] = ("pass-at-k",) if junior is None else ("pass-at-k", "tandem", "handoff")
+            phases: tuple[str, ...] = ("pass-at-k",) if junior is None else ("pass-at-k", "tandem", "handoff")
             config = load(benchmark.config, _settings(benchmark, name, junior, retriever))
             limit = benchmark.problems if benchmark.data else None
             evals.evaluate(config, model=senior, out=home / "eval" / retriever, phases=phases, limit=limit)

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tandemrl.apps.report.records import ArmRecord, Claim
-from tandemrl.evals import Phase
 from tandemrl.evals.compare import good_end
 from tandemrl.evals.stats import Interval, seed_interval, standard_error
 
@@ -60,7 +59,7 @@ class Column(NamedTuple):
     """
 
     title: str
-    phase: Phase | Literal[""]
+    phase: str
     metric: str
     measure: str = ""
     meaning: str = ""
@@ -149,7 +148,7 @@ COLUMNS = (
     Column("shorthand rate", "", "", "shorthand_rate", "fraction of solo responses in shorthand"),
     Column("repairs", "", "", "handoff/repairs", "lines per handoff response that repair a step", "", nats, inf),
 )
-MEASURES: dict[str, tuple[Phase, str]] = {
+MEASURES: dict[str, tuple[str, str]] = {
     **{each.measure: (each.phase, each.metric) for each in COLUMNS if each.phase and each.measure},
     "handoff/pass@1": ("handoff", "pass@1"),
 }
