@@ -17,7 +17,7 @@ from helpers import (
 from helpers import prompts as some_prompts
 from tandemrl import evals
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.evals import EvalError, Profile, reading
+from tandemrl.evals import Profile, reading
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 
@@ -77,8 +77,3 @@ def test_acceptance_is_the_share_of_draws_that_the_junior_makes_too(settings, vo
     without = evals.read_legibility(samples, PROMPTS, prepared(junior))
     assert [sample.cross_entropy for sample in without] == [sample.cross_entropy for sample in read]
     assert all(sample.acceptance is None for sample in without)
-
-
-def test_penalties_are_refused():
-    with pytest.raises(EvalError, match="under penalties"):
-        evals.read_legibility([], PROMPTS, qwen3(0), sampling=Sampling(presence_penalty=0.5))
