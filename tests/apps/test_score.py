@@ -9,10 +9,9 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from tandemrl.apps.score import _add, _batches, _Line, _means, score_file
+from tandemrl.apps.score import _add, _means, score_file
 from tandemrl.cli.main import app
 from tandemrl.config import load
-from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import Score
 
@@ -196,10 +195,3 @@ def test_a_batch_never_ends_within_the_responses_to_a_prompt(
     own = ["reward.scorers.math500=compares_all:longest", "reward.scorers[openai/gsm8k]=compares_all:longest"]
     score_file(load(None, own), [data], file, out=tmp_path / "scores.jsonl", batch=batch)
     assert [line["score"] for line in read(tmp_path / "scores.jsonl")] == [0.3, 1.2, 1.3, 0.2, 0.3, 1.1]
-
-
-def test_batches_are_as_small_as_their_groups_allow() -> None:
-    lines = [_Line(ROWS[0], Response("", "", ids=()), None, group) for group in "aabbabccd"]
-    last = {group: "aabbabccd".rindex(group) for group in "abcd"}
-    assert ["".join(line.group for line in batch) for batch in _batches(lines, 1, last)] == ["aabbab", "cc", "d"]
-    assert ["".join(line.group for line in batch) for batch in _batches(lines, 7, last)] == ["aabbabcc", "d"]

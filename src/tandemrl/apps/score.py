@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -55,7 +56,7 @@ def score_file(
         out: a JSONL file to write, with one line per response in the same order: ``example_id``, ``score``, ``parts``,
             ``answer``, and ``logged`` if reward functions logged something about it. Its name ends in ``.part`` until
             everything is scored.
-        batch: how many responses are scored at once, or more, if a function gets all responses to a prompt together.
+        batch: how many responses are scored at once; all of them, if a function gets all to a prompt together.
         stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
 
     Raises:
@@ -78,8 +79,8 @@ def score_file(
             # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
         grouped = any(map(scorer.grouped, rows))
-        last = {line.group: n for n, line in enumerate(_lines(rows, responses, grouped=True))} if grouped else {}
-        for read in _batches(_lines(rows, responses, grouped=grouped), batch, last):
+        lines = _lines(rows, responses, grouped=grouped)
+        while read := [*islice(lines, None if grouped else batch)]:
             some = [line.row for line in read]
             answers = [(line.row, line.response) for line in read]
             groups = [line.group for line in read]
@@ -146,8 +147,8 @@ def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_
     by_id = {row.example_id: row for row in rows}
     in_order: bool | None = None
     count = 0
-    for line, record in read_jsonl(responses, halves=True):  # a model wrote them
-        where = f"{responses}, line {line}"
+    for number, record in read_jsonl(responses, halves=True):  # a model wrote them
+        where = f"{responses}, line {number}"
         record = object_of(record, where)
         named = "example_id" in record or "index" in record
         if in_order is None:
@@ -159,29 +160,17 @@ def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_
         if grouped:
             place = [record.get(key) for key in ("source", "step", "group", "arm")]
             group = json.dumps([row.data_source, row.ability, row.messages, row.ground_truth, *place])
-        yield _Line(row, _response(record, where), _transcript(record, where), group)
+        try:
+            told = record.get("transcript")
+            line = _Line(row, _response(record), None if told is None else Transcript.from_json(told), group)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{where}: {error}") from None
+        yield line
         count += 1
     if in_order and count != len(rows):
         raise DataError(
             f"{responses}: {count} responses without example_id or index, for {len(rows)} rows; name the row of each"
         )
-
-
-def _batches(lines: Iterable[_Line], size: int, last: Mapping[Hashable, int]) -> Iterator[list[_Line]]:
-    """Yield the lines in batches of at least ``size``, of which none ends within a group.
-
-    Args:
-        last: the number of the last line of each group.
-    """
-    batch, end = list[_Line](), 0
-    for number, line in enumerate(lines):
-        batch.append(line)
-        end = max(end, last.get(line.group, 0))
-        if len(batch) >= size and number >= end:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _row(
@@ -198,38 +187,19 @@ def _row(
     return rows[index]
 
 
-def _response(record: Mapping[str, Any], where: str) -> Response:
+def _response(record: Mapping[str, Any]) -> Response:
+    """The response of a line, with the token ids after the prompt: ``completion_ids``, or those of a training sample or
+    of one of an evaluation."""
     texts = [record[key] for key in TEXT_KEYS if key in record]
     if len(texts) != 1 or not isinstance(texts[0], str):
-        raise DataError(f"{where}: expected the response as a string in one of: {', '.join(TEXT_KEYS)}")
-    for key in ("plain", "opened"):
-        if not isinstance(record.get(key, ""), str | None):
-            raise DataError(f"{where}, field {key!r}: expected a string, found {record[key]!r:.80}")
-    plain = record.get("plain")
-    return Response(texts[0], texts[0] if plain is None else plain, record.get("opened") or "", _ids(record, where))
-
-
-def _ids(record: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """The token ids after the prompt: ``completion_ids``, or those of a training sample or of one of an evaluation."""
+        raise TypeError(f"expected the response as a string in one of: {', '.join(TEXT_KEYS)}")
     ids, author = record.get("completion_ids"), record.get("author")
     if ids is None and author is not None and record.get("tokens") is not None:
         context = 0 if isinstance(author, str) else next((i for i, who in enumerate(author) if who >= 0), len(author))
         ids = record["tokens"][context:]
-    if ids is not None and not (isinstance(ids, list) and all(isinstance(each, int) for each in ids)):
-        raise DataError(f"{where}, field 'completion_ids': expected a list of token ids, found {ids!r:.80}")
-    return None if ids is None else tuple(ids)
-
-
-def _transcript(record: Mapping[str, Any], where: str) -> Transcript | None:
-    if record.get("transcript") is None:
-        return None
-    try:
-        return Transcript.from_json(record["transcript"])
-    except (KeyError, TypeError):
-        raise DataError(
-            f"{where}, field 'transcript': expected an object with messages, state and counts, found "
-            f"{str(record['transcript'])[:80]}"
-        ) from None
+    plain = record.get("plain")
+    own = None if ids is None else tuple(map(int, ids))
+    return Response(texts[0], texts[0] if plain is None else str(plain), str(record.get("opened") or ""), own)
 
 
 def _add(totals: dict[str, dict[str, float]], rows: Sequence[Row], scores: Sequence[Score]) -> None:
