@@ -95,8 +95,6 @@ def play(
     )
     # One of the user's own that cannot be made is refused now.
     schedule_of(selection, tokenizer, engine.vocabulary, by_text=other is not None)
-    with heartbeat(typer.echo, lambda: "looking for a problem that the pair solves"):
-        problems.begin_with_a_solved_one(duo, selection)
     app = application(duo, problems, about={"senior": senior, "junior": partner}, begin_with=selection)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     with listening:

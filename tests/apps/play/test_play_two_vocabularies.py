@@ -93,7 +93,7 @@ def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo, sele
     after = longer(draft, piece)
     after = replace(after, given=len(after.tokens))
     pieces = in_pieces(duo, after, [2, 5])
-    text = duo.text(draft.tokens) + typed
+    text = str(duo.tokenizer.decode(draft.tokens)) + typed
     own_tokens = tuple(duo.tokenizer(TOLD)["input_ids"]) + after.tokens
     strategy = solo() if selection == ALONE else before_text_word(0.6, text_tables(duo.tokenizer))
     request = Request(

@@ -1,26 +1,10 @@
 """Problems with known answers: whose they are, and whether a text answers one."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-from tandemrl.apps.play.duo import Draft, Duo
-from tandemrl.apps.play.problems import EXAMPLE, MAX_NEW, Problems, Verdict, known_problems
-from tandemrl.config import SelectionConfig, load, to_yaml
-
-
-def test_the_page_begins_with_a_problem_that_the_pair_solves(pair: Path, solver: Duo) -> None:
-    config, [first, *rest] = known_problems(str(pair / "senior"))
-    assert {row.data_source for row in (first, *rest)} == {"synthetic/jargon"}
-    problems = Problems(config, [replace(first, ground_truth="a thousand"), *rest])
-    problems.begin_with_a_solved_one(solver, SelectionConfig())
-    asked = problems.prompts[0]
-    assert asked != first.messages[0]["content"]
-    assert sorted(problems.prompts) == sorted(row.messages[0]["content"] for row in (first, *rest))
-    answer = next(row.ground_truth for row in rest if row.messages[0]["content"] == asked)
-    written = solver.write(Draft(asked), MAX_NEW)
-    assert "".join(token.text for token in written.tokens).endswith(f"\\boxed{{{answer}}}")
-    assert written.stop == "eos"
+from tandemrl.apps.play.problems import EXAMPLE, Problems, Verdict, known_problems
+from tandemrl.config import load, to_yaml
 
 
 def test_a_run_asks_its_held_out_problems_and_grades_as_it_trained(tmp_path: Path) -> None:
@@ -51,3 +35,7 @@ def test_other_models_get_an_example() -> None:
     problems = Problems(*known_problems("someone/some-model"))
     assert problems.verdict(problems.prompts[0], r"\boxed{5}") == Verdict(True, "5", "5")
     assert problems.verdict(problems.prompts[0], r"\boxed{6}") == Verdict(False, "6", "5")
+
+
+def test_the_tiny_pair_brings_its_own(pair: Path) -> None:
+    assert {row.data_source for row in known_problems(str(pair / "senior"))[1]} == {"synthetic/jargon"}

@@ -41,14 +41,8 @@ HEADERS = {
 }
 STRATEGIES = tuple(name for name, kind in KINDS.items() if not kind.by_turns)
 DEFAULT = SelectionConfig()
-SELECTABLE: dict[str, tuple[str, ...]] = {
-    "strategy": STRATEGIES,
-    "first": ("senior", "junior"),
-    "prob_senior": (),
-    "max_gap_tokens": (),
-    "chunk_size": (),
-}
-"""Keys of ``selection`` that the page may set, with their values; (): numbers."""
+SELECTABLE = ("strategy", "first", "prob_senior", "max_gap_tokens", "chunk_size")
+"""Keys of ``selection`` that the page may set."""
 
 
 class Refused(ValueError):
@@ -88,7 +82,7 @@ def application(
         return draft_of(body, begin_with, apart=duo.apart)
 
     def write(body: Mapping[str, Any]) -> dict[str, Any]:
-        return _shown(duo.write(draft(body), _whole(body, "count", 1, AT_ONCE)))
+        return _shown(duo.write(draft(body), _whole(body.get("count"), "count", 1, AT_ONCE)))
 
     def say(body: Mapping[str, Any]) -> dict[str, Any]:
         text = body.get("text")
@@ -181,45 +175,38 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, 
         apart: see ``strategies_of``.
 
     Raises:
-        Refused, ConfigError: a field is of another type, or out of range; names it.
+        ValueError: a field is of another type, or out of range; names it.
     """
-    prompt = body.get("prompt")
+    prompt, temperature = body.get("prompt"), body.get("temperature", 1.0)
     if not isinstance(prompt, str) or not prompt.strip() or not is_unicode(prompt):
         raise Refused("prompt: expected a text")
-    tokens, authors = (_list(body, name) for name in ("tokens", "authors"))
+    tokens, authors = ([_whole(each, name) for each in body.get(name, ())] for name in ("tokens", "authors"))
     if len(tokens) != len(authors) or not set(authors) <= {0, 1}:
         raise Refused("authors: expected 0 or 1 for each of the tokens")
-    selection = _selection(body.get("selection", {}), begin_with, apart=apart)
-    temperature = body.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise Refused("temperature: expected a number")
-    seed, given = _whole(body, "seed", 0, 2**53), _whole(body, "given", 0, len(tokens))
+    selection = _selection(body.get("selection", {}), begin_with, apart=apart)
+    seed, given = _whole(body.get("seed", 0), "seed"), _whole(body.get("given", 0), "given", high=len(tokens))
     return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors), given)
 
 
 def _selection(given: Any, begin_with: SelectionConfig, *, apart: bool) -> SelectionConfig:
-    """Who writes. Ranges are those of the configuration."""
+    """Who writes. Ranges are those of the configuration; its texts are no code, and its numbers no texts."""
     if not isinstance(given, dict) or not set(given) <= set(SELECTABLE):
         raise Refused(f"selection: expected an object with any of {', '.join(SELECTABLE)}")
-    for name, value in given.items():
-        allowed = strategies_of(begin_with, apart=apart) if name == "strategy" else SELECTABLE[name]
-        if isinstance(value, bool) or not (value in allowed if allowed else isinstance(value, (int, float))):
-            raise Refused(f"selection.{name}: expected {'one of ' + ', '.join(allowed) if allowed else 'a number'}")
-    given = {"strategy": begin_with.strategy, **given}
+    given, able = {"strategy": begin_with.strategy} | given, strategies_of(begin_with, apart=apart)
+    for name, allowed in (("strategy", able), ("first", ("senior", "junior"))):
+        if given.get(name, allowed[0]) not in allowed:
+            raise Refused(f"selection.{name}: expected one of {', '.join(allowed)}")
+    for name in SELECTABLE[2:]:
+        if isinstance(given.get(name, 0), bool) or not isinstance(given.get(name, 0), (int, float)):
+            raise Refused(f"selection.{name}: expected a number")
     chosen = load(overrides=[f"selection.{name}={value}" for name, value in given.items()]).selection
     own = begin_with.parameters if chosen.strategy == begin_with.strategy else {}
     return replace(chosen, parameters=own)
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[int]:
-    value = body.get(name, [])
-    if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
-        raise Refused(f"{name}: expected a list of whole numbers")
-    return value
-
-
-def _whole(body: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    value = body.get(name, low)
+def _whole(value: Any, name: str, low: int = 0, high: int = 2**53) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise Refused(f"{name}: expected a whole number from {low} to {high}")
     return value

@@ -56,12 +56,6 @@ class Draft:
     authors: tuple[int, ...] = ()
     given: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.authors):
-            raise ValueError(f"{len(self.tokens)} tokens with {len(self.authors)} authors")
-        if not 0 <= self.given <= len(self.tokens):
-            raise ValueError(f"given: expected a whole number from 0 to {len(self.tokens)}, the number of tokens")
-
 
 FURTHER = 64
 """With two vocabularies: how many tokens more than were asked for a piece may have, so that it ends with a word."""
@@ -194,19 +188,6 @@ class Duo:
         read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
         return Piece(read, stop, self.next_author(longer))
 
-    def room(self, prompt: str) -> int:
-        """How many tokens fit after a prompt."""
-        return self.longest - len(self._prompt(prompt))
-
-    def responses(self, drafts: Sequence[Draft], count: int) -> list[Response]:
-        """The texts of several drafts that are empty as yet, of at most ``count`` tokens, as scorers read them."""
-        prompts = [self._prompt(draft.prompt) for draft in drafts]
-        rooms = [min(count, self.longest - len(prompt)) for prompt in prompts]
-        self._free_engine()
-        written = self.engine.generate([*map(self._request, drafts, prompts, rooms)])
-        opened = map(self._reader_of_responses.opened, prompts)
-        return [self._reader_of_responses.of(one, begun) for [one], begun in zip(written, opened, strict=True)]
-
     def response(self, draft: Draft) -> Response:
         """The text of a draft, as scorers read it.
 
@@ -234,15 +215,6 @@ class Duo:
         if self.apart:
             self._junior_prompt(draft.prompt, tokens)  # refuses what the junior cannot read
         return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens without special tokens.
-
-        Raises:
-            ValueError: a token is outside the vocabulary.
-        """
-        self._check(tokens)
-        return str(self.tokenizer.decode([*tokens], skip_special_tokens=True))
 
     def next_author(self, draft: Draft) -> Author:
         """Who writes the token after the draft; with ``before_word``, who proposes it."""

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandemrl.apps.experiments.pair import read_manifest
-from tandemrl.apps.play.duo import Draft, Duo
-from tandemrl.config import Config, SelectionConfig, load
+from tandemrl.config import Config, load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import RENDERED, Row, with_suffix
@@ -20,8 +19,7 @@ EXAMPLE = Row(
 )
 """For models of which nothing is known."""
 LIMIT = 32
-TRIED = 8
-"""How many problems there are, and how many of them the models try, to begin with one that they solve."""
+"""How many problems there are."""
 MAX_NEW = 256
 """Tokens after which a text stops at first. The page can continue it."""
 
@@ -60,18 +58,6 @@ class Problems:
         if "unscored" in score.parts:
             return None
         return Verdict(score.parts["acc"] == 1.0, score.answer, row.ground_truth)
-
-    def begin_with_a_solved_one(self, duo: Duo, selection: SelectionConfig) -> None:
-        """Move the first problem to the front that the two solve with the settings that the page begins with."""
-        some = [prompt for prompt in self.prompts if duo.room(prompt) > 0][:TRIED] if len(self.prompts) > 1 else []
-        if not some:
-            return
-        responses = duo.responses([Draft(prompt, selection=selection) for prompt in some], MAX_NEW)
-        for prompt, text in zip(some, responses, strict=True):
-            if (verdict := self.verdict(prompt, text)) is not None and verdict.correct:
-                self.prompts.remove(prompt)
-                self.prompts.insert(0, prompt)
-                return
 
 
 def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
