@@ -88,7 +88,7 @@ def _progress_of(run: Path) -> str:
     from tandemrl.training.tracking import time_left
 
     try:
-        steps, _ = read_steps(run / "metrics.jsonl")
+        steps = read_steps(run / "metrics.jsonl")
         total = (read_config(run).get("train") or {}).get("steps")
     except ReportError:  # a file is being written
         return ""

@@ -58,7 +58,7 @@ def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str
     notes: list[str] = []
     settings = (replace(each, contrasts=_differences(each, notes.append)) for each in records.settings)
     records = replace(records, settings=tuple(settings))
-    shown = {setting.name: galleries(records, setting, notes.append, decoder) for setting in records.settings}
+    shown = {setting.name: galleries(records.folder, setting, notes.append, decoder) for setting in records.settings}
     name = records.experiment.get("name") or records.folder.resolve().name
     caveats = tuple(dict.fromkeys([*provenance.caveats(records), *notes]))
     return Report(title or str(name), records, shown, caveats)
@@ -93,17 +93,13 @@ def to_html(report: Report) -> str:
     )
 
 
-def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = tables.headline_table) -> str:
-    """What each setting shows, in a sentence, and its headline table, in Markdown, with what its intervals are.
-
-    Args:
-        table: ``headline_lines`` for a terminal.
-    """
+def headlines(report: Report) -> str:
+    """What each setting shows, for a terminal: a sentence, the headline numbers, and what their intervals are."""
     parts = []
     for setting in report.records.settings:
         measured = _measured(setting)
         parts += [f"{setting.name}:" if setting.name else "", _sentence(setting)]
-        parts += [table(measured), _interval_note(measured)] if measured else []
+        parts += [tables.headline_lines(measured), _interval_note(measured)] if measured else []
     return "\n\n".join(part.strip() for part in parts if part)
 
 

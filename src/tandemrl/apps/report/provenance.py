@@ -28,22 +28,22 @@ TROUBLE = {
 def made_by(records: Records) -> list[tuple[str, str]]:
     """What was read, and the command, revision and versions of the code that made it; all of them, if they differ."""
     arms = [arm for setting in records.settings for arm in setting.arms]
-    runs, evaluations = sum(len(arm.runs) for arm in arms), [e for arm in arms for e in arm.evaluations]
-    problems = {e.result["metrics"]["macro"].get("problems") for e in evaluations} - {None}
-    values: dict[str, dict[str, None]] = {
-        "folder": {str(records.folder): None},
-        "training runs": {str(runs): None},
-        "evaluations": {str(len(evaluations)): None},
-        "problems": dict.fromkeys(f"{count:g}" for count in sorted(problems)),
-        "command": dict.fromkeys(filter(None, [records.experiment.get("command")])),
+    results = [each.result for arm in arms for each in arm.evaluations]
+    versions = [result.get("versions") or {} for result in results]
+    problems = {result["metrics"]["macro"].get("problems") for result in results} - {None}
+    values: dict[str, list[str]] = {
+        "folder": [str(records.folder)],
+        "training runs": [str(sum(len(arm.runs) for arm in arms))],
+        "evaluations": [str(len(results))],
+        "problems": [f"{count:g}" for count in sorted(problems)],
+        "command": [records.experiment.get("command") or ""],
+        "commit": [
+            str(each.get("git_revision")) + ", uncommitted changes" * bool(each.get("git_dirty")) for each in versions
+        ],
     }
-    for versions in [e.result.get("versions") or {} for e in evaluations]:
-        dirty = ", uncommitted changes" if versions.get("git_dirty") else ""
-        values.setdefault("commit", {})[f"{versions.get('git_revision') or 'unknown'}{dirty}"] = None
-        for name, value in versions.items():
-            if not name.startswith("git_"):
-                values.setdefault(name, {})[str(value)] = None
-    return [(name, " and ".join(each)) for name, each in values.items() if each]
+    for name in dict.fromkeys(name for each in versions for name in each if not name.startswith("git_")):
+        values[name] = [str(each[name]) for each in versions if name in each]
+    return [(name, " and ".join(dict.fromkeys(each))) for name, each in values.items() if any(each)]
 
 
 def differing_keys(setting: Setting) -> tuple[list[str], list[list[str]]]:
@@ -56,21 +56,13 @@ def differing_keys(setting: Setting) -> tuple[list[str], list[list[str]]]:
 def caveats(records: Records) -> list[str]:
     """What the numbers do not show, and what is unusual about the files."""
     named = [(f"{s.name}/{arm.name}" if s.name else arm.name, arm) for s in records.settings for arm in s.arms]
-    runs = [said for name, arm in named for run in arm.runs for said in _of_run(name, run)]
+    runs = [said for name, arm in named for run in arm.runs for said in _of_run(name + _of(run.seed), run)]
     return [*runs, *_seeds(named), *(said for name, arm in named for said in _of_arm(name, arm))]
 
 
 def _of_run(name: str, run: RunRecord) -> Iterable[str]:
-    file, where = run.folder / "metrics.jsonl", run.unfinished
-    name += _of(run.seed)
-    if run.torn:
-        yield f"{file}: the last line is incomplete and was left out; the run is in progress."
-    elif not run.steps:
-        yield f"{file} is empty: no step is finished."
-    if where and run.stopped:
-        yield f"{name} stopped at {where}: {run.stopped}"
-    elif where and run.steps:
-        yield f"{name} is at {where}."
+    if run.unfinished:
+        yield f"{name} stopped at {run.unfinished}: {run.stopped}" if run.stopped else f"{name} is at {run.unfinished}."
     for argument, function in (run.config.get("functions") or {}).items():
         if isinstance(function, Mapping):
             by = f"was trained with a Python function as {argument}: {function['name']}"
@@ -82,23 +74,23 @@ def _seeds(named: Sequence[tuple[str, ArmRecord]]) -> Iterable[str]:
     for name, arm in named:
         phases = {e.phase: len(arm.phase(e.phase)) for e in arm.evaluations}
         most = max(phases.values(), default=ENOUGH_SEEDS)
-        if most < ENOUGH_SEEDS:
-            few.setdefault(most, []).append(name)
+        few.setdefault(most, []).append(name)
         yield from (f"{name}: {phase} has {count} of {most} seeds." for phase, count in phases.items() if count < most)
     for count, names in sorted(few.items()):
-        means = "is wide, and assumes that seeds vary normally"
         if count == 1:
             yield f"One seed ({', '.join(names)}): another training seed may give something else."
-        else:
+        elif count < ENOUGH_SEEDS:
+            means = "is wide, and assumes that seeds vary normally"
             yield f"{count} seeds ({', '.join(names)}): an interval over fewer than {ENOUGH_SEEDS} seeds {means}."
 
 
 def _of_arm(name: str, arm: ArmRecord) -> Iterable[str]:
     """Yield sentences about seeds that were run differently, and about what went wrong in evaluations."""
-    configs = [("train", run.config) for run in arm.runs if run.config]
-    configs += [(e.phase, e.result["config"]) for e in arm.evaluations]
-    for what in dict.fromkeys(each for each, _ in configs):
-        if found := _differences([config for each, config in configs if each == what]):
+    configs: dict[str, list[Mapping[str, Any]]] = {"train": [run.config for run in arm.runs if run.config]}
+    for each in arm.evaluations:
+        configs.setdefault(each.phase, []).append(each.result["config"])
+    for what, own in configs.items():
+        if found := _differences(own):
             listed = [f"{key} ({' / '.join([*dict.fromkeys(values)][:3])})" for key, values in [*found.items()][:4]]
             yield f"The seeds of {name} differ in {what}: {', '.join(listed)}{', …' if len(found) > 4 else ''}."
     for each in arm.evaluations:

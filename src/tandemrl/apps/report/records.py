@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from tandemrl.config.hints import hint
 from tandemrl.config.written import free, read
-from tandemrl.evals import PHASES, EvalError, read_result
+from tandemrl.evals import PHASES, read_result
 from tandemrl.evals.stats import Interval
 from tandemrl.training.tracking import STOPPED
 
@@ -39,7 +39,7 @@ class ReportError(ValueError):
 
 
 class RunRecord(NamedTuple):
-    """A training run. ``seed`` is that of its path, or "". ``torn`` says whether its last line is incomplete.
+    """A training run. ``seed`` is that of its path, or "".
 
     ``stopped`` is the reason why it ended early, or "" if it did not, or was killed, or goes on.
     """
@@ -48,7 +48,6 @@ class RunRecord(NamedTuple):
     seed: str
     steps: list[dict[str, Any]]
     config: dict[str, Any]
-    torn: bool
     stopped: str = ""
 
     @property
@@ -156,26 +155,20 @@ class Results:
         """Add the content of a file. ``key`` is its folder, relative to the report's."""
         content = _read_json(file)
         self.titles |= _titles(content.get("experiment") or {})
-        for part in ("rows", "contrasts", "claims"):
-            for number, entry in enumerate(content.get(part, [])):
-                try:
-                    self._add(part, entry, (*key, str(entry["pair"])) if "pair" in entry else key)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ReportError(f"{file}: {part}[{number}] is not readable: {error!r}") from None
-
-    def _add(self, part: str, entry: Mapping[str, Any], setting: Key) -> None:
-        if part == "claims":
-            claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), entry["verdict"])
-            if claim.verdict not in get_args(Verdict):
-                raise ValueError(f"unknown verdict {claim.verdict!r}; known: {', '.join(get_args(Verdict))}")
-            self.claims.setdefault(setting, []).append(claim)
-        elif part == "contrasts":  # an entry of ``compare.to_json``, with the arms' names as A and B
-            difference, a, b = Interval(**entry["difference"]), str(entry["A"]), str(entry["B"])
-            each = ContrastRecord(str(entry["phase"]), str(entry["metric"]), a, b, difference)
-            self.contrasts.setdefault(setting, []).append(each)
-        else:
-            measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
-            self.measures.setdefault((*setting, str(entry["arm"])), {})[str(entry["seed"])] = measures
+        try:
+            for entry in content.get("rows", []):
+                measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
+                arm = (*_setting_of(entry, key), str(entry["arm"]))
+                self.measures.setdefault(arm, {})[str(entry["seed"])] = measures
+            for entry in content.get("contrasts", []):  # as of ``compare.to_json``, with the arms' names as A and B
+                phase, metric, a, b = (str(entry[name]) for name in ("phase", "metric", "A", "B"))
+                each = ContrastRecord(phase, metric, a, b, Interval(**entry["difference"]))
+                self.contrasts.setdefault(_setting_of(entry, key), []).append(each)
+            for entry in content.get("claims", []):
+                claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), entry["verdict"])
+                self.claims.setdefault(_setting_of(entry, key), []).append(claim)
+        except (KeyError, TypeError) as error:
+            raise ReportError(f"{file}: not the results of an experiment: {error!r} in {entry!r:.200}") from None
 
     def settings(self, arms: Mapping[Key, ArmRecord]) -> tuple[Setting, ...]:
         """The arms, sorted into their settings."""
@@ -191,6 +184,10 @@ class Results:
             )
             for key in sorted(found, key=lambda key: natural("/".join(key)))
         )
+
+
+def _setting_of(entry: Mapping[str, Any], key: Key) -> Key:
+    return (*key, str(entry["pair"])) if "pair" in entry else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,29 +208,33 @@ def discover(folder: str | Path) -> Records:
     """Find and read every run and evaluation below a folder.
 
     Raises:
-        ReportError: there is none, a file cannot be read, or two files are of the same arm and seed.
+        EvalError, ReportError: there is none, a file cannot be read, or two files are of the same arm and seed.
     """
     root = Path(folder)
     if not root.is_dir():
         raise ReportError(f"{root}: no such folder{hint(root)}")
     runs: dict[Key, list[RunRecord]] = {}
     evaluations: dict[Key, list[EvaluationRecord]] = {}
-    results = Results()
+    results, places = Results(), dict[tuple[object, ...], Path]()
     for path in _files(root):
-        key, seed = _place(path.parent.relative_to(root).parts, root)
+        parts = path.parent.relative_to(root).parts
+        if path.name == "results.json":
+            results.add(path, parts)
+            continue
+        key, seed = _place(parts, root)
         if path.name == "metrics.jsonl":
+            what = "run"
             runs.setdefault(key, []).append(_read_run(path, seed))
-        elif path.name == "results.json":
-            results.add(path, path.parent.relative_to(root).parts)
         else:
-            own = key if path.stem in PHASES else (*key, path.stem)
-            evaluations.setdefault(own, []).append(_read_evaluation(path, seed))
+            key = key if path.stem in PHASES else (*key, path.stem)
+            result = read_result(path)
+            what = str(result["phase"])
+            evaluations.setdefault(key, []).append(EvaluationRecord(path, seed, what, result))
+        if (first := places.setdefault((key, seed, what), path)) is not path:
+            raise ReportError(f"{first} and {path} are the same arm and seed; move one of them elsewhere")
     keys = list(dict.fromkeys([*evaluations, *runs]))
     if not keys:
         raise ReportError(f"{root}: no run (metrics.jsonl) and no evaluation (PHASE.json) below it")
-    for key in keys:
-        _refuse_doubles([(run.seed, run.folder) for run in runs.get(key, [])])
-        _refuse_doubles([(f"{e.phase} of seed {e.seed}", e.file) for e in evaluations.get(key, [])])
     experiment = _read_json(root / "experiment.json") if (root / "experiment.json").is_file() else {}
     results.titles |= _titles(experiment)
     arms = {
@@ -263,57 +264,32 @@ def read_results(file: str | Path) -> tuple[Setting, ...]:
 
 
 def _read_run(file: Path, seed: str) -> RunRecord:
-    steps, torn = read_steps(file)
     stopped = file.with_name(STOPPED)
     reason = str(_read_json(stopped).get("reason", "")) if stopped.is_file() else ""
-    return RunRecord(file.parent, seed, steps, read_config(file.parent), torn, reason)
+    return RunRecord(file.parent, seed, read_steps(file), read_config(file.parent), reason)
 
 
-def _read_evaluation(file: Path, seed: str) -> EvaluationRecord:
-    try:
-        result = read_result(file)
-        _ = result["metrics"]["macro"], result["config"], result["samples"]
-    except EvalError as error:
-        raise ReportError(str(error)) from None
-    except (KeyError, TypeError) as error:
-        raise ReportError(f"{file}: not an evaluation result: {error} is missing") from None
-    return EvaluationRecord(file, seed, str(result["phase"]), result)
-
-
-def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The lines of a ``metrics.jsonl``, and whether an incomplete last line was left out, as in a run in progress.
+def read_steps(file: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, without an incomplete last line, as in a run in progress.
 
     Raises:
-        ReportError: the file cannot be read, or another line is not a JSON object.
+        ReportError: another line is not JSON.
     """
-    steps: list[dict[str, Any]] = []
+    whole, _, _ = file.read_bytes().rpartition(b"\n")
     try:
-        whole, _, rest = file.read_bytes().rpartition(b"\n")
-    except OSError as error:
+        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+    except ValueError as error:
         raise ReportError(f"{file}: not readable as JSON lines: {error}") from None
-    for number, line in enumerate(whole.split(b"\n"), 1):
-        try:
-            steps += [json.loads(line)] if line.strip() else []
-            if steps and not isinstance(steps[-1], dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            raise ReportError(f"{file}: not readable as JSON lines: line {number}: {error}") from None
-    return steps, bool(rest.strip())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The ``config.yaml`` of a run as nested plain values, or {} if there is none.
 
     Raises:
-        ReportError: the file is not YAML.
+        ConfigError: the file is not YAML.
     """
     file = folder / "config.yaml"
-    if not file.is_file():
-        return {}
-    try:
-        content = free(read(file.read_text(encoding="utf-8"), str(file)))
-    except (OSError, ValueError) as error:
-        raise ReportError(str(error)) from None
+    content = free(read(file.read_text(encoding="utf-8"), str(file))) if file.is_file() else {}
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
@@ -337,14 +313,6 @@ def _place(parts: Sequence[str], root: Path) -> tuple[tuple[str, ...], str]:
 
 def _rank(name: str) -> tuple[Any, ...]:
     return (FIRST_ARMS.index(name), ()) if name in FIRST_ARMS else (len(FIRST_ARMS), natural(name))
-
-
-def _refuse_doubles(places: Sequence[tuple[str, Path]]) -> None:
-    first: dict[str, Path] = {}
-    for what, path in places:
-        if what in first:
-            raise ReportError(f"{first[what]} and {path} are the same arm and seed; move one of them elsewhere")
-        first[what] = path
 
 
 def _read_json(file: Path) -> dict[str, Any]:

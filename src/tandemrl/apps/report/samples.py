@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, Records, ReportError, RunRecord, Setting, natural
+from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, RunRecord, Setting, natural
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import sound
 from tandemrl.data.rows import DataError
-from tandemrl.evals import authors_of
-from tandemrl.evals.files import digests
-from tandemrl.files import LineError, read_json_lines
+from tandemrl.evals import authors_of, read_samples
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.training.authored import authored_spans
@@ -81,18 +79,18 @@ Say = Callable[[str], None]
 
 
 def galleries(
-    records: Records, setting: Setting, say: Say, tokenizer: PreTrainedTokenizerBase | None = None
+    folder: Path, setting: Setting, say: Say, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[Gallery]:
     """The first samples of every arm's first seed. For arms that were not evaluated they are training samples.
 
     Args:
         say: called with a sentence about anything that could not be shown properly, and why.
-        tokenizer: the tokenizer of all models. None looks for each model's below the records' folder, and only there.
+        tokenizer: the tokenizer of all models. None looks for each model's.
 
     Raises:
-        ReportError: a file of samples is damaged.
+        EvalError, ReportError: a file of samples is damaged.
     """
-    read = _Reader(records.folder, say, tokenizer)
+    read = _Reader(folder, say, tokenizer)
     by_kind: dict[str, dict[str, Problem]] = {}
     for arm in setting.arms:
         for kind, example, question, shown in read.arm(arm):
@@ -119,75 +117,54 @@ class _Reader:
             yield from self._run(arm.runs[0])
 
     def _evaluation(self, evaluation: EvaluationRecord) -> Iterator[tuple[str, str, str, Shown]]:
-        file = evaluation.file.with_name(str(evaluation.result["samples"]))
+        file, config = evaluation.file.with_name(str(evaluation.result["samples"])), evaluation.result["config"]
         if not file.is_file():
             self._say(f"{file} is missing, so its samples are not shown.")
             return
-        config = evaluation.result["config"]
         model = str(config.get("model", ""))
-        digest = (config.get("digests") or {}).get(str(Path(model)), "")
-        decode = self._decoder(model, file.parent, str(digest))
-        for number, line in _lines(file):
-            try:
-                kind = KINDS.get((evaluation.phase, line["arm"]))
-                if kind is None or line["problem"] >= PROBLEMS or line["sample"] != 0:
-                    continue
-                author = None if line["author"] is None else authors_of(line["author"])
-                if author is not None and len(author) != len(line["tokens"]):
-                    raise ValueError(f"{len(line['tokens'])} tokens have {len(author)} authors")
-                shown, text = _show(line, author, decode)
-                if author is not None and decode is not None and text != line["text"]:
-                    self._say(f"The tokenizer of {model} does not give the texts of {file}: authors not shown.")
-                    shown, _ = _show(line, author, None)
-                question = self._questions(tuple(config.get("data") or ())).get(line["example_id"], "")
-                yield kind, line["example_id"], question, shown
-            except (KeyError, TypeError, ValueError) as error:
-                raise ReportError(f"{file}: line {number} is not an evaluation sample: {error}") from None
+        decode, questions = self._decoder(model, file.parent), self._questions(tuple(config.get("data") or ()))
+        for sample in read_samples(file):
+            kind = KINDS.get((evaluation.phase, sample.arm))
+            if kind is None or sample.problem >= PROBLEMS or sample.sample != 0:
+                continue
+            author = None if sample.author is None else authors_of(sample.author)
+            shown, text = _show(sample._asdict(), author, decode)
+            if author is not None and decode is not None and text != sample.text:
+                self._say(f"The tokenizer of {model} does not give the texts of {file}: authors not shown.")
+                shown, _ = _show(sample._asdict(), author, None)
+            yield kind, sample.example_id, questions.get(sample.example_id, ""), shown
 
     def _run(self, run: RunRecord) -> Iterator[tuple[str, str, str, Shown]]:
         file = run.folder / "samples.jsonl"
         if not file.is_file():
             return
-        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder, "")
-        try:
-            lines = [line for line in _tail(file) if line["index"] == 0]
-            for line in [line for line in lines if line["step"] == lines[-1]["step"]][:PROBLEMS]:
-                author = np.asarray(line["author"])
-                first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
-                question = decode(line["tokens"][:first]) if decode is not None and first else ""
-                shown, _ = _show(line | {"tokens": line["tokens"][first:]}, author[first:], decode)
-                yield TRAINING, line["example_id"], question, shown
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReportError(f"{file}: not a line of training samples: {error}") from None
+        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
+        lines = [line for line in _tail(file) if line["index"] == 0]
+        for line in [line for line in lines if line["step"] == lines[-1]["step"]][:PROBLEMS]:
+            author = np.asarray(line["author"])
+            first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
+            question = decode(line["tokens"][:first]) if decode is not None and first else ""
+            shown, _ = _show(line | {"tokens": line["tokens"][first:]}, author[first:], decode)
+            yield TRAINING, line["example_id"], question, shown
 
-    def _load_decoder(self, model: str, home: Path, digest: str) -> Callable[[list[int]], str] | None:
-        """The decoding function of the tokenizer that was asked for, or else of the first one in the folder."""
-        tokenizer = self._tokenizer
-        for place in [] if tokenizer is not None else self._places(model, home, digest):
-            with suppress(ModelError):
-                tokenizer = load_tokenizer(place)
-                break
+    def _load_decoder(self, model: str, home: Path) -> Callable[[list[int]], str] | None:
+        """The decoding function of the tokenizer that was asked for, or else of the first that is found: in the model's
+        folder, in one of its name below the report's, or in ``hf/`` of the run that contains ``home``."""
+        tokenizer, parts = self._tokenizer, Path(model).parts
+        places = [Path(model), *(self._folder.joinpath(*parts[i:]) for i in range(1, len(parts)))]
+        places += [export for run in (home, *home.parents) for export in sorted((run / "hf").glob("*"))]
+        for place in places if tokenizer is None else []:
+            if model and place.is_dir():
+                with suppress(ModelError):
+                    tokenizer = load_tokenizer(place)
+                    break
         if tokenizer is not None:
             return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
         self._say(
-            f"The tokenizer of {model or 'a model'} is not below {self._folder}, so its samples do not show who wrote "
-            "what; name it: tandemrl report --tokenizer FOLDER."
+            f"The tokenizer of {model or 'a model'} was not found, so its samples do not show who wrote what; name it: "
+            "tandemrl report --tokenizer FOLDER."
         )
         return None
-
-    def _places(self, model: str, home: Path, digest: str) -> list[Path]:
-        """The folders in which a model's tokenizer may be: that of the model, and ``hf/`` of the run that contains
-        ``home``.
-
-        The model's path comes from a file of unknown origin, so only folders inside the report's folder count, and the
-        path itself if the folder there still has the ``digest`` that the evaluation recorded.
-        """
-        parts, top = Path(model).parts, self._folder.resolve()
-        ends = [self._folder.joinpath(*parts[i:]) for i in range(len(parts))]
-        exports = [export for run in (home, *home.parents) for export in sorted((run / "hf").glob("*"))]
-        found = [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
-        recorded = digest and Path(model).is_dir() and digests([model]).get(str(Path(model))) == digest
-        return found or ([Path(model)] if recorded else [])
 
     def _load_questions(self, data: Sequence[str]) -> Mapping[str, str]:
         """The last user message of each example, by its id, for the sources that are available."""
@@ -257,13 +234,6 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]
         elif said:
             said[-1] = "\n\n".join(filter(None, (said[-1], text)))
     return written, said
-
-
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        yield from read_json_lines(file)
-    except LineError as error:
-        raise ReportError(f"{file}: line {error.line} is not JSON: {error}") from None
 
 
 def _tail(file: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Headline numbers and their tables: one estimate for each arm and column, over seeds if there are several."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -176,7 +176,10 @@ def columns_of(arms: Sequence[ArmRecord], columns: Sequence[Column] = COLUMNS) -
 
 
 def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
-    """An arm's value in a column, from its evaluations, else from ``results.json``; None if no seed has one."""
+    """An arm's value in a column, from its evaluations, else from ``results.json``; None if no seed has one.
+
+    Over several seeds it is their mean with Student's interval, cut at 0 and the column's highest value.
+    """
     by_seed: dict[str, Estimate] = {}
     for seed, result in arm.phase(column.phase).items():
         macro = result["metrics"]["macro"]
@@ -185,24 +188,15 @@ def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
             by_seed[seed] = Estimate(macro[column.metric], low, high, {})
     measured = {seed: values[column.measure] for seed, values in arm.extra.items() if column.measure in values}
     by_seed = by_seed or {seed: Estimate(value, None, None, {}) for seed, value in measured.items()}
-    return over_seeds(by_seed, highest=column.highest)
-
-
-def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Estimate | None:
-    """The mean over seeds with Student's interval, cut at 0 and ``highest``.
-
-    A single seed keeps its own interval, and equal values whose own intervals are unknown have none. Without seeds it
-    is None.
-    """
     values = list(by_seed.values())
     if len(values) < 2:
-        return values[0]._replace(by_seed=dict(by_seed)) if values else None
+        return values[0]._replace(by_seed=by_seed) if values else None
     own = [Interval(v.mean, v.low, v.high) for v in values if v.low is not None and v.high is not None]
     errors = [standard_error(each) for each in own] if len(own) == len(values) else []
-    interval = seed_interval([value.mean for value in values], errors=errors)
-    if interval.low == interval.high:
-        return Estimate(interval.mean, None, None, dict(by_seed))
-    return Estimate(interval.mean, max(0.0, interval.low), min(highest, interval.high), dict(by_seed))
+    mean, low, high = seed_interval([value.mean for value in values], errors=errors)
+    if low == high:  # equal values of which no more is known
+        return Estimate(mean, None, None, by_seed)
+    return Estimate(mean, max(0.0, low), min(column.highest, high), by_seed)
 
 
 def cell(value: Estimate | None, shown: Callable[[float], str] = rate) -> str:
