@@ -27,6 +27,9 @@ COMMANDS = {
 
 _BOUNDS = ("/low", "/high")
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
+]
 Data = Annotated[
     list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
 ]
@@ -49,9 +52,7 @@ app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_
 def _command(name: str) -> Callable[..., None]:
     def command(
         model: Annotated[str, typer.Option(help="The senior: HF folder or hub id.")],
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
-        ] = None,
+        overrides: Overrides = None,
         junior: Annotated[
             str | None, typer.Option(help="The junior; default: that of the run. pass-at-k and verified need none.")
         ] = None,
@@ -109,9 +110,7 @@ for _name in COMMANDS:
 
 @app.command()
 def qa(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. retrieval.top_n=3")
-    ] = None,
+    overrides: Overrides = None,
     model: Annotated[
         str | None,
         typer.Option(help="HF folder or hub id; with --endpoint its name there, or the first listed."),
@@ -187,17 +186,12 @@ def verifier(
     data: Annotated[
         str, typer.Option(help="HardVerify-Math: its .json, .jsonl or .parquet file, or hf:REPO:CONFIG:SPLIT.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="E.g. judge.url=http://localhost:8000/v1, or reward.scorers.*=prime"
-        ),
-    ] = None,
+    overrides: Overrides = None,
     config: Annotated[
         str | None,
         typer.Option(help="Take rewards and judge from this config. Default: judge.prompt=tinyv."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
+    limit: Limit = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the counts and every verdict.")] = None,
 ) -> None:
     """A judge or a scorer on HardVerify-Math. Correct answers that it accepts, wrong ones that it rejects."""

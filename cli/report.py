@@ -11,15 +11,10 @@ def report(
     out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="The page; default DIR/report.html.")] = None,
     title: Annotated[str | None, typer.Option(help="Default: the experiment's name, or DIR's.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the models' tokenizer, if it is not below DIR.")
+        str | None, typer.Option(help="Folder or hub id of the models' tokenizer, if it is not found.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", hidden=True)] = False,
 ) -> None:
     """Turn the runs and evaluations below DIR into one HTML page. Give it again while a run is in progress."""
-    if watch:
-        raise typer.BadParameter(
-            "removed in 0.2; repeat the command, e.g. watch tandemrl report DIR", param_hint="--watch"
-        )
     if out is not None and out.suffix != ".html":
         raise typer.BadParameter(f"{out}: the page needs a name that ends in .html", param_hint="--out")
     from tandemrl.apps.report import build_report, write_report

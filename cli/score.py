@@ -40,11 +40,8 @@ def score(
     for source in summary.by_set:
         table.add_column(Text(source), justify="right")
     for name in dict.fromkeys(name for means in summary.by_set.values() for name in means):
-        shown = [
-            f"{means[name]:.0f}" if name == "responses" else f"{means.get(name, 0.0):.4f}"
-            for means in summary.by_set.values()
-        ]
-        table.add_row(Text(name), *map(Text, shown))
+        shown = "{:.0f}" if name == "responses" else "{:.4f}"
+        table.add_row(Text(name), *(shown.format(means.get(name, 0.0)) for means in summary.by_set.values()))
     Console().print(table)
     rate = summary.responses / summary.seconds
     typer.echo(f"{summary.responses} responses in {summary.seconds:.1f} s ({rate:.0f} per second)")

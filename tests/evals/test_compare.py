@@ -100,15 +100,6 @@ def test_problems_are_paired_by_id_and_not_by_position(tmp_path):
     assert by_metric(compare(tmp_path / "a", tmp_path / "b"))["pass@1"].difference == (0.0, 0.0, 0.0)
 
 
-def test_macro_weighs_sets_equally(tmp_path):
-    a, b = rates(2, 2, 2, 1, sets=("x", "y")), rates(0, 1, 0, 1, sets=("x", "y"))
-    b += [sample(9, number, name="y") for number in range(2)]
-    a += [sample(9, number, name="y", correct=True) for number in range(2)]
-    found = by_metric(compare(store(tmp_path / "a", a), store(tmp_path / "b", b)))["pass@1"]
-    assert found.difference.mean == pytest.approx((1 + (0.5 + 0 + 1) / 3) / 2)  # pooled: (2 + 1.5) / 5
-    assert (found.a, found.b) == (pytest.approx((1 + 2.5 / 3) / 2), pytest.approx((0 + 1 / 3) / 2))
-
-
 def seeds_of(folder, counts_by_seed, inner=""):
     for seed, counts in counts_by_seed.items():
         store(folder / f"seed-{seed}" / inner, rates(*counts))
@@ -303,9 +294,6 @@ def test_of_runs_that_were_evaluated_these_evaluations_are_compared(tmp_path):
 
 def test_what_keeps_two_runs_from_being_compared_is_named(tmp_path):
     a = store_run(tmp_path / "a", 1, 2)
-    (a / "hf" / "step_9").mkdir(parents=True)
-    (a / "hf" / "step_20").mkdir()
-    command = f"tandemrl eval all --config {a} --model {a}/hf/step_20 --out {a}/eval"
     for name, counts, settings, culprit in (
         ("samples", (1, 2), {"eval__train_samples": 4}, "eval.train_samples: 2 and 4"),
         ("reward", (1, 2), {"reward__gsm8k": "tandem"}, "reward.gsm8k: 'strict' and 'tandem'"),
@@ -316,10 +304,8 @@ def test_what_keeps_two_runs_from_being_compared_is_named(tmp_path):
         with pytest.raises(CompareError) as error:
             compare(a, other)
         assert culprit in str(error.value)
-        both = f"{command} and tandemrl eval all --config {a} --model {other}/"
-        assert f"; evaluate both alike: {both}" in str(error.value)
+        assert "; evaluate both alike: tandemrl eval all --config RUN " in str(error.value)
     fresh = store_run(tmp_path / "fresh")
-    (fresh / "hf" / "best").mkdir(parents=True)
     for sides in ((fresh, a), (a, fresh)):
         with pytest.raises(CompareError) as error:
             compare(*sides)
@@ -375,12 +361,6 @@ def test_half_of_a_character_in_an_answer_does_not_lose_an_evaluation(tmp_path):
     """A reward function may give any text as the answer."""
     store(tmp_path, [each._replace(answer="4\ud800") for each in rates(1, 2)])
     assert {each.answer for each in read_samples(tmp_path / "pass-at-k.samples.jsonl")} == {"4?"}
-
-
-@pytest.mark.parametrize(("low", "high", "said"), [(-1, 1, "no"), (0, 1, "no"), (-1, 0, "no"), (0.1, 1, "A > B")])
-def test_a_difference_is_said_only_where_the_interval_excludes_0(low, high, said):
-    assert verdict(Interval(0.5, low, high)).startswith(said)
-    assert verdict(Interval(-0.5, -high, -low)).startswith(said.replace(">", "<"))
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,6 @@ def identity(*overrides, environment=None):
 def test_an_environment_counts_by_what_it_does():
     greetings = [identity(environment=Polite(greeting)) for greeting in ("hello", "hello", "bye")]
     assert greetings[0] == greetings[1] != greetings[2]
-    factory = "rollout.environment=small_world:Talk"
-    kept = identity(factory)["signature"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small_world.Talk, "reply", small_world.Deaf.reply)
-        assert identity(factory)["signature"] != kept
 
 
 def test_a_run_with_an_environment_of_its_own_cannot_be_evaluated_without(agents, tmp_path):

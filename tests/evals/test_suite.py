@@ -40,13 +40,12 @@ from tandemrl.config import (
     ModelConfig,
     RewardConfig,
     SelectionConfig,
-    load,
 )
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.loading import load_tokenizer, prepare
+from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import DRAW
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.engine import Sampling
@@ -112,25 +111,6 @@ def test_with_equal_weights_handing_over_changes_no_text(phase, pair, tmp_path):
     assert all(tokens == texts["pass-at-k", "solo"] for tokens in texts.values())
 
 
-def test_template_arguments_reach_the_prompts_and_the_result(pair, tmp_path):
-    """They are recorded where they are not the defaults, which results of earlier versions had, too."""
-    thinking = tmp_path / "thinking"
-    shutil.copytree(pair / "senior", thinking)
-    chat = load_tokenizer(thinking)
-    chat.chat_template += "{% if enable_thinking %}{{ messages[0].content }}{% endif %}"
-    chat.save_pretrained(thinking)
-    data = ["data.eval=[synthetic:plain:heldout:2]"]
-    quiet, thoughtful = (
-        session.Session(load(overrides=[*data, *more]), str(thinking), [evals.PHASES["pass-at-k"]])
-        for more in ([], ["data.template_arguments={enable_thinking: true}"])
-    )
-    for short, long in zip(quiet.prompts[0], thoughtful.prompts[0], strict=True):
-        assert long.tokens[: len(short.tokens)] == short.tokens
-        assert len(long.tokens) > len(short.tokens)
-    assert "template_arguments" not in quiet.solo_identity
-    assert thoughtful.solo_identity["template_arguments"] == {"enable_thinking": True}
-
-
 def test_another_configuration_is_refused_by_name(phase, pair, tmp_path):
     out = tmp_path / "one.json"
     phase("tandem", out=out)
@@ -164,19 +144,6 @@ def test_rewards_of_no_use_are_refused_before_anything_is_written(phase, tmp_pat
         phase("pass-at-k", reward=RewardConfig(scorers={"synthetic/*": "no_such_module:score"}))
     with pytest.warns(UserWarning, match="no row matches"), pytest.raises(AssertionError, match="were written"):
         phase("pass-at-k", reward=typo, stated=())  # of a config for other data
-
-
-@pytest.mark.parametrize("failing", ["suite.write_result", "phases.grade"])
-def test_a_failure_leaves_no_result(phase, tmp_path, monkeypatch, failing):
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"tandemrl.evals.{failing}", fail)
-        with pytest.raises(OSError, match="disk full"):
-            phase("pass-at-k")
-    assert not (tmp_path / "eval" / "pass-at-k.json").exists()
-    assert phase("pass-at-k")["metrics"]["macro"]["samples"] == 6
 
 
 def test_non_finite_numbers_are_refused(tmp_path):

@@ -243,6 +243,7 @@ def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
+_EVALUATE = "tandemrl eval all --config {0} --model {0}/hf/best --out {0}/eval"
 Evaluation = Mapping[str, Path]
 """The result files of an evaluation, by phase."""
 
@@ -300,7 +301,7 @@ def _evaluation(place: Path) -> Evaluation:
         results = {**next(filter(None, map(_results, folders)), {}), **_texts(place)}
         if results:
             return results
-        raise CompareError(f"{place}: this run has no evaluation yet; make one: {_command(place, place)}")
+        raise CompareError(f"{place}: this run has no evaluation yet; make one: {_EVALUATE.format(place)}")
     raise CompareError(
         f"{place}: no evaluation is there (no result file, no PHASE.json such as pass-at-k.json, no run, no seed-N "
         f"with one of these){hint(place) or f'; make one: tandemrl eval all --model FOLDER --data FILE --out {place}'}"
@@ -332,13 +333,6 @@ def _texts(run: Path) -> dict[str, Path]:
     return {held_out: last} | ({monitored: last} if '{"source": "monitor"' in last.read_text(encoding="utf-8") else {})
 
 
-def _command(run: Path, like: Path) -> str:
-    """The command that evaluates a run with the settings of the run ``like``."""
-    exports = sorted((run / "hf").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    model = next((path for path in (run / "hf" / "best", *reversed(exports)) if path.is_dir()), run / "hf" / "best")
-    return f"tandemrl eval all --config {like} --model {model} --out {run / 'eval'}"
-
-
 def _match(a: dict[str, Evaluation], b: dict[str, Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
     if a.keys() != b.keys():
         listed = (", ".join(side) or "one evaluation without seeds" for side in (a, b))
@@ -366,12 +360,9 @@ def _load_pair(phase: str, a: Evaluation, b: Evaluation, varied: Collection[str]
     """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
     files = [a[phase], b[phase]]
     protocols, ks, samples = zip(*(_read(phase, file, varied) for file in files), strict=True)
-    if phase in PHASES:
-        how = "with the --config and options of the other, into a new folder"
-        again = f"evaluate one of them again, {how}: tandemrl eval {phase} … --out FOLDER"
-    else:
-        first, second = (file.parents[1] for file in files)
-        again = f"evaluate both alike: {_command(first, first)} and {_command(second, first)}"
+    again = "evaluate one again with the --config and options of the other, into a new folder"
+    if phase not in PHASES:
+        again = f"evaluate both alike: {_EVALUATE.format('RUN')}"
     if changed := differences(*protocols):
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
         raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed}); {again}")

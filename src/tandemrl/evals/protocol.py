@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -177,14 +177,13 @@ def generate_samples(
     profile: Profile,
     samples: int,
     seed: int,
-    step: int = 0,
     episode_runner: EpisodeRunner | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Write ``samples`` completions per prompt, arm by arm and in the order of the prompts, without grading them.
 
-    Request keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints
-    (or two arms) get the same random numbers.
+    Request keys are ``request_key(seed, 0, position of the prompt, sample)`` in every arm, so that two checkpoints (or
+    two arms) get the same random numbers.
 
     Args:
         arms: the strategy of each arm.
@@ -205,7 +204,7 @@ def generate_samples(
     for arm, strategy in arms.items():
         requests = []
         for problem, prompt in enumerate(prompts):
-            keys = tuple(request_key(seed, step, problem, sample) for sample in range(samples))
+            keys = tuple(request_key(seed, 0, problem, sample) for sample in range(samples))
             sampling = sampling_for(profile, prompt)
             request = Request(prompt.tokens, keys, sampling, strategy, junior_prompt=prompt.junior)
             requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))

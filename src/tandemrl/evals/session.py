@@ -129,19 +129,15 @@ class Session:
     @cached_property
     def solo_identity(self) -> dict[str, Any]:
         """Everything that the texts of the senior alone depend on, under the names of the result files."""
-        config, reward = self.config, asdict(self.config.reward)
-        arguments = config.data.template_arguments
+        config, arguments = self.config, self.config.data.template_arguments
+        reward = {name: value for name, value in asdict(config.reward).items() if name != "workers"}
         remote = {} if self.remote is None else {"endpoint": self.remote.url, "authors": "unknown"}
         return plain(
             {
                 "model": self.model,
                 "data": config.data.eval,
                 "eval": {key: value for key, value in asdict(config.eval).items() if key not in _TRAINING_ONLY},
-                "reward": {
-                    key: value
-                    for key, value in reward.items()
-                    if key != "workers" and (key not in ("weights", "parameters") or value)
-                },
+                "reward": {name: x for name, x in reward.items() if x or name not in ("weights", "parameters")},
                 **(self._acting_settings() if self.has_episodes else {}),
                 **({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)}),
                 "dtype": config.model.dtype,
@@ -262,13 +258,8 @@ class Session:
         """The ``episode_runner``, and why a junior with a vocabulary of its own cannot take part, if it cannot."""
         if not self.has_episodes:
             return None, None
-        make = partial(
-            make_episode_runner,
-            self.config,
-            self.tokenizer,
-            environment=self._environment,
-            eos_token_ids=self.ends,
-        )
+        own, ends = self._environment, self.ends
+        make = partial(make_episode_runner, self.config, self.tokenizer, environment=own, eos_token_ids=ends)
         try:
             return make(junior=reader_of(self.junior, self.junior_tokenizer)), None
         except ConfigError as error:

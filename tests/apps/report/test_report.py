@@ -231,13 +231,6 @@ def test_an_estimate_over_seeds_is_students_interval(experiment: Path) -> None:
     assert estimate(base, SOLO._replace(metric="pass@7")) is None
 
 
-def test_one_seed_keeps_its_interval_over_problems(tmp_path: Path) -> None:
-    write_phase(tmp_path / "a", "pass-at-k", {"pass@1": 0.5})
-    found = estimate(discover(tmp_path).settings[0].arms[0], SOLO)
-    assert found is not None
-    assert found[:3] == (0.5, 0.49, 0.51)
-
-
 def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no run .* and no evaluation"):
         build_report(tmp_path)
