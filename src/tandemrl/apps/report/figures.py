@@ -125,19 +125,21 @@ def curve(arms: Styled, name: str, metric: str) -> Figure | None:
     found = [
         (arm, look, runs) for arm, look in arms if (runs := [*filter(None, (series(r, metric) for r in arm.runs))])
     ]
-    measured = [y for _, _, runs in found for _, y in runs]
-    if not found or (len(np.unique(np.concatenate(measured))) == 1 and sum(map(len, measured)) > 1):
+    measured = [run for _, _, runs in found for run in runs]
+    values = [value for run in measured for value in run.values()]
+    if not values or (len(set(values)) == 1 and len(values) > 1):
         return None  # nothing to see
     with axes(name) as (canvas, ax):
         for arm, look, runs in found:
-            x, values = shared_blocks(runs)
+            common = sorted(set.intersection(*map(set, runs)))  # thinned after: blocks of other lengths share no step
+            x, shared = thin(common), np.array([thin([run[step] for step in common]) for run in runs])
             if len(runs) > 1:
-                for seed_x, seed_y in runs:
-                    ax.plot(thin(seed_x), thin(seed_y), color=look.colour, linewidth=0.7, alpha=0.45)
+                for run in runs:
+                    ax.plot(thin([*run]), thin([*run.values()]), color=look.colour, linewidth=0.7, alpha=0.45)
                 if len(x):
-                    ax.fill_between(x, values.min(0), values.max(0), color=look.colour, alpha=0.14, linewidth=0)
+                    ax.fill_between(x, shared.min(0), shared.max(0), color=look.colour, alpha=0.14, linewidth=0)
             if len(x):
-                (line,) = ax.plot(x, values.mean(0), color=look.colour, linestyle=look.line, label=arm.title)
+                (line,) = ax.plot(x, shared.mean(0), color=look.colour, linestyle=look.line, label=arm.title)
                 line.set(marker=look.marker if len(x) <= 12 else "", markersize=4)
         ax.set(xlabel="training step", ylabel=label)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
@@ -148,27 +150,15 @@ def curve(arms: Styled, name: str, metric: str) -> Figure | None:
         return Figure(title, "; ".join(notes), draw(canvas, f"{title} over training steps"))
 
 
-def series(run: RunRecord, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """The steps and the values of a metric in one run; None if it has none."""
-    points = [(step["step"], step[metric]) for step in run.steps if step.get(metric) is not None and "step" in step]
-    if not points:
-        return None
-    steps, values = np.array(points, dtype=float).T
-    return steps, values
+def series(run: RunRecord, metric: str) -> dict[float, float]:
+    """The values of a metric in one run, by step."""
+    return {step["step"]: step[metric] for step in run.steps if step.get(metric) is not None and "step" in step}
 
 
-def thin(values: np.ndarray, points: int = POINTS) -> np.ndarray:
+def thin(values: Sequence[float], points: int = POINTS) -> np.ndarray:
     """Means over blocks of consecutive entries, so that at most ``points`` are left."""
-    size = -(-len(values) // points) if len(values) else 1
-    return np.array([values[start : start + size].mean() for start in range(0, len(values), size)])
-
-
-def shared_blocks(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that all seeds have, and a row of values per seed; thinned afterwards, since the blocks of two runs of
-    other lengths would have no step in common."""
-    common = sorted(set.intersection(*(set(x.tolist()) for x, _ in curves)))
-    rows = [np.array([y[x == step][0] for step in common]) for x, y in curves]
-    return thin(np.array(common)), np.array([thin(row) for row in rows])
+    size = -(-len(values) // points) or 1
+    return np.array([np.mean(values[start : start + size]) for start in range(0, len(values), size)])
 
 
 # ----------------------------------------------------------------------------------------------------------------- SVG
