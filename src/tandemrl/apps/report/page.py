@@ -93,13 +93,17 @@ def to_html(report: Report) -> str:
     )
 
 
-def headlines(report: Report) -> str:
-    """What each setting shows, for a terminal: a sentence, the headline numbers, and what their intervals are."""
+def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = tables.headline_table) -> str:
+    """What each setting shows, in a sentence, and its headline table, in Markdown, with what its intervals are.
+
+    Args:
+        table: ``headline_lines`` for a terminal.
+    """
     parts = []
     for setting in report.records.settings:
         measured = _measured(setting)
         parts += [f"{setting.name}:" if setting.name else "", _sentence(setting)]
-        parts += [tables.headline_lines(measured), _interval_note(measured)] if measured else []
+        parts += [table(measured), _interval_note(measured)] if measured else []
     return "\n\n".join(part.strip() for part in parts if part)
 
 
