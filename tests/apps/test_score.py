@@ -192,6 +192,6 @@ def test_a_batch_never_ends_within_the_responses_to_a_prompt(
     named = [("math500/1", "a"), ("math500/2", "abc"), ("math500/1", "abcd"), ("math500/2", "a")]
     named += [("math500/1", "ab"), ("openai/gsm8k/test/0", "x")]
     file = responses(tmp_path, *({"example_id": name, "text": text} for name, text in named))
-    own = ["reward.scorers.math500=compares_all:longest", "reward.scorers[openai/gsm8k]=compares_all:longest"]
+    own = ["reward.scorers.math500=compares_all:longest", "reward.scorers.openai/gsm8k=compares_all:longest"]
     score_file(load(None, own), [data], file, out=tmp_path / "scores.jsonl", batch=batch)
     assert [line["score"] for line in read(tmp_path / "scores.jsonl")] == [0.3, 1.2, 1.3, 0.2, 0.3, 1.1]
