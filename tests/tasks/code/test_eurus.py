@@ -103,21 +103,3 @@ def test_another_number_of_rows_of_one_ability_is_refused(source, tmp_path, key)
     with pytest.raises(DataError, match=f"{key}: {COUNTS[key]} rows, expected {COUNTS[key] + 1}"):
         build_eurus(source, tmp_path / "out", max_tokens=0, expect_rows=COUNTS | {key: COUNTS[key] + 1})
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_missing_or_malformed_is_named(source, tokenizer, tmp_path):
-    with pytest.raises(DataError, match="takes the folder with train and validation"):
-        build_eurus(source / "train.parquet", tmp_path / "out", max_tokens=0)
-    (tmp_path / "nowhere").mkdir()
-    with pytest.raises(DataError, match=r"tokenizer .*nowhere.* could not be loaded"):
-        build_eurus(source, tmp_path / "out", tokenizer=str(tmp_path / "nowhere"))
-    for field, value in (("prompt", "'prompt'"), ("reward_model", "'reward_model'"), ("data_source", "'data_source'")):
-        broken = [{**TRAIN[0], field: None}]
-        (source / "train.parquet").unlink(missing_ok=True)
-        (source / "train.jsonl").write_text(json.dumps(broken[0]))
-        with pytest.raises(DataError, match=rf"train\.jsonl, line 1, field {value}"):
-            build_eurus(source, tmp_path / "out", max_tokens=0, expect_rows=0)
-    (source / "validation.parquet").unlink()
-    (source / "train.jsonl").write_text(json.dumps(TRAIN[0]))
-    with pytest.raises(DataError, match="expected the validation split"):
-        build_eurus(source, tmp_path / "out", max_tokens=0, expect_rows=0)

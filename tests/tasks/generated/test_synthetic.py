@@ -77,6 +77,11 @@ def test_number_space_is_every_problem_in_range_once():
     assert len(spaces["heldout"]) / len(brute) == pytest.approx(1 / 8, abs=0.005)
 
 
+def test_split_of_is_stable_across_versions():
+    small = {(start, deltas) for start, deltas in number_space("heldout") if start == 0 and max(deltas) <= 1}
+    assert small == {(0, (1, 1, -1, 1))}
+
+
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_rows(split):
     rows = generate("plain", split, None, 0)

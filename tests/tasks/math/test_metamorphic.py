@@ -149,7 +149,7 @@ def test_math_verify_does_not_round_tiny_numbers_away() -> None:
 def test_digits_behind_an_argument_make_no_value() -> None:
     r"""In ``\frac123``, TeX takes one digit for each argument, and the author may have meant more."""
     rng = random.Random(7)
-    for _ in range(40):
+    for _ in range(8):
         a, b, c = (rng.randint(1, 9) for _ in range(3))
         for golds, answer in (
             ((Fraction(a * c, b), Fraction(a, 10 * b + c), Fraction(10 * a + b, c)), rf"\frac{a}{b}{c}"),

@@ -8,7 +8,6 @@ import pytest
 from tandemrl.config import RewardConfig
 from tandemrl.data.documents import documents_of, hops, supporting_ids
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import DataError
 from tandemrl.rewards.routing import terms_of
 from tandemrl.tasks.qa.hotpot import SETS, build_hotpot
 
@@ -49,24 +48,3 @@ def test_rows_are_those_of_musique(name: str, form: str, tmp_path: Path) -> None
     assert supporting_ids(row) == ["0", "2"]
     assert (hops(row), row.extra_info["id"], row.extra_info["type"]) == (2, "a", "bridge")
     assert [term.name for term in terms_of(row, RewardConfig())] == ["musique"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context": "oops"}, "field 'context': expected"),
-        ({"context": [["Ann", "no list"]]}, "sentences of 'Ann'"),
-        ({"supporting_facts": [["Nobody", 0]]}, "no paragraph is supporting"),
-        ({"answer": None}, "field 'answer'"),
-    ],
-)
-def test_a_malformed_row_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
-    source = put(tmp_path / "copy", "hotpotqa", "text", **changes)
-    with pytest.raises(DataError, match=rf"train\.jsonl, line 1.*{message}"):
-        build_hotpot("hotpotqa", source, tmp_path / "out", expect_rows=0)
-
-
-def test_a_copy_of_another_size_is_refused(tmp_path: Path) -> None:
-    source = put(tmp_path / "copy", "2wikimultihopqa", "sentences")
-    with pytest.raises(DataError, match="1 rows, expected 167454"):
-        build_hotpot("2wikimultihopqa", source, tmp_path / "out")

@@ -157,11 +157,3 @@ def test_numbers_and_ordinals_may_be_in_figures() -> None:
     ]
     assert exact_match("2nd", with_figures(["second"])) == 1
     assert exact_match("2nd", ["second"]) == 0
-
-
-def test_a_pair_that_is_none_is_refused() -> None:
-    question = Judged("q", ["x"], {"1"}, True, "x", {"1"}, True)
-    with pytest.raises(ValueError, match="r: MuSiQue-Full has every question twice"):
-        official_scores([question, question._replace(answerable=False), question._replace(id="r")])
-    with pytest.raises(ValueError, match="at least one answerable"):
-        official_scores([question._replace(answerable=False)])

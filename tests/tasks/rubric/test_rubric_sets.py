@@ -1,7 +1,6 @@
 """The sets of the rubric reward model: problems with criteria, and answers with the score to give them."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -119,28 +118,3 @@ def test_other_words_than_those_a_judge_was_trained_on_are_noticed(tmp_path: Pat
     assert "judge.template=" in warned(polaris, template=str(mine), url=url)
     assert warned(polaris, prompt="rrm", url=url) == warned(polaris, prompt="rubric") == ""
     assert warned(replace(polaris, data_source="mine_tinyv"), url=url) == ""
-
-
-@pytest.mark.parametrize(
-    ("command", "record", "message"),
-    [
-        ("polaris", {"problem": "?", "answer": "2"}, "line 1, field 'criteria': expected a string, found None"),
-        ("polaris", {"criteria": "c", "answer": "2"}, "field 'question' (or"),
-        (
-            "rrm",
-            {"question": "?", "criteria": "c", "response": "2", "score": 7},
-            "field 'score': expected a score from",
-        ),
-        ("rrm", {"question": "?", "criteria": "c", "response": "2", "score": "good"}, "--full-marks"),
-        ("rrm", {"question": "?", "criteria": "c", "score": 0.5}, "field 'response' (or 'model_answer')"),
-    ],
-)
-def test_bad_rows_are_named(command: str, record: dict[str, Any], message: str, tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(record) + "\n")
-    done = CliRunner().invoke(
-        app, ["data", "build", command, "--source", str(tmp_path), "--out", str(tmp_path / "out")]
-    )
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
-    assert not (tmp_path / "out").exists()
