@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import (
@@ -156,7 +155,6 @@ class Engines:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._running: dict[Any, Any] = {}
-        self.processes: dict[int, int] = {}  # id of an engine -> processes that it started
 
     def folder(self, name: str) -> Path:
         folder = self._root / name.replace(" ", "_")
@@ -169,9 +167,7 @@ class Engines:
         name = (pair, *sorted(settings.items()))
         if name not in self._running:
             junior = None if pair is None else self.folder(JUNIORS[pair])
-            before = _processes()
             self._running[name] = start_engine(self.folder("senior"), junior, **settings)
-            self.processes[id(self._running[name])] = _processes() - before
         engine = self._running[name]
         if pair is not None:
             engine.set_mode(mode)
@@ -239,10 +235,6 @@ def start_engine(
 def planner_of(engine: Any) -> Any:
     """The planner of an engine in this process."""
     return engine.backend.llm.model_executor.driver_worker.worker.model_runner.planner
-
-
-def _processes() -> int:
-    return len(psutil.Process().children(recursive=True))
 
 
 def reference(pair: str) -> TorchEngine:

@@ -20,7 +20,9 @@ from pairs import (
     greedy_gaps,
     logprob_errors,
     mixed,
+    model,
     models,
+    qwen3,
     reference,
     strategies,
     tokens,
@@ -29,6 +31,7 @@ from pairs import (
 
 from helpers import prompts
 from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import alternating, chunk, solo
 from tandemrl.selection.draws import request_key
 
@@ -94,10 +97,6 @@ def assert_pressed(name: str, scheduled, batch: Sequence[Request]) -> None:
 @pytest.fixture(scope="module")
 def stock(engines) -> list[list[int]]:
     return engines.stock(ALL_PROMPTS, GREEDY.max_tokens)
-
-
-def test_stock_texts_are_worth_comparing(stock):
-    assert np.mean([len(set(written)) for written in stock]) > 12
 
 
 @pytest.mark.parametrize("name", strategies())
@@ -317,9 +316,11 @@ def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair, modes):
     batch = mixed(ALL_PROMPTS[: len(strategies())], SAMPLED, seed=60)
     single = {mode: flat(engines(pair, mode=mode).generate(batch)) for mode in MODES if mode in modes}
     both = engines(pair, tensor_parallel=2, draft_tokens=4)
-    assert engines.processes[id(both)] >= 2
     for mode in modes:
         both.set_mode(mode)
         written = both.generate(batch)
         assert_equal_completions(flat(written), single.get(mode, single["lazy"]))
         assert_sound(batch, written)
+    for weights in (qwen3(11), model("senior")):
+        both.load_weights(weights.named_parameters(), 1)
+        assert both.fingerprint() == fingerprint(weights.named_parameters())

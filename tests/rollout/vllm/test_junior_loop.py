@@ -4,9 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-import torch
 from pairs import (
     TIGHT,
     UNPENALISED,
@@ -19,10 +17,8 @@ from pairs import (
     planner_of,
     with_strategy,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from helpers import prompts
-from tandemrl.models import sampling
 from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
 from tandemrl.selection import chunk
@@ -139,57 +135,3 @@ def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines
     assert_sound(batch, [[c] for c in outcome.written])
     engine.set_mode("lazy")
     assert_equal_completions(outcome.written, write(engine, batch, loop=False).written)
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what would have the host wait for a device: reading a value, a size that depends on values."""
-
-    forbidden = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"})
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in self.forbidden
-        assert name != "index" or all(i is None or i.dtype != torch.bool for i in args[1])
-        return func(*args, **(kwargs or {}))
-
-
-class NoScalars(NoWaiting):
-    """Refuses scalars that become tensors, too: on a device they are copied."""
-
-    forbidden = NoWaiting.forbidden | {"lift_fresh"}
-
-
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["plain", "under pressure"])
-def test_a_pass_waits_for_nothing_and_a_row_without_a_slot_writes_nowhere(engines, write, monkeypatch, options):
-    from tandemrl.rollout.vllm.junior_loop import JuniorLoop
-
-    forward, draw, race_times, without = JuniorLoop._forward, JuniorLoop._draw, sampling.race_times, []
-
-    def looked_at(self):
-        with NoWaiting():
-            logits = forward(self)
-        number, runner = len(self._drawn), self._runner
-        table = runner.input_batch.block_table[0]
-        position = self._positions[number].numpy()
-        block = table.block_table.np[np.arange(len(position)), position // table.block_size]
-        expected = np.where(self._going[number], block * table.block_size + position % table.block_size, -1)
-        assert table.slot_mapping.np[: len(position)].tolist() == expected.tolist()
-        assert (block > 0).all()  # block 0 is nobody's
-        without.append(int((~self._going[number]).sum()))
-        return logits
-
-    def drawn(self, logits):
-        with NoScalars():
-            draw(self, logits)
-
-    def by_numpy(*args):
-        with _disable_current_modes():  # random numbers, which NumPy hashes on a CPU alone
-            return race_times(*args)
-
-    monkeypatch.setattr(sampling, "race_times", by_numpy)
-    monkeypatch.setattr(JuniorLoop, "_forward", looked_at)
-    monkeypatch.setattr(JuniorLoop, "_draw", drawn)
-    write(engines("near junior", mode="draft", draft_tokens=4, **options), mixture(18, SETTINGS, seed=23), loop=True)
-    assert len(without) > 10
-    assert any(without)
-    assert not all(without)

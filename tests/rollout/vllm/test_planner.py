@@ -276,13 +276,6 @@ def test_lazy_computes_what_its_author_needs_and_no_more(strategy, mode, compute
     assert planner.stats.computed == computed
 
 
-def test_only_one_model_runs_for_one_decoding_row() -> None:
-    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
-    steps(planner, bernoulli(0.5))
-    assert planner.stats.steps == 12
-    assert sum(planner.stats.passes) == 13  # the prompt by both, then one pass per token
-
-
 def test_a_long_catch_up_is_split_and_predicts_once() -> None:
     planner = Planner(budget=5, block_size=BLOCK, num_blocks=16)
     planner.admit([Admission("a", 3, 1, chunk(9, "senior")), Admission("b", 1, 2, solo("senior"))])
@@ -293,14 +286,6 @@ def test_a_long_catch_up_is_split_and_predicts_once() -> None:
     assert [work.count for work in junior] == [[5], [4]]
     assert [(work.start, work.ends.tolist()) for work in junior] == [([3], [False]), ([8], [True])]
     assert [work.ids for work in senior] == [["b"]]
-
-
-def test_token_keys_are_those_of_the_reference_engine() -> None:
-    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
-    steps(planner, bernoulli(0.5), tokens=4)
-    planner.schedule(["a"], [8], [1], [None])
-    expected = fold_in(stream(torch.tensor([7]), SAMPLING), torch.tensor([4]))
-    assert torch.equal(planner.token_keys(["a"]), expected)
 
 
 @pytest.mark.parametrize("surplus", [0, 2])

@@ -58,14 +58,6 @@ def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_the_other_engines_checkpoint(runs: dict[str, Path], tiny_pair: Path) -> None:
-    for engine, out in runs.items():
-        train(config(tiny_pair, out, engine, "train.steps=4"), quiet=True)
-        assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4]
-    assert metrics(runs["vllm"])[-1]["reward/mean"] == metrics(runs["torch"])[-1]["reward/mean"]
-
-
-@pytest.mark.slow
 def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pair: Path, tmp_path: Path) -> None:
     few = ["train.steps=2", "train.eval_every=2", "eval.train_problems=4", "parallel.dp_shard=2"]
     wanted = train(config(tiny_pair, tmp_path / "one", "torch", *few[:-1]), quiet=True)

@@ -1,7 +1,7 @@
 """A senior that is adapters on the junior's own weights in vLLM, against models whose weights are merged."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import LENGTHS, VLLM, assert_sound, flat, logprob_errors, mixed, model, start_engine
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from helpers import assert_differ_by_a_tie, prepared, prompts, tokenizer
@@ -104,35 +104,6 @@ def test_adapters_write_what_merged_weights_write(shared, kind: str) -> None:
         assert (engine.passes.accepted > 0) == (mode == "draft")
         assert engine.fingerprint("junior") == fingerprint(model(kind).named_parameters())
     assert sync_weights(first, engine, 3) != checksum
-
-
-def test_no_weight_of_the_base_exists_twice(shared) -> None:
-    from tandemrl.rollout.vllm.adapters import LowRank
-
-    for kind in KINDS:
-        own, theirs = (runner.get_model() for runner in runners(shared(kind)))
-        assert own is not theirs
-        adapters = {id(p) for module in own.modules() if isinstance(module, LowRank) for p in module.parameters()}
-        trained = policy(kind, 1)
-        assert adapters
-        assert sum(p.numel() for p in own.parameters() if id(p) in adapters) == sum(
-            p.numel() for name, p in trained.named_parameters() if ".lora_" in name
-        )
-        base = {address for tensor in tensors(theirs) if (address := tensor.data_ptr())}
-        rest = {address for tensor in tensors(own) if id(tensor) not in adapters and (address := tensor.data_ptr())}
-        assert rest == base
-        # A CPU's layers hold packed copies, of which the parameters know nothing.
-        packed = [(layer.cpu_linear, theirs.get_submodule(path).cpu_linear) for path, layer in cpu_layers(own)]
-        assert all(mine is other for mine, other in packed)
-        assert own.model.layers[0].mlp.down_proj.quant_method is not theirs.model.layers[0].mlp.down_proj.quant_method
-
-
-def tensors(module: nn.Module) -> Sequence[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def cpu_layers(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(path, layer) for path, layer in module.named_modules() if hasattr(layer, "cpu_linear")]
 
 
 def test_what_is_not_the_trainers_does_not_go_unseen(shared) -> None:

@@ -119,7 +119,7 @@ def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines):
             numbers = call.submit([request])
             left |= set(numbers)
             assert_equal_completions(ended(call, left, numbers, told), [alone])
-            assert len(call._names) == 1
+            assert len(call._strategies) == 1
         with pytest.raises(EngineError, match="a call of this engine is open in this thread"):
             engine.load_weights([], 1)
         with pytest.raises(EngineError, match="request 1: a prompt token is outside"):

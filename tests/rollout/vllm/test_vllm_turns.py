@@ -256,10 +256,3 @@ def test_a_broken_world_ends_the_call_and_nothing_else(engine, reply, match):
     assert_sound(short, engine.generate(short))
     assert engine.stats()["requests"] <= 1
     assert tokens(flat(engine.generate(short))) == tokens(flat(engine.generate(short)))
-
-
-def test_a_history_that_cannot_be_is_refused(engine):
-    for history in (((2, 3), ()), ((2, VOCABULARY),)):
-        request = Request((2, 3, 4), (1,), Sampling(max_tokens=4), turn(0.5), history=history)
-        with pytest.raises(EngineError, match=r"request 0: a .* of its history"):
-            engine.generate([request])

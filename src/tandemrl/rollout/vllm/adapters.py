@@ -7,9 +7,8 @@ the same way, so that vLLM's own gathers and sums are right for them, too.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.utils import initialize_model, is_deferred_attention_layer
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tandemrl.models.lora import AdapterPlan, adapter_names, name_with_adapters
@@ -33,28 +32,22 @@ _FORMAT = "tandemrl_adapters"
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
-@contextmanager
-def adapters_on(base: nn.Module, plan: AdapterPlan, runner: Any) -> Iterator[None]:
-    """A context in which a model runner loads a model that is adapters on another model.
+def use_adapters(base: nn.Module, plan: AdapterPlan, runner: Any) -> None:
+    """Let a model runner load a model that is adapters on another model.
 
     Args:
         base: the other model, which was loaded from the same folder.
         plan: the adapters.
         runner: the model runner.
     """
-    config = runner.vllm_config
-    stock = config.load_config
-    own = replace(stock, load_format=_FORMAT, model_loader_extra_config={"base": base, "plan": plan})
+    config, extra = runner.vllm_config, {"base": base, "plan": plan}
+    own = replace(config.load_config, load_format=_FORMAT, model_loader_extra_config=extra)
     config.load_config = runner.load_config = own
-    try:
-        yield
-    finally:
-        config.load_config = runner.load_config = stock
 
 
 @register_model_loader(_FORMAT)
 class _AdaptersLoader(BaseModelLoader):
-    """The model loader of vLLM that uses the base and the plan given to ``adapters_on``."""
+    """The model loader of vLLM that uses the base and the plan given to ``use_adapters``."""
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Do nothing, since the base is already loaded."""
@@ -70,11 +63,8 @@ class _AdaptersLoader(BaseModelLoader):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             _take_over(model, base)
-            with _weights_as_they_are(model):
-                process_weights_after_loading(model, model_config, device)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.is_meta:
-                raise EngineError(f"{name} cannot be shared: the junior's model has no such tensor")
+            for layer in filter(is_deferred_attention_layer, model.modules()):  # only the weights are processed already
+                layer.process_weights_after_loading(model_config.dtype)
         _adapt(model, extra["plan"], device)
         return model.eval()
 
@@ -89,37 +79,7 @@ def _take_over(model: nn.Module, base: nn.Module) -> None:
             layer.cpu_linear = theirs.cpu_linear
 
 
-@contextmanager
-def _weights_as_they_are(model: Any) -> Iterator[None]:
-    """A context in which no layer packs or converts its weights. Those of the base are packed and converted already."""
-    methods = [(layer, layer.quant_method) for layer in model.modules() if hasattr(layer, "quant_method")]
-    for layer, _ in methods:
-        layer.quant_method = None
-    try:
-        yield
-    finally:
-        for layer, method in methods:
-            layer.quant_method = method
-
-
 # ------------------------------------------------------------------------------------------------------------- adapting
-
-
-class _Piece(NamedTuple):
-    """A Hugging Face tensor of an adapter, or a part of one, inside the stacked tensors of this rank."""
-
-    part: Part
-    stack: str  # "down" or "up"
-    begin: int  # its first row in that stack
-
-
-class _Place(NamedTuple):
-    """The features of a layer's output that an adapter adds to."""
-
-    adapter: int  # its number in the layer
-    begin: int  # the first feature
-    up: int  # the first row of ``up`` for them
-    rows: int  # how many features
 
 
 class LowRank(nn.Module):
@@ -134,9 +94,11 @@ class LowRank(nn.Module):
 
     def __init__(self, layer: Any, parts: Sequence[Part], plan: AdapterPlan, device: torch.device) -> None:
         super().__init__()
-        self.rank, self.scaling = plan.rank, plan.scaling
-        self.pieces: list[_Piece] = []
-        self.places: list[_Place] = []
+        self.scaling = plan.scaling
+        self.pieces: list[tuple[Part, str, int]] = []
+        """The Hugging Face tensors of the adapters, or parts of one, each with its stack and its first row in that."""
+        self._places: list[tuple[slice, slice, slice]] = []
+        """The columns of the stack "down", the features of the output and the rows of "up" that belong together."""
         names, up, begin = list[str](), 0, 0
         for part in parts:
             owner = part.name.rpartition(".")[0]
@@ -144,11 +106,13 @@ class LowRank(nn.Module):
                 a, b = adapter_names(owner)
                 if owner not in names:
                     columns = Part(a, (plan.rank, part.shape[1]), plan.rank, 1 if part.split == 1 else None, 1)
-                    self.pieces.append(_Piece(columns, "down", len(names) * plan.rank))
+                    self.pieces.append((columns, "down", len(names) * plan.rank))
                     names.append(owner)
                 rows = part._replace(name=b, shape=(part.shape[0], plan.rank), split=0 if part.split == 0 else None)
-                self.pieces.append(_Piece(rows, "up", up))
-                self.places.append(_Place(names.index(owner), begin, up, part.rows))
+                self.pieces.append((rows, "up", up))
+                first = names.index(owner) * plan.rank
+                here, above = slice(begin, begin + part.rows), slice(up, up + part.rows)
+                self._places.append((slice(first, first + plan.rank), here, above))
                 up += part.rows
             begin += part.rows
         columns_here = getattr(layer, "input_size_per_partition", layer.input_size)
@@ -167,15 +131,9 @@ class LowRank(nn.Module):
             ``output``.
         """
         hidden = self.scaling * F.linear(inputs, self.down)
-        for adapter, begin, up, rows in self.places:
-            mine = hidden[..., adapter * self.rank : (adapter + 1) * self.rank]
-            output[..., begin : begin + rows].add_(F.linear(mine, self.up[up : up + rows]))
+        for mine, here, above in self._places:
+            output[..., here].add_(F.linear(hidden[..., mine], self.up[above]))
         return output
-
-    def named(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each piece with this rank's tensor of it. Pieces of the same Hugging Face tensor follow each other."""
-        for part, stack, begin in self.pieces:
-            yield part, getattr(self, stack)[begin : begin + part.rows]
 
 
 class _AdaptedLinear(UnquantizedLinearMethod):
@@ -268,6 +226,7 @@ def adapted_parameters(senior: Any, junior: Any) -> Iterator[tuple[str, Tensor]]
 
 
 def _pieces(model: nn.Module) -> Iterator[tuple[Part, Tensor]]:
+    """Each piece of the adapters with this rank's tensor of it. Those of a Hugging Face tensor follow each other."""
     for module in model.modules():
-        if isinstance(module, LowRank):
-            yield from module.named()
+        for part, stack, begin in module.pieces if isinstance(module, LowRank) else ():
+            yield part, getattr(module, stack)[begin : begin + part.rows]

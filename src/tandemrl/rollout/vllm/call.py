@@ -31,28 +31,18 @@ class VllmCall(OpenCall[VllmRow]):
     Args:
         backend: of the engine.
         eos: the token ids that end a completion.
-        ids: numbers that no other row or strategy of the engine has.
     """
 
     poll_every = 1  # vLLM would give the place of a row that waits to another one
 
-    def __init__(
-        self,
-        engine: CallEngine,
-        backend: Backend,
-        eos: Sequence[int],
-        ids: Iterator[int],
-        *,
-        turns: bool,
-        streams: bool,
-    ) -> None:
+    def __init__(self, engine: CallEngine, backend: Backend, eos: Sequence[int], *, turns: bool, streams: bool) -> None:
         super().__init__(engine, turns=turns, streams=streams)
-        self._backend, self._eos, self._ids = backend, eos, ids
+        self._backend, self._eos = backend, eos
         self._llm, self._next = backend.llm, 0
         self._flying: dict[int, str] = {}
         """vLLM's name of each running turn, by number of the row."""
-        self._names: dict[int, tuple[Strategy, str]] = {}
-        """By id: the strategies that the workers know, and their names."""
+        self._strategies: dict[str, Strategy] = {}
+        """By name: those that the workers know."""
         self._ended = 0
         """How many tokens the ended turns have."""
         with ExitStack() as opened, death_reported():
@@ -80,12 +70,11 @@ class VllmCall(OpenCall[VllmRow]):
         for i, request in enumerate(requests):
             self.engine.check(i, request)
         with death_reported():
-            self._register([request.strategy for request in requests])
+            self._register(requests)
             rows = list[tuple[VllmRow, SamplingParams]]()
             for i, request in enumerate(requests):
                 for key in request.keys:
-                    name = self._names[id(request.strategy)][1]
-                    row = VllmRow(request, key, self._next + len(rows), id=next(self._ids), strategy=name)
+                    row = VllmRow(request, key, self._next + len(rows))
                     rows.append((row, self._params(f"request {i}", row)))
             self._next += len(rows)
             self._rows |= {row.number: row for row, _ in rows}
@@ -93,27 +82,21 @@ class VllmCall(OpenCall[VllmRow]):
                 self._begin_turn(row, params)
         return [row.number for row, _ in rows]
 
-    def _register(self, strategies: Sequence[Strategy]) -> None:
-        """Let the workers know these strategies, and no others but those of rows that go on."""
-        backend, new = self._backend, {id(strategy): strategy for strategy in strategies}
-        if new.keys() <= self._names.keys():
+    def _register(self, requests: Sequence[Request]) -> None:
+        """Let the workers know the strategies of these requests, and no others but those of rows that go on."""
+        if {_name(request) for request in requests} <= self._strategies.keys():
             return
-        live = {id(row.request.strategy) for row in self._rows.values() if not row.over}
-        self._names = {known: each for known, each in self._names.items() if known in live or known in new}
-        for known, strategy in new.items():
-            if known not in self._names:
-                self._names[known] = strategy, str(next(self._ids))
-        named = {name: strategy for strategy, name in self._names.values()}
-        backend.call("tandem_register", named if backend.in_process else cloudpickle.dumps(named))
+        live = [*requests, *(row.request for row in self._rows.values() if not row.over)]
+        self._strategies = {_name(request): request.strategy for request in live}
+        known: Any = self._strategies if self._backend.in_process else cloudpickle.dumps(self._strategies)
+        self._backend.call("tandem_register", known)
 
     def _params(self, where: str, row: VllmRow) -> SamplingParams:
         """vLLM's sampling parameters of the row's next turn."""
         s, turn = row.request.sampling, row.request.turn_tokens
-        arguments: dict[str, Any] = {"tandem_key": row.key, "tandem_strategy": row.strategy}
+        arguments = {"tandem_key": row.key, "tandem_strategy": _name(row.request), "tandem_history": row.history}
         if self._turns:
-            arguments["tandem_row"] = row.id
-        if history := row.history:
-            arguments["tandem_history"] = history
+            arguments["tandem_row"] = row.number
         room = row.own_left if turn is None else min(row.own_left, turn)
         return sampling_params(where, s, self._eos, room, arguments, stop=s.stop)
 
@@ -209,6 +192,11 @@ class VllmCall(OpenCall[VllmRow]):
         return self.idle and not (self._over or self._aborts)
 
 
+def _name(request: Request) -> str:
+    """The name by which the workers know the strategy of a request."""
+    return str(id(request.strategy))
+
+
 def _values(row: VllmRow, count: int, logprobs: Any) -> list[float]:
     """The log-probs of the first tokens of a turn, from vLLM's flat ones. Those of greedy decoding are 0.0."""
     greedy = logprobs is None or row.request.sampling.temperature == 0
@@ -248,10 +236,8 @@ def sampling_params(
     except (ValueError, VLLMClientError) as error:
         raise EngineError(f"{where}: vLLM cannot sample like this: {error}") from error
     if params.temperature != s.temperature:
-        raise EngineError(
-            f"{where}: temperature {s.temperature} is too low for vLLM, which would use {params.temperature}; 0 is "
-            "greedy"
-        )
+        limit = f"{s.temperature} is too low for vLLM, which would use {params.temperature}"
+        raise EngineError(f"{where}: temperature {limit}; 0 is greedy")
     return params
 
 

@@ -40,7 +40,7 @@ class Round:
 
     def __init__(self, planner: Planner, ahead: np.ndarray) -> None:
         ids, slots = planner.step
-        self.planner, self._all_slots = planner, slots
+        self.planner = planner
         self.rows = planner.drafting
         """Each row's index in the step."""
         self.ids = [ids[i] for i in self.rows.tolist()]
@@ -190,13 +190,8 @@ class Round:
             outputs: for each row, how many tokens the runner takes to be written in this turn.
             wanted: whether the next token of each row is wanted.
         """
-        size, planner = len(self._all_slots), self.planner
-        runs, ends, wants = np.zeros(size, bool), np.zeros(size, np.int64), np.zeros(size, bool)
-        runs[self.rows], ends[self.rows], wants[self.rows] = run, end, run & wanted
-        passes = planner.prepare_passes(who, runs, self._all_slots, ends, wants, provisional=True)
-        place = np.zeros(size, np.int64)
-        place[self.rows] = np.arange(len(self.rows))
-        for forward in passes:
-            forward.outputs = outputs[place[forward.rows]].tolist()
-            planner.stats.rows[who] += len(forward.rows)
+        planner, runs = self.planner, np.flatnonzero(run)
+        wants = np.full(len(runs), wanted)
+        passes = planner.prepare_passes(who, self.rows[runs], end[runs], wants, outputs[runs], provisional=True)
+        planner.stats.rows[who] += sum(len(forward.rows) for forward in passes)
         return passes

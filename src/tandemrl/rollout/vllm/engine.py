@@ -2,9 +2,8 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import vllm
 from torch import Tensor
@@ -53,7 +52,6 @@ class VllmEngine(CallEngine):
         self._adapters = adapters
         self.policy_version = 0
         self.passes = Passes()
-        self.row_ids = count()
 
     @classmethod
     def start(
@@ -91,14 +89,10 @@ class VllmEngine(CallEngine):
             ModelError: the models do not share a vocabulary.
         """
         if vllm.__version__.partition("+")[0] != VLLM_TESTED:
-            warnings.warn(
-                f"vLLM {vllm.__version__} is not the version that tandem decoding was tested with ({VLLM_TESTED}); it "
-                "relies on internals that change",
-                stacklevel=2,
-            )
+            tested = f"tandem decoding was tested with {VLLM_TESTED}, and relies on internals that change"
+            warnings.warn(f"vLLM {vllm.__version__}: {tested}", stacklevel=2)
         config = config or RolloutConfig()
         v = config.vllm
-        draft: int | Literal["auto"] = "auto" if config.draft_tokens == "auto" else int(config.draft_tokens)
         if junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
         paths = [str(path) for path in (senior, junior) if path is not None]
@@ -111,7 +105,7 @@ class VllmEngine(CallEngine):
             context = min(context, longest)
         options = TandemOptions(
             junior=None if junior is None else str(junior),
-            draft=draft,
+            draft=config.draft_tokens,
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
             junior_device=v.junior_device,
@@ -138,7 +132,7 @@ class VllmEngine(CallEngine):
         return EngineInfo("vllm", self.backend.dtype, adapters=self._adapters)
 
     def make_call(self, *, turns: bool, streams: bool, anything: bool) -> VllmCall:
-        return VllmCall(self, self.backend, self.eos, self.row_ids, turns=turns, streams=streams)
+        return VllmCall(self, self.backend, self.eos, turns=turns, streams=streams)
 
     # ---------------------------------------------------------------------------------------------------------- weights
 

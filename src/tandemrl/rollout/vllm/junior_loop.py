@@ -10,10 +10,8 @@ one graph for each number of rows, draft length and kind of sampling, and vLLM b
 Written against the V1 model runners of vLLM 0.32.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,12 +39,11 @@ def stays_on_device(runner: Any, step: Round, depth: int, forward: ForwardPass) 
       begin at the next depth);
     - if penalties count the tokens of the draft, which vLLM keeps in lists on the host, or if the model looks back at
       tokens, which vLLM keeps there as well;
-    - if inputs are not token ids with one position each, but embeddings or multi-modal rotary positions;
-    - with attention backends other than ``BACKENDS``;
-    - if layers skip prompt tokens by sharing a KV cache, or if experts move between passes.
+    - if tokens have several positions each (rotary positions of images);
+    - with attention backends other than ``BACKENDS``.
 
-    Pipeline, data and context parallelism, vLLM's own speculation, LoRA and connectors are never on. The loop never
-    asks for cascade attention.
+    Text-only models without vLLM's own speculation, LoRA, connectors and parallelism other than that of tensors are all
+    that is ever run. The loop never asks for cascade attention.
 
     Args:
         runner: the junior's model runner, which has just launched ``forward``.
@@ -62,23 +59,8 @@ def stays_on_device(runner: Any, step: Round, depth: int, forward: ForwardPass) 
         backends <= BACKENDS
         and runner.input_batch.sampling_metadata.no_penalties
         and runner.lookback_token_ids is None
-        and not runner.supports_mm_inputs
-        and not runner.enable_prompt_embeds
         and not runner.uses_mrope
-        and not runner.cache_config.kv_sharing_fast_prefill
-        and runner.eplb_state is None
     )
-
-
-class _Drawn(NamedTuple):
-    """What was drawn at one depth, by row of the batch.
-
-    The tensors are on the host once the event ``ready`` has happened, or already if it is None.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    ready: Any | None
 
 
 class JuniorLoop:
@@ -98,7 +80,8 @@ class JuniorLoop:
     """
 
     def __init__(self, runner: Any, step: Round, depth: int) -> None:
-        self._runner, self._first, self._drawn = runner, depth, list[_Drawn]()
+        self._runner, self._first, self._drawn = runner, depth, list[tuple[Tensor, Tensor, Any]]()
+        """By depth: the tokens and log-probs by row of the batch, on the host once the event has happened, if any."""
         self._rows = rows = runner.input_batch.num_reqs
         self._order = order = np.array([step.index[id] for id in runner.input_batch.req_ids])
         positions = step.positions[order, depth:].T  # by (pass, row), as all that follows
@@ -147,7 +130,7 @@ class JuniorLoop:
             tokens, ready = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
             logprobs = logprobs.to("cpu", non_blocking=True)
             ready.record()
-        self._drawn.append(_Drawn(tokens, logprobs, ready))
+        self._drawn.append((tokens, logprobs, ready))
 
     def _forward(self) -> Tensor:
         """Run the pass that reads the tokens of the last ``_draw``, and return its logits, by row of the batch."""
@@ -165,15 +148,20 @@ class JuniorLoop:
             num_tokens_padded=padded, num_reqs_padded=padded_rows, num_tokens_unpadded=rows
         )
         whole = self._mode == CUDAGraphMode.FULL  # attention, too, is in the graph, with all its rows
-        with self._one_token_each():
-            metadata, _ = runner._build_attention_metadata(
-                num_tokens=rows,
-                num_reqs=rows,
-                max_query_len=1,
-                num_tokens_padded=padded if whole else None,
-                num_reqs_padded=padded_rows if whole else None,
-                slot_mappings=by_group,
-            )
+        # It is to see one token per row. Its own buffer on the host may still be on its way to the device.
+        own, runner.query_start_loc = (
+            runner.query_start_loc,
+            SimpleNamespace(cpu=self._starts, gpu=runner.query_start_loc.gpu),
+        )
+        metadata, _ = runner._build_attention_metadata(
+            num_tokens=rows,
+            num_reqs=rows,
+            max_query_len=1,
+            num_tokens_padded=padded if whole else None,
+            num_reqs_padded=padded_rows if whole else None,
+            slot_mappings=by_group,
+        )
+        runner.query_start_loc = own
         with set_forward_context(
             metadata,
             runner.vllm_config,
@@ -190,17 +178,3 @@ class JuniorLoop:
             )
         logits: Tensor = runner.model.compute_logits(hidden[:rows])
         return logits
-
-    @contextmanager
-    def _one_token_each(self) -> Iterator[None]:
-        """A context in which the runner sees one token per row in ``query_start_loc`` on the host.
-
-        The runner's own host buffer is not touched, since its copy to the device may still be under way.
-        """
-        runner = self._runner
-        own = runner.query_start_loc
-        runner.query_start_loc = SimpleNamespace(cpu=self._starts, gpu=own.gpu)
-        try:
-            yield
-        finally:
-            runner.query_start_loc = own

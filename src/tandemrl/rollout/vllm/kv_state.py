@@ -8,7 +8,7 @@ filled itself. What happens to the KV of a refused draft is in ``KVState.keep_pr
 This module does not import vllm.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -84,9 +84,7 @@ class KVState:
         start: Sequence[int],
         count: Sequence[int],
         blocks: Sequence[list[int] | None],
-        *,
-        first: np.ndarray,
-        resumed: Collection[int],
+        whole: np.ndarray,
     ) -> None:
         """Take up the blocks that the scheduler has allocated in a step.
 
@@ -95,26 +93,20 @@ class KVState:
             start: for each row, how many of its tokens are computed according to the scheduler.
             count: for each row, how many further tokens are scheduled.
             blocks: for each row, its newly allocated block ids, or None.
-            first: for each row, whether no model knows it. Such a row, and a row in ``resumed``, has all its blocks
-                in ``blocks``.
-            resumed: the rows that come back from preemption.
+            whole: for each row, whether it has all its blocks there, since no model knows it, or it comes back from
+                preemption.
         """
-        allocated = [(i, new) for i, new in enumerate(blocks) if new]
-        if not allocated:
-            return
+        allocated = [(i, int(slots[i]), new) for i, new in enumerate(blocks) if new]
         size = self.block_size
-        self.changed[:, slots[[i for i, _ in allocated]]] = True
-        replaced = {i for i, _ in allocated if first[i] or i in resumed}
         # Before any hit is looked at: a request can hit a block that another one was given in this very step.
-        fresh = [b for i, new in allocated for b in (new[start[i] // size :] if i in replaced else new)]
-        self.filled[:, fresh] = False
-        for i, new in allocated:
-            slot = int(slots[i])
-            if i in replaced:
+        self.filled[:, [b for i, _, new in allocated for b in (new[start[i] // size :] if whole[i] else new)]] = False
+        for i, slot, new in allocated:
+            self.changed[:, slot] = True
+            if whole[i]:
                 self._reallocate(slot, new, start[i] // size)
             else:
                 self.blocks[slot] += new
-            if first[i] or count[i] > 1:
+            if count[i] > 1 or not self.known[:, slot].any():
                 # What this step computes counts for the rows behind it: they come later in a pass, or in a later one.
                 full = self.blocks[slot][: (start[i] + count[i]) // size]
                 for who in (JUNIOR, SENIOR):
@@ -133,13 +125,10 @@ class KVState:
 
     def fill(self, who: int, slots: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
         """Remember which blocks a model has filled by computing the tokens from ``start`` to ``end`` of each slot."""
-        full: list[int] = []
         old, new = start // self.block_size, end // self.block_size
         crossed = (new > old).nonzero()[0]
         for slot, a, b in zip(slots[crossed].tolist(), old[crossed].tolist(), new[crossed].tolist(), strict=True):
-            full += self.blocks[slot][a:b]
-        if full:
-            self.filled[who, full] = True
+            self.filled[who, self.blocks[slot][a:b]] = True
 
     def keep_prefix(self, slots: np.ndarray, length: np.ndarray, before: np.ndarray) -> None:
         """Keep the first ``length`` tokens of each slot after a round of drafts. What follows them is refused.

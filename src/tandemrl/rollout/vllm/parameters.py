@@ -53,7 +53,9 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
     """
     model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
     for tensor in list(parameters_of(model)):
-        for name, value in _named(tensor, _computed(tensor.layer, tensor.leaf)):
+        layer, leaf = tensor.layer, tensor.leaf
+        stored = leaf != "weight" or type(layer) is VocabParallelEmbedding
+        for name, value in _named(tensor, getattr(layer, leaf) if stored else _multiplied(layer)):
             yield name, value.to(dtype)
     for path, head in tied_heads(model):
         if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
@@ -176,16 +178,12 @@ def whole(part: Part, shard: Tensor) -> Tensor:
     return joined[: part.shape[0]]  # without the vocabulary's padding
 
 
-def _computed(layer: Any, leaf: str) -> Tensor:
-    """This rank's parameter ``leaf`` as the layer's forward uses it."""
-    return getattr(layer, leaf) if leaf != "weight" or type(layer) is VocabParallelEmbedding else _multiplied(layer)
-
-
 def _multiplied(layer: Any) -> Tensor:
     """This rank's weight as the layer's matrix product uses it."""
     if not hasattr(layer, "cpu_linear"):
         return layer.weight
-    columns, rows = _columns(layer), []
+    vocabulary, rows = type(layer) in _VOCABULARY, list[Tensor]()
+    columns = layer.embedding_dim if vocabulary else getattr(layer, "input_size_per_partition", layer.input_size)
     for start in range(0, columns, _PROBES):
         identity = torch.zeros(min(_PROBES, columns - start), columns, dtype=layer.params_dtype)
         identity.diagonal(start).fill_(1)
@@ -193,16 +191,8 @@ def _multiplied(layer: Any) -> Tensor:
     return torch.cat(rows).T
 
 
-def _columns(layer: Any) -> int:
-    """How many inputs this rank's part of a layer has."""
-    if type(layer) in _VOCABULARY:
-        return int(layer.embedding_dim)
-    return int(getattr(layer, "input_size_per_partition", layer.input_size))
-
-
 def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
     """The paths and layers of LM heads that share the embedding's table."""
-    named = model.named_modules(remove_duplicate=False)
-    layers = [(path, layer) for path, layer in named if type(layer) in _VOCABULARY]
-    tables = {id(layer.weight): path for path, layer in reversed(layers) if type(layer) is VocabParallelEmbedding}
-    return [(path, layer) for path, layer in layers if tables.get(id(layer.weight), path) != path]
+    tables = {id(layer.weight) for layer in model.modules() if type(layer) is VocabParallelEmbedding}
+    heads = ((path, layer) for path, layer in model.named_modules() if type(layer) is ParallelLMHead)
+    return [(path, head) for path, head in heads if id(head.weight) in tables]

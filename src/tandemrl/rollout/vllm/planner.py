@@ -74,11 +74,10 @@ class ForwardPass:
 class Stats:
     """Counts since the beginning of a call. The lists hold [junior, senior].
 
-    steps: engine steps. passes: forward passes. rows: rows in these passes that decode. computed: tokens that the
+    passes: forward passes. rows: rows in these passes that decode. computed: tokens that the
     passes computed. drafted, accepted: as in ``Passes``.
     """
 
-    steps: int = 0
     passes: list[int] = field(default_factory=lambda: [0, 0])
     rows: list[int] = field(default_factory=lambda: [0, 0])
     computed: list[int] = field(default_factory=lambda: [0, 0])
@@ -121,7 +120,8 @@ class Planner:
         self.stops: dict[int, Collection[int]] = {}  # by slot
         self._row_of: dict[int, int] = {}  # by slot, of requests that another turn may follow
         self._between_turns: dict[int, int] = {}  # row -> the slot that still has its strategy's state
-        self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
+        self.step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
+        """The requests of the planned step, and their slots."""
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -162,7 +162,7 @@ class Planner:
         state.before[at] = before
         state.stream[at] = stream(keys, SAMPLING).numpy()
         state.writers[:, at] = state.reads[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
-        if self.drafts(len(self.slots), Passes(), share=1.0, context=float(state.length[at].mean())):
+        if self._draft_length(len(self.slots), at, np.ones(1), Passes()):
             state.reads[JUNIOR, at] = True  # so that it can draft where the senior writes alone, too
         self.stops.update((slot, a.stops) for a, slot in zip(admissions, slots, strict=True))
         state.reset(at)
@@ -176,17 +176,12 @@ class Planner:
     @property
     def authors(self) -> np.ndarray:
         """The author of the next token of each request of the planned step, ``JUNIOR`` or ``SENIOR``."""
-        return self.state.author[self._step[1]]
-
-    @property
-    def step(self) -> tuple[list[str], np.ndarray]:
-        """The requests of the planned step, and their slots."""
-        return self._step
+        return self.state.author[self.step[1]]
 
     @property
     def outputs(self) -> np.ndarray:
         """How many tokens each request of the planned step has written in this turn."""
-        slots = self._step[1]
+        slots = self.step[1]
         return self.state.length[slots] - self.state.prompt[slots]
 
     # --------------------------------------------------------------------------------------------------------- one step
@@ -216,8 +211,8 @@ class Planner:
         counts = np.array(count, dtype=np.int64)
         end = np.array(start, dtype=np.int64) + counts
         first = ~(state.known[JUNIOR, slots] | state.known[SENIOR, slots])
-        back = {i for i, id in enumerate(ids) if id in resumed} if resumed else ()
-        state.allocate(slots, start, count, blocks, first=first, resumed=back)
+        whole = first | np.array([id in resumed for id in ids])
+        state.allocate(slots, start, count, blocks, whole)
         run = state.reads[:, slots]
         ends = end == state.length[slots]
         decoding = ends & (counts == 1) & ~first
@@ -229,9 +224,11 @@ class Planner:
         run[:, self.drafting] = False
         for who in (JUNIOR, SENIOR):
             self.stats.rows[who] += int(np.count_nonzero(run[who] & decoding))
-        self._step = ids, slots
-        self.stats.steps += 1
-        junior, senior = (self.prepare_passes(who, run[who], slots, end, ends) for who in (JUNIOR, SENIOR))
+        self.step = ids, slots
+        outputs, both = self.outputs, (run[who].nonzero()[0] for who in (JUNIOR, SENIOR))
+        junior, senior = (
+            self.prepare_passes(who, rows, end[rows], ends[rows], outputs[rows]) for who, rows in enumerate(both)
+        )
         return junior, senior
 
     def postprocess(self, tokens: np.ndarray) -> None:
@@ -244,8 +241,8 @@ class Planner:
         Raises:
             EngineError: a strategy chose an author that its ``writers`` exclude.
         """
-        slots = self._step[1]
-        self._step = ([], slots[:0])
+        slots = self.step[1]
+        self.step = ([], slots[:0])
         sampled = tokens >= 0
         if sampled.any():
             slots = slots[sampled]
@@ -269,17 +266,15 @@ class Planner:
         """
         slots = self._slots_of(ids)
         slots = slots[self.state.known[JUNIOR, slots]]
-        if not len(slots):
-            return 0
-        writers, passes = self.state.writers[:, slots], Passes(drafted=self.stats.drafted, accepted=self.stats.accepted)
-        share, context = (writers[SENIOR] / writers.sum(0)).mean(), self.state.length[slots].mean()
-        return self.drafts(len(slots), passes, share=float(share), context=float(context))
+        passes, writers = Passes(drafted=self.stats.drafted, accepted=self.stats.accepted), self.state.writers[:, slots]
+        return self._draft_length(len(slots), slots, writers[SENIOR] / writers.sum(0), passes)
 
-    def drafts(self, rows: int, passes: Passes, *, share: float, context: float) -> int:
-        """The length of drafts in the mode, as ``DraftLength`` chooses it."""
-        if self.mode != "draft" or self.draft_length is None:
+    def _draft_length(self, rows: int, slots: np.ndarray, shares: np.ndarray, passes: Passes) -> int:
+        """The length of drafts for so many rows such as these slots, of whose tokens the senior writes these shares."""
+        if self.mode != "draft" or self.draft_length is None or not len(slots):
             return 0
-        return self.draft_length(rows, passes, share=share, context=context)
+        context = float(self.state.length[slots].mean())
+        return self.draft_length(rows, passes, share=float(shares.mean()), context=context)
 
     # ---------------------------------------------------------------------------------------------------------- details
 
@@ -309,9 +304,8 @@ class Planner:
             senior[goes_on] = self.selection.turn(torch.from_numpy(at), last).numpy()
         new = (~goes_on).nonzero()[0]
         if len(new):
-            some = [admissions[i] for i in new.tolist()]
-            histories = [a.history for a in some] if any(a.history for a in some) else None
-            at, strategies = torch.from_numpy(slots[new]), [a.strategy for a in some]
+            some, at = [admissions[i] for i in new.tolist()], torch.from_numpy(slots[new])
+            strategies, histories = [a.strategy for a in some], [a.history for a in some]
             senior[new] = self.selection.admit(at, strategies, keys[torch.from_numpy(new)], histories).numpy()
         return senior
 
@@ -334,62 +328,56 @@ class Planner:
     def prepare_passes(
         self,
         who: int,
-        run: np.ndarray,
-        slots: np.ndarray,
+        rows: np.ndarray,
         end: np.ndarray,
         ends: np.ndarray,
+        outputs: np.ndarray,
         *,
         provisional: bool = False,
     ) -> list[ForwardPass]:
-        """The passes in which one model computes rows up to ``end``, as few as the budget allows.
+        """The passes in which one model computes some rows of the step, as few as the budget allows.
 
         Args:
             who: the model, ``JUNIOR`` or ``SENIOR``.
-            run: for each row of the step, whether the model computes it.
-            slots: for each row, its slot.
+            rows: each row's index in the step.
             end: for each row, up to how many computed tokens it is brought.
             ends: for each row, whether its next token is wanted.
+            outputs: for each row, how many tokens the runner takes to be written in this turn.
             provisional: whether the tokens may still change, so that the blocks do not count as filled.
         """
-        passes, rows = [], run.nonzero()[0]
-        while len(rows):
-            at = slots[rows]
-            start = self.state.computed[who][at]
-            count = end[rows] - start
-            total = int(count.sum())
-            left = rows[:0]
-            if total > self.budget:
-                before = np.concatenate([[0], count.cumsum()[:-1]])
-                possible = np.minimum(count, np.maximum(self.budget - before, 0))
-                left, fit = rows[possible < count], possible > 0
-                rows, at, start, count = rows[fit], at[fit], start[fit], possible[fit]
-                total = self.budget
+        passes, slots, left = [], self.step[1][rows], np.arange(len(rows))
+        while len(left):
+            start = self.state.computed[who][slots[left]]
+            wanted = end[left] - start
+            count = (self.budget - wanted.cumsum() + wanted).clip(0, wanted)
+            fit, after = count > 0, left[count < wanted]
+            now, start, count, last = left[fit], start[fit], count[fit], (count == wanted)[fit]
             self.stats.passes[who] += 1
-            self.stats.computed[who] += total
-            passes.append(self._prepare_pass(who, rows, at, start, count, ends[rows] & (start + count == end[rows])))
+            self.stats.computed[who] += int(count.sum())
+            passes.append(self._pass(who, rows[now], slots[now], start, count, ends[now] & last, outputs[now]))
             if not provisional:
-                self.state.fill(who, at, start, start + count)
-            rows = left
+                self.state.fill(who, slots[now], start, start + count)
+            left = after
         return passes
 
-    def _prepare_pass(
-        self, who: int, rows: np.ndarray, slots: np.ndarray, start: np.ndarray, count: np.ndarray, ends: np.ndarray
+    def _pass(
+        self,
+        who: int,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        start: np.ndarray,
+        count: np.ndarray,
+        ends: np.ndarray,
+        outputs: np.ndarray,
     ) -> ForwardPass:
-        state, ids = self.state, self._step[0]
+        state, ids, blocks = self.state, [self.step[0][i] for i in rows.tolist()], list[list[int] | None]()
         state.computed[who][slots] = start + count
+        blocks += [None] * len(rows)
         forward = ForwardPass(
-            ids=[ids[i] for i in rows.tolist()],
-            start=start.tolist(),
-            count=count.tolist(),
-            blocks=[None] * len(rows),
-            outputs=(state.length[slots] - state.prompt[slots]).tolist(),
-            new=[],
-            replaced=set(),
-            ends=ends,
-            rows=rows,
+            ids, start.tolist(), count.tolist(), blocks, outputs.tolist(), new=[], replaced=set(), ends=ends, rows=rows
         )
         for row in state.changed[who][slots].nonzero()[0].tolist():
-            new, replaced, forward.blocks[row] = state.take_update(who, int(slots[row]))
+            new, replaced, blocks[row] = state.take_update(who, int(slots[row]))
             forward.new += [row] * new
-            forward.replaced |= {forward.ids[row]} if replaced else set()
+            forward.replaced |= {ids[row]} if replaced else set()
         return forward

@@ -6,25 +6,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandemrl.rollout.decoding_rows import Row
-from tandemrl.rollout.engine import Completion, EngineError, StopReason, Turn, replay_turns
+from tandemrl.rollout.engine import Completion, StopReason, Turn, replay_turns
 
 
 @dataclass(slots=True, eq=False)
 class VllmRow(Row):
     """A row whose tokens are kept here.
 
-    id: its number among all completions that the engine ever wrote. strategy: the name by which the workers know the
-    strategy of the request. tokens: everything after the prompt: its own tokens and, between turns, those of the
+    tokens: everything after the prompt: its own tokens and, between turns, those of the
     environment. logprobs: the log-prob of each of these tokens, in nats; 0.0 for tokens of the environment. turns: the
-    own tokens of each turn that has ended. begins: where each of them begins in ``tokens``.
+    own tokens of each turn that has ended. mine: whether each of ``tokens`` is an own one.
     """
 
-    id: int = 0
-    strategy: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[np.ndarray] = field(default_factory=list)
-    begins: list[int] = field(default_factory=list)
+    mine: list[bool] = field(default_factory=list)
 
     @property
     def prompt(self) -> list[int]:
@@ -49,17 +46,12 @@ class VllmRow(Row):
             tokens: the own tokens of the turn.
             logprobs: their log-probs, in nats.
             reason: why the turn ended.
-
-        Raises:
-            EngineError: the number of log-probs is not the number of tokens.
         """
-        if len(tokens) != len(logprobs):
-            raise EngineError(f"row {self.number}: {len(tokens)} tokens were written, with {len(logprobs)} log-probs")
         self.stop_reason = reason
         if len(tokens):
             self.turns.append(np.array(tokens, dtype=np.int64))
-            self.begins.append(len(self.tokens))
             self.tokens += tokens
+            self.mine += [True] * len(tokens)
             self.logprobs += logprobs
             self.own += len(tokens)
             self.written = len(self.tokens)
@@ -68,6 +60,7 @@ class VllmRow(Row):
         """Append what the environment says before the next turn."""
         self.tokens += context
         self.logprobs += [0.0] * len(context)
+        self.mine += [False] * len(context)
         self.written = self.told = len(self.tokens)
         self.stop_reason = None
 
@@ -78,10 +71,10 @@ class VllmRow(Row):
             authors: the author of each own token, 0 for the junior and 1 for the senior.
             version: of the weights.
         """
-        end = self.begins[-1] + len(self.turns[-1]) if self.turns else 0
+        mine = np.array(self.mine, dtype=bool)
+        end = mine.nonzero()[0].max(initial=-1) + 1
         author = np.full(end, -1, dtype=np.int8)
-        own = [np.arange(begin, begin + len(turn)) for begin, turn in zip(self.begins, self.turns, strict=True)]
-        author[np.concatenate([*own, np.empty(0, np.int64)]).astype(np.int64)] = authors
+        author[mine[:end]] = authors
         tokens = np.array(self.tokens[:end], dtype=np.int64)
         logprobs = np.array(self.logprobs[:end], dtype=np.float32)
         return Completion(self.key, tokens, author, logprobs, self.stop_reason or "abort", version)

@@ -26,7 +26,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, DraftLength, Size
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.adapters import adapters_on
+from tandemrl.rollout.vllm.adapters import use_adapters
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
@@ -113,7 +113,8 @@ class TandemModelRunner:
             return
         with self.runner_of(JUNIOR) as junior:
             junior.load_model(*args, **kwargs)
-        with self.runner_of(SENIOR) as senior, adapters_on(junior.get_model(), plan, senior):
+        with self.runner_of(SENIOR) as senior:
+            use_adapters(junior.get_model(), plan, senior)
             senior.load_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +158,7 @@ class TandemModelRunner:
                 runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config), *args, **kwargs)
         config, length = self.runners[SENIOR].vllm_config, None
         if JUNIOR in self.runners and self.options.draft != 0:
-            tokens = None if self.options.draft == "auto" else self.options.draft
+            tokens = None if self.options.draft == "auto" else int(self.options.draft)
             costs = VLLM_CPU if torch.device(self.device).type == "cpu" else VLLM_CUDA
             senior, junior = _size(self.runners[SENIOR]), _size(self.runners[JUNIOR])
             length = DraftLength(tokens, senior, junior, costs, lazy=True)
@@ -334,8 +335,7 @@ class TandemModelRunner:
 def _own_kv_cache(runner: Any, shared: KVCacheConfig) -> KVCacheConfig:
     """The KV cache config of one model: its own layers, with the block ids of the scheduler's config ``shared``."""
     config, specs = runner.vllm_config, runner.get_kv_cache_spec()
-    assert shared.kv_cache_layout is not None
-    record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+    record_kv_cache_layout(config.cache_config, str(shared.kv_cache_layout))
     page = sum(spec.page_size_bytes for spec in specs.values())
     own = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), shared.num_blocks * page)
     assert own.num_blocks == shared.num_blocks

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Literal
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
@@ -17,7 +16,7 @@ class TandemOptions:
 
     junior: str | None = None
     """Model folder or hub id. None means that only the senior writes."""
-    draft: int | Literal["auto"] = 0
+    draft: int | str = 0
     """How many tokens the junior drafts. "auto" chooses it from step to step."""
     junior_dtype: str | None = None
     junior_quantization: str | None = None
@@ -56,13 +55,11 @@ def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
         enforce_eager=model.enforce_eager,
         logprobs_mode=model.logprobs_mode,
     )
-    compilation = copy.deepcopy(config.compilation_config)
-    compilation.static_forward_context = {}
     own = replace(
         config,
         model_config=junior,
         quant_config=None,
-        compilation_config=compilation,
+        compilation_config=copy.deepcopy(config.compilation_config),
         cache_config=copy.deepcopy(config.cache_config),
         parallel_config=copy.deepcopy(config.parallel_config),
         weight_transfer_config=None,

@@ -58,14 +58,13 @@ class _TandemWorker:
         self.model_runner = TandemModelRunner(senior, junior, options)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
-        """Replace the strategies that requests can name. That of spans stays.
+        """Replace the strategies that requests can name, but that of spans.
 
         Args:
             strategies: the strategies by name, pickled if they come from another process.
         """
         named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
-        kept = {name: s for name, s in self.model_runner.strategies.items() if name == SPAN}
-        self.model_runner.strategies = {**kept, **named}
+        self.model_runner.strategies = {SPAN: solo("senior"), **named}
 
     def tandem_begin(self) -> None:
         """Hear that a call begins."""
@@ -187,9 +186,6 @@ class TandemScheduler(Scheduler):
                 for one in (_one_by_one(output) if output.request_id in with_strings else [output])
             ]
         return outputs
-
-    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> None:
-        """Return None, since these statistics are about vLLM's own speculative decoding."""
 
 
 class _Again(AbstractContextManager[None]):
