@@ -27,13 +27,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def start(model: str, options: Any, *_: Any, **__: Any) -> Any:
         devices.append(options.device)
-        return SimpleNamespace()
+        return vllm_engine.Backend(None, dtype="float32")
 
     sizes = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=64)
     for place, name, fake in (
         (torch.cuda, "is_available", lambda: True),
         (vllm_backend, "platform_device", lambda: "cuda"),
-        (vllm_engine, "Backend", SimpleNamespace(start=start)),
+        (vllm_engine.Backend, "start", start),
         (vllm_engine.AutoConfig, "from_pretrained", lambda *_, **__: sizes),
         (vllm_engine, "stored_eos_token_ids", lambda *_: ()),
     ):
