@@ -12,7 +12,6 @@ def config(
             help="A section or key, such as rollout, rollout.vllm or train.lr, or module:name; default: all."
         ),
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
     """Every key of the configuration: type, default, range, meaning."""
     import json
@@ -28,16 +27,10 @@ def config(
     if not chosen:
         sections = dict.fromkeys(key.key.rpartition(".")[0] or key.key for key in keys)
         raise ConfigError(f"no section {section!r}; there are {', '.join(sections)}")
-    if markdown:
-        typer.echo("| key | type | default | range | meaning |\n| --- | --- | --- | --- | --- |")
     heading = None
     for key in chosen:
         default = key.value if isinstance(key.value, str) and key.value else json.dumps(key.value)
         allowed = key.allowed.words if key.allowed else ""
-        if markdown:
-            meaning = explanation(key).replace("|", r"\|")
-            typer.echo(f"| `{key.key}` | {expected(key.type)} | `{default}` | {allowed} | {meaning} |")
-            continue
         if key.section != heading:
             heading = key.section
             typer.echo(f"\n{textwrap.fill(' '.join(str(heading.__doc__).split()), 80)}\n")

@@ -266,16 +266,13 @@ ELSEWHERE = {
 """Keys of TRL, verl and prime-rl, without verl's sections, and ours: those of `docs/howto/coming_from.md`."""
 
 
-def _of_others(typed: str) -> str:
-    """The key that one of another library stands for, or none."""
-    return next((ours for theirs, ours in ELSEWHERE.items() if f".{typed}".endswith(f".{theirs}")), "")
-
-
-def _elsewhere(typed: str) -> str:
-    """The key of another section that an unknown one probably stands for, or none."""
-    ours = flatten(to_dict(Config()))
-    same = [dotted for dotted in ours if dotted.rpartition(".")[2] == typed.rpartition(".")[2]]
-    return same[0] if len(same) == 1 else ""
+def _meant(typed: str, close: Sequence[str], *, is_section: bool) -> str:
+    """The key that an unknown one probably stands for, or none: one of another library's, one of this section that is
+    ``close``, or the only one of that name in another section. Of a section, the keys in it say more than its name."""
+    others = (ours for theirs, ours in ELSEWHERE.items() if f".{typed}".endswith(f".{theirs}"))
+    same = [key for key in flatten(to_dict(Config())) if key.rpartition(".")[2] == typed.rpartition(".")[2]]
+    elsewhere = same if len(same) == 1 else []
+    return next(chain(others, *((elsewhere, close) if is_section else (close, elsewhere))), "")
 
 
 def _typed(tree: dict[str, Any], schema: type, where: str, prefix: str = "") -> dict[str, Any]:
@@ -290,9 +287,7 @@ def _typed(tree: dict[str, Any], schema: type, where: str, prefix: str = "") -> 
         if key not in known:
             typed_key = next(iter(flatten({dotted: value})), dotted)
             close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
-            if isinstance(value, Mapping):  # of a section, the keys in it say more than its name
-                close.insert(0, _elsewhere(typed_key))
-            meant = next(filter(None, (_of_others(typed_key), *close, _elsewhere(typed_key))), "")
+            meant = _meant(typed_key, close, is_section=isinstance(value, Mapping))
             hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
         inner = known[key]

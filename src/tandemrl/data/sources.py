@@ -104,7 +104,9 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         DataError: there is no such file, or more than one could be meant.
     """
     if source.is_file() and alone:
-        return [_supported(source)]
+        if source.suffix not in SUFFIXES:
+            raise DataError(f"{source}: expected a {', '.join(SUFFIXES)} file")
+        return [source]
     if not source.is_dir():
         raise DataError(f"{source}: no such {'file or folder' if alone else 'folder'}")
     files = [path for suffix in SUFFIXES if (path := source / f"{origin.name}{suffix}").is_file()]
@@ -122,7 +124,7 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
     if origin.split is not None:
         chosen = [path for path in files if _in_split(path, origin.split)]
         chosen = chosen or [path for path in files if not any(_in_split(path, other) for other in SPLITS)]
-    if len({_without_shard(path) for path in chosen}) == 1:
+    if len({(path.parent, _SHARD.sub("", path.stem), path.suffix) for path in chosen}) == 1:
         if (shards := _SHARD.search(chosen[0].stem)) and shards["all"] and int(shards["all"]) != len(chosen):
             raise DataError(
                 f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there; add the "
@@ -231,14 +233,4 @@ def _in_split(path: Path, split: str) -> bool:
 
 
 _SHARD = re.compile(r"-\d{5}-of-(?P<all>\d{5})$|^\d{4}$")
-
-
-def _without_shard(path: Path) -> tuple[Path, str, str]:
-    """What the files of one split have in common: everything but the number of the shard."""
-    return path.parent, _SHARD.sub("", path.stem), path.suffix
-
-
-def _supported(path: Path) -> Path:
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: expected a {', '.join(SUFFIXES)} file")
-    return path
+"""What the names of the files of one split differ in."""

@@ -34,6 +34,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object)
 _SPACES, _BETWEEN = re.compile(r"\s*"), re.compile(r"\s*;?\s*")
+_BEGIN = re.compile(f"{CALL}(?P<call>)")
 _BARE = re.compile(r'(?:<\|python_tag\|>\s*)?(?P<call>{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:)')
 """Where a bare call begins. Llama's models may write their tag of tools in front, and a type that nobody asked for."""
 
@@ -65,7 +66,7 @@ def parse_turn(
         return {"role": "assistant", "content": text.strip()}
     if getattr(tokenizer, "response_template", None) is not None:
         return checked_turn(_by_template(text, list(schemas.values()), tokenizer, prefix), schemas)
-    return checked_turn((_hermes if calls == "hermes" else _bare)(text, prefix), schemas)
+    return checked_turn(_written(text, prefix, calls), schemas)
 
 
 def checked_turn(written: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Message:
@@ -114,42 +115,26 @@ class _Fault(str):
     """What is wrong with a call that cannot be parsed. It takes the place of the call."""
 
 
-def _hermes(text: str, prefix: str) -> dict[str, Any]:
-    """Parse a turn in the Hermes format.
+def _written(text: str, prefix: str, calls: CallFormat) -> dict[str, Any]:
+    """Parse a turn in one of the formats of calls.
 
     Calls inside a thought at the start of the turn are not made. A thought that does not end takes up the whole turn.
+    Of bare calls, several may have ``;`` between them. An object with a name but without parameters is no call, but
+    part of the content. What cannot be read takes up the rest of the turn.
     """
+    begin, read = (_BEGIN, _hermes_call) if calls == "hermes" else (_BARE, _bare_call)
     thought, rest = _after_thought(text, prefix)
-    said, calls, here = [], list[Any](), 0
-    while (start := rest.find(CALL, here)) >= 0:
-        said.append(rest[here:start])
-        if len(calls) == MAX_CALLS:
-            calls.append(_Fault(f"no more than {MAX_CALLS} calls can be made in a turn"))
-            here = len(rest)
-            break
-        call, here = _hermes_call(rest, start + len(CALL))
-        calls.append(call)
-    return thought | {"content": "".join([*said, rest[here:]]).strip(), "tool_calls": calls}
-
-
-def _bare(text: str, prefix: str) -> dict[str, Any]:
-    """Parse a turn whose calls are bare JSON objects, one or several with ``;`` between them.
-
-    An object with a name but without parameters is no call, but part of the content. What cannot be read takes up the
-    rest of the turn. Thoughts are as in `_hermes`.
-    """
-    thought, rest = _after_thought(text, prefix)
-    said, calls, here, seen = [], list[Any](), 0, 0
-    while found := _BARE.search(rest, seen):
-        if len(calls) == MAX_CALLS:
+    said, found, here, seen = [], list[Any](), 0, 0
+    while at := begin.search(rest, seen):
+        if len(found) == MAX_CALLS:
             call, seen = _Fault(f"no more than {MAX_CALLS} calls can be made in a turn"), len(rest)
         else:
-            call, seen = _bare_call(rest, found.start("call"))
+            call, seen = read(rest, at.start("call"))
         if call is not None:
-            said.append(rest[here : found.start()])
-            calls.append(call)
-            here = seen = _after_spaces(rest, seen, _BETWEEN)
-    return thought | {"content": "".join([*said, rest[here:]]).strip(), "tool_calls": calls}
+            said.append(rest[here : at.start()])
+            found.append(call)
+            here = seen
+    return thought | {"content": "".join([*said, rest[here:]]).strip(), "tool_calls": found}
 
 
 def _bare_call(text: str, start: int) -> tuple[Any, int]:
@@ -163,6 +148,7 @@ def _bare_call(text: str, start: int) -> tuple[Any, int]:
     keys = [key for key in ("parameters", "arguments") if key in written]
     if not keys:
         return None, end
+    end = _after_spaces(text, end, _BETWEEN)
     if not isinstance(written["name"], str):
         return _Fault('a call is {"name": the tool, "parameters": {…}}'), end
     if other := _other_key(written, keys[0]):
