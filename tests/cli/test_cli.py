@@ -208,29 +208,6 @@ RESULT = {
 }
 
 
-@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"])
-def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.evals
-
-    evaluate = Recorder({phase: RESULT})
-    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
-    options = ["--model", "M", "--junior", "J", "--data", "a", "--data", "b", "--samples", "4", "--limit", "9"]
-    options += ["--seed", "3", "--profile", "paper", "--out", "o", "--dtype", "bfloat16", "reward.gsm8k=tandem"]
-    result = run("eval", phase, *options, "data.prompt_suffix=Go.", "judge.url=http://h/v1", "judge.accept=0.8")
-    assert result.exit_code == 0, result.output
-    got = evaluate.keywords
-    assert got["phases"] == (phase,)
-    (config,) = evaluate.arguments
-    assert (got["model"], config.model.junior, config.data.eval, got["limit"]) == ("M", "J", ("a", "b"), 9)
-    settings = config.eval
-    assert (settings.k, settings.samples, settings.seed, settings.profile) == ((1, 2, 4), 4, 3, "paper")
-    assert (got["out"], config.model.dtype, config.data.prompt_suffix) == (Path("o"), "bfloat16", "Go.")
-    assert config.reward.gsm8k == "tandem"
-    assert (config.judge.url, config.judge.accept) == ("http://h/v1", 0.8)
-    assert "0.5000 [0.250, 0.750]" in result.output
-    assert "pass@1/low" not in result.output
-
-
 def test_a_profile_replaces_the_sampling_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
@@ -319,14 +296,6 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
     (model / "generation_config.json").unlink()
     settings = evaluated(model, "--data", "d")[0].eval
     assert (settings.temperature, settings.top_k, settings.max_tokens) == (1.0, 0, 2048)
-
-
-def test_data_show_prints_rows() -> None:
-    result = run("data", "show", "synthetic:plain:heldout:5", "--limit", "2")
-    assert result.exit_code == 0, result.output
-    assert result.output.count("  user: ") == 2
-    assert result.output.count("ground truth: ") == 2
-    assert "2 of 5 rows\n" in result.output
 
 
 def test_data_build_writes_files_that_data_show_reads(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import gzip
 import json
 import math
 import sys
@@ -9,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from tandemrl.data.rows import DataError
-from tandemrl.data.sources import Origin, Record, local_files, read
+from tandemrl.data.sources import Origin, Record, read
 
 TRAIN, TEST = Origin("owner/Set", "train"), Origin("owner/Set", "test")
 
@@ -77,13 +76,6 @@ def test_a_files_own_name_goes_before_that_of_its_folder(tmp_path):
     assert (values(TRAIN, tmp_path / "test"), values(TEST, tmp_path / "test")) == ([1], [2])
 
 
-def test_two_files_that_could_be_meant_are_an_error(tmp_path):
-    put(tmp_path / "a.jsonl", 1)
-    put(tmp_path / "b.jsonl", 2)
-    with pytest.raises(DataError, match=r"files found: a\.jsonl, b\.jsonl"):
-        values(TRAIN, tmp_path)
-
-
 def test_a_missing_shard_is_noticed(tmp_path):
     put(tmp_path / "train-00000-of-00003.parquet", 1)
     put(tmp_path / "train-00002-of-00003.parquet", 2)
@@ -110,21 +102,6 @@ def test_a_copy_among_others_has_the_name_of_its_repository(tmp_path):
         values(Origin("owner/Fourth", "train"), tmp_path, alone=False)
     with pytest.raises(DataError, match="no such folder"):
         values(TRAIN, tmp_path / "Other.jsonl", alone=False)
-
-
-def test_what_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        local_files(TRAIN, tmp_path / "nowhere")
-    with gzip.open(tmp_path / "a.gz", "w"):
-        pass
-    with pytest.raises(DataError, match=r"a\.gz: expected a \.parquet"):
-        local_files(TRAIN, tmp_path / "a.gz")
-    (tmp_path / "b.json").write_text("[1,")
-    with pytest.raises(DataError, match=r"b\.json: not JSON"):
-        values(TRAIN, tmp_path / "b.json")
-    (tmp_path / "c.jsonl").write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(DataError, match=r"c\.jsonl, line 2: expected an object, found list"):
-        values(TRAIN, tmp_path / "c.jsonl")
 
 
 def test_a_field_is_text_or_a_number():

@@ -352,19 +352,6 @@ def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> 
     assert "".join([*pieces, speaker.last(asked, stream, choice, eos=reason == "eos")["text"]]) == text
 
 
-@pytest.mark.parametrize(
-    ("stop", "pieces", "told"),
-    [
-        ("abcdef", ("abc", "def"), ["", ""]),
-        ("</answer>", ("<", "/a", "nswer", ">"), ["", "", "", ""]),
-        ("</answer>", ("x <", "/a", "nd more"), ["", "", "x </"]),
-    ],
-)
-def test_nothing_of_a_stop_string_is_told(stop: str, pieces: Sequence[str], told: list[str]) -> None:
-    stream = TextStream(Letters(), TextStyle(stop=(stop,)))
-    assert [stream.add(list(piece.encode()), [0.0] * len(piece)) for piece in pieces] == told
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "content", "arguments"),

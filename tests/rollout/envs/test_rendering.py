@@ -15,7 +15,6 @@ from worlds import (
     DROPS_THOUGHTS,
     HERMES,
     JSON_RESULTS,
-    LLAMA,
     MAY_THINK,
     NO_TOOLS,
     SKELETON,
@@ -79,12 +78,6 @@ def test_turns_of_llama_are_what_its_template_would_write() -> None:
         messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, tool(result)]
         assert so_far == words.apply_chat_template(messages, tools=SCHEMAS, add_generation_prompt=True, tokenize=False)
     assert list(world.context([tool("<|eot_id|>")], ended=True).tokens).count(words.eos_token_id) == 1
-
-
-def test_an_answer_has_nothing_of_the_turn_before_it() -> None:
-    words = tokenizer(LLAMA)
-    said = text(rendering(words).context([tool("3"), tool("4")], ended=True).tokens, words)
-    assert said == "<|im_start|>tool\n3<|im_end|><|im_start|>tool\n4<|im_end|><|im_start|>assistant\n"
 
 
 def test_the_template_of_several_that_knows_tools_is_taken() -> None:

@@ -223,11 +223,6 @@ def test_an_embedding_model(sentence_models: None, tmp_path: Path) -> None:
         assert relevance(query, TEXTS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_model_that_cannot_be_used(sentence_models: None, tmp_path: Path) -> None:
-    with pytest.raises(BrokenEnvironmentError, match=r"retrieval\.model=.*nowhere: "):
-        make_retriever(RetrievalConfig(retriever="semantic", model=str(tmp_path / "nowhere")))
-
-
 # ---- a service -----------------------------------------------------------------------------------------------------
 
 

@@ -139,20 +139,6 @@ def test_calls_are_answered_in_order_and_errors_are_text() -> None:
     assert not answer.over
 
 
-def test_an_environment_is_consistent() -> None:
-    class Twice(Environment):
-        tools = (tempers.add, tempers.add)
-
-    class Endless(Environment):
-        tools = (tempers.add,)
-        ends = frozenset({"stop"})
-
-    with pytest.raises(ConfigError, match="environment Twice: two tools are named add"):
-        Twice().tool_schemas()
-    with pytest.raises(ConfigError, match="environment Endless: stop, which ends an episode, is no tool"):
-        Endless().tool_schemas()
-
-
 # ---- factories -----------------------------------------------------------------------------------------------------
 
 
