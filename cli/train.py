@@ -72,20 +72,18 @@ def plan(
     ] = None,
 ) -> None:
     """Plan a run on other machines: the memory of a process, and its hours. This machine is not checked."""
-    from tandemrl.apps.planning.accelerators import accelerator
-    from tandemrl.apps.planning.page import described, described_time, require_fit
+    from tandemrl.apps.planning.plan import hours_of
     from tandemrl.apps.planning.plan import plan as planned
     from tandemrl.cli.lines import echo
     from tandemrl.config import batch_plan
 
     resolved = _loaded(config, overrides)
-    target = accelerator(device or ("cpu" if resolved.model.device == "cpu" else "h100"))
     typer.echo(f"{batch_plan(resolved)}\n")
-    found = planned(resolved, ranks, target)
-    echo(described(found), indent=8)
+    found = planned(resolved, ranks, device or ("cpu" if resolved.model.device == "cpu" else "h100"))
+    echo(str(found), indent=8)
     if times_of is not None:
-        echo(described_time(resolved, times_of), indent=8)
-    require_fit(found, resolved, target)
+        echo(hours_of(resolved, times_of), indent=8)
+    found.require_fit()
 
 
 def _loaded(config: str | None, overrides: list[str] | None) -> "Config":

@@ -426,8 +426,3 @@ def test_an_idle_rollout_has_no_part_in_loss_or_gradient(recipe, normalise_by):
         assert close(loss, left)
         assert close(gradient[inside], rest)
         assert not gradient[~inside].any()
-
-
-def test_a_mistyped_recipe_is_named_with_those_that_there_are():
-    with pytest.raises(KeyError, match="no recipe 'gpro'; known: grpo, dr_grpo, dapo"):
-        RECIPES["gpro"]

@@ -169,5 +169,3 @@ def test_ranges_that_would_be_ignored_are_refused():
         cispo(x, x, x, clip_low=None, clip_high=4.0, dual_clip=3.0)
     with pytest.raises(ValueError, match=r"dual_clip=0\.5"):
         ppo_clip(x, x, x, clip_low=0.2, clip_high=0.2, dual_clip=0.5)
-    with pytest.raises(ValueError, match="cap"):
-        importance_weights(x, x, x, torch.zeros(1).long(), num_sequences=1, level="token", cap=0.0)

@@ -1,7 +1,6 @@
 """Functions in place of config keys: told apart, recorded in the config, and asked for again."""
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -142,13 +141,9 @@ def test_environments_are_told_apart_by_what_is_in_their_attributes() -> None:
 
 
 def test_a_name_says_where_to_look() -> None:
-    assert describe(mostly_senior).startswith(f"{__name__}.mostly_senior (test_function_records.py:")
-    assert (
-        describe(RECIPE) == "recipe grpo with surrogate=partial(tandemrl.losses.surrogates.ppo_clip (surrogates.py:"
-        f"{inspect.unwrap(ppo_clip).__code__.co_firstlineno}))"
-    )
-    assert describe(RECIPES["dapo"]) == "recipe dapo"
-    assert describe({"mine": right, "short": short}).startswith(f"mine={__name__}.right (test_function_records.py:")
+    assert describe(mostly_senior) == f"{__name__}.mostly_senior"
+    assert describe(RECIPE) == "recipe grpo"
+    assert describe({"mine": partial(right)}) == f"mine=partial({__name__}.right)"
 
 
 def default(scale: float) -> Callable[[float], float]:

@@ -4,10 +4,8 @@ import importlib.util
 import json
 import os
 import shutil
-import warnings
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import tandemrl.training.build
 from helpers import qwen3, small_qwen3, tokenizer
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
-from tandemrl.config import Config, ConfigError, load
+from tandemrl.config import ConfigError, load
 from tandemrl.models.loading import load_model
 from tandemrl.training.checkpoint import check_resume
 from tandemrl.training.preflight import NotHereError, Preflight
@@ -314,40 +312,16 @@ def test_a_dry_run_downloads_nothing(arguments: list[str], monkeypatch: pytest.M
         Preflight(load("quickstart", [*arguments, "model.senior=nobody/has-this"]), downloads=False).require()
 
 
-def test_the_space_is_that_of_the_checkpoints_and_exports(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_space_is_that_of_a_checkpoint_and_its_export(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: Config = load(
-        "quickstart",
-        [*arguments, "train.steps=10", "train.save_every=3", "train.keep_checkpoints=1", "train.keep_exports=null"],
-    )
     size = sum(parameter.numel() for parameter in qwen3().parameters())
-    first = 2 * size * 12 + size * 4  # weights and two moments, in float32; an export
-    needed = first + 4 * size * 4  # of 4 saves, and hf/best
-
-    def with_free(free: int, **changes: Any) -> Preflight:
-        monkeypatch.setattr(shutil, "disk_usage", lambda place: Disk(0, 0, free))
-        return Preflight(replace(config, train=replace(config.train, **changes)))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with_free(needed).space()
-        with_free(first + 2 * size * 4, keep_exports=1).space()  # the one that is kept and the one that is written
-    for free in (needed - 1, first):
-        with pytest.warns(UserWarning, match=r"5 exports in hf/ .*train\.save_every"):
-            with_free(free).space()
-    with pytest.raises(ValueError, match=r"for checkpoints and 5 exports .*train\.keep_checkpoints"):
-        with_free(first - 1).space()
-    run = tmp_path / "runs" / "mine"
-    run.mkdir(parents=True)
-    (run / "samples.jsonl").write_text("x" * 10**6)  # it stays, so its bytes are not free
-    with pytest.raises(ValueError, match="for checkpoints"):
-        with_free(first - 1).space()
-    (run / "checkpoints" / "step_9").mkdir(parents=True)
-    (run / "checkpoints" / "step_9" / "state.pt").write_bytes(bytes(size * 12))  # part of what is kept
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with_free(needed - size * 12).space()
+    needed = size * (12 + 4)  # weights and two moments, in float32; an export
+    for free, extra in ((needed, []), (size * 4 + 1, ["model.lora.rank=4"]), (size * 14, ["model.dtype=bfloat16"])):
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: Disk(0, 0, free))
+        Preflight(load("quickstart", [*arguments, *extra])).space()
+    with pytest.raises(ConfigError, match=r"output_dir=runs/mine: a checkpoint and its export take .* choose another"):
+        Preflight(load("quickstart", [*arguments, "loss.recipe=ppo", "model.dtype=bfloat16"])).space()
 
 
 @pytest.mark.parametrize(
@@ -437,14 +411,3 @@ def test_a_reward_that_fails_is_found_by_a_dry_run_in_a_line(
     assert result.exit_code == 2
     assert reason in " ".join(result.stdout.split())
     assert "Traceback" not in result.output
-
-
-def test_a_dry_run_asks_the_retrieval_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [*MULTIHOP, "retrieval.retriever=search", "retrieval.url=http://127.0.0.1:9", "retrieval.timeout_s=1"]
-    config = load("quickstart", [*keys, "data.train=[synthetic:hops:train:4]"])
-    dry = Preflight(config, downloads=False)
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 \(retrieval\.url\) failed 1 time"):
-        dry.checks["retrieval.url"]()
-    monkeypatch.setattr("tandemrl.training.preflight.make_retriever", lambda config: lambda row, query, count: [query])
-    assert "1 document(s) for the question of row synthetic/hops/train/0" in dry.checks["retrieval.url"]()
-    assert "retrieval.url" not in Preflight(config).checks

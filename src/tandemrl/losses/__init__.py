@@ -3,7 +3,6 @@
 They return one result per token; only ``reduce`` makes a scalar of them.
 """
 
-from tandemrl.config.recipes import Importance as Importance
 from tandemrl.config.recipes import Reduction as Reduction
 from tandemrl.losses.advantages import explained_variance as explained_variance
 from tandemrl.losses.advantages import gae as gae
@@ -13,14 +12,12 @@ from tandemrl.losses.advantages import leave_one_out as leave_one_out
 from tandemrl.losses.advantages import whiten as whiten
 from tandemrl.losses.advantages import zero_variance_groups as zero_variance_groups
 from tandemrl.losses.handovers import with_word_ends as with_word_ends
-from tandemrl.losses.penalties import KLKind as KLKind
 from tandemrl.losses.penalties import adapt_kl_coef as adapt_kl_coef
 from tandemrl.losses.penalties import kl as kl
 from tandemrl.losses.penalties import kl_penalty as kl_penalty
 from tandemrl.losses.penalties import overlong_penalty as overlong_penalty
 from tandemrl.losses.penalties import token_rewards as token_rewards
 from tandemrl.losses.recipes import RECIPES as RECIPES
-from tandemrl.losses.recipes import Advantage as Advantage
 from tandemrl.losses.recipes import Coefficients as Coefficients
 from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import average_metrics as average_metrics
@@ -29,12 +26,10 @@ from tandemrl.losses.recipes import has_ratio as has_ratio
 from tandemrl.losses.recipes import idle as idle
 from tandemrl.losses.recipes import is_grouped as is_grouped
 from tandemrl.losses.recipes import policy_loss as policy_loss
-from tandemrl.losses.reduce import NormaliseBy as NormaliseBy
+from tandemrl.losses.recipes import try_recipe as try_recipe
 from tandemrl.losses.reduce import reduce as reduce
 from tandemrl.losses.reduce import sequence_sum as sequence_sum
 from tandemrl.losses.reduce import totals as totals
-from tandemrl.losses.surrogates import RatioLevel as RatioLevel
-from tandemrl.losses.surrogates import Surrogate as Surrogate
 from tandemrl.losses.surrogates import cispo as cispo
 from tandemrl.losses.surrogates import importance_weights as importance_weights
 from tandemrl.losses.surrogates import log_ratio as log_ratio
@@ -42,5 +37,4 @@ from tandemrl.losses.surrogates import ppo_clip as ppo_clip
 from tandemrl.losses.surrogates import reinforce as reinforce
 from tandemrl.losses.surrogates import sequence_old_logprobs as sequence_old_logprobs
 from tandemrl.losses.surrogates import value_loss as value_loss
-from tandemrl.losses.trial import try_recipe as try_recipe
 from tandemrl.losses.weights import token_weights as token_weights

@@ -37,10 +37,8 @@ def kl_penalty(
     old_logprobs: Float[Tensor, " t"],
     ref_logprobs: Float[Tensor, " t"],
     weights: Float[Tensor, " t"],
-    *,
-    kind: KLKind = "k1",
 ) -> Float[Tensor, " t"]:
-    """w·kl(old, reference) at every token: the KL penalty to subtract from the reward, before its coefficient
+    """w·k1(old, reference) at every token: the KL penalty to subtract from the reward, before its coefficient
     (Ziegler et al., arXiv 1909.08593, equation 2).
 
     A token of weight 0 has penalty 0, whatever its log-probs are. The sum over all tokens divided by Σw is the
@@ -50,9 +48,8 @@ def kl_penalty(
         old_logprobs: log-probs of the policy that sampled the tokens.
         ref_logprobs: log-probs of the reference model.
         weights: token weights, see ``token_weights``.
-        kind: the estimator, see ``kl``.
     """
-    return weights * torch.where(weights > 0, kl(old_logprobs, ref_logprobs, kind=kind), 0.0)
+    return weights * torch.where(weights > 0, kl(old_logprobs, ref_logprobs, kind="k1"), 0.0)
 
 
 def token_rewards(

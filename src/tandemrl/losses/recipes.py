@@ -7,14 +7,16 @@ signatures: ``advantage(rewards, group_ids) -> advantages``, one entry per rollo
 ``surrogate(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip) -> loss per token`` (``Surrogate``).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from tandemrl.config.recipes import CLIPS, KINDS, Importance, Kind, Reduction
+from tandemrl.config.recipes import CLIPS, KINDS, Importance, Reduction
 from tandemrl.losses import advantages as estimators
 from tandemrl.losses import surrogates
 from tandemrl.losses.advantages import whiten
@@ -64,17 +66,15 @@ class Recipe(NamedTuple):
     overlong_share: float = 0.0
 
 
-def _recipe(kind: Kind) -> Recipe:
-    advantage = None if kind.advantage is None else getattr(estimators, kind.advantage)
-    return Recipe(kind.name, advantage, getattr(surrogates, kind.surrogate), kind.reduction, **kind.choices)
-
-
-class _Recipes(dict[str, Recipe]):
-    def __missing__(self, name: str) -> NoReturn:
-        raise KeyError(f"no recipe {name!r}; known: {', '.join(self)}")
-
-
-RECIPES: dict[str, Recipe] = _Recipes((name, _recipe(kind)) for name, kind in KINDS.items())
+ESTIMATORS: dict[str | None, Advantage | None] = {
+    kind.advantage: None if kind.advantage is None else getattr(estimators, kind.advantage) for kind in KINDS.values()
+}
+SURROGATES: dict[str, Surrogate] = {name: getattr(surrogates, name) for name in CLIPS}
+"""The library's surrogates. The loss of each is 0, and has gradient 0, at every token whose advantage is 0."""
+RECIPES = {
+    name: Recipe(name, ESTIMATORS[kind.advantage], SURROGATES[kind.surrogate], kind.reduction, **kind.choices)
+    for name, kind in KINDS.items()
+}
 """The rows of ``config.recipes`` with their functions."""
 
 
@@ -160,6 +160,7 @@ def policy_loss(
     """
     c, sequence_ids, num_sequences = coefficients, batch.sequence_ids, batch.num_sequences
     require_one_of("ratio_level", recipe.ratio_level, RatioLevel)
+    require_one_of("importance", recipe.importance, Importance)
     for name, coef, channel, tensor in (
         ("entropy_coef", c.entropy_coef, "entropy", entropy),
         ("kl_coef", c.kl_coef, "ref_logprobs", batch.ref_logprobs),
@@ -167,7 +168,6 @@ def policy_loss(
     ):
         if coef != 0.0 and tensor is None:
             raise ValueError(f"{name}={coef} needs {channel}: pass it or set {name} to 0")
-    clip_low, clip_high = recipe.clip_low, recipe.clip_high
 
     # Masked on entry, not only in the reduction: there, a NaN at a weight-0 token would still have a NaN gradient.
     trained = weights > 0
@@ -178,12 +178,13 @@ def policy_loss(
         ratio_old = sequence_old_logprobs(new, old, weights, sequence_ids, num_sequences=num_sequences)
 
     advantages = torch.where(trained, batch.advantages, 0.0)
-    x = recipe.surrogate(new, ratio_old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=recipe.dual_clip)
+    clips = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    x = recipe.surrogate(new, ratio_old, advantages, **clips)
     require_per_token(x, new)
 
     with torch.no_grad():
         ratio = log_ratio(new, ratio_old).exp()
-        low, high = clip_range(clip_low, clip_high)
+        low, high = clip_range(recipe.clip_low, recipe.clip_high)
         per_token = {
             "ratio": ratio,
             "clip_fraction": ((ratio < low) | (ratio > high)).to(ratio.dtype),
@@ -227,21 +228,17 @@ def policy_loss(
     return loss, metrics
 
 
-LINEAR: tuple[Surrogate, ...] = tuple(getattr(surrogates, name) for name in CLIPS)
-"""The surrogates whose loss is 0, and has gradient 0, at every token whose advantage is 0."""
-
-
 def has_ratio(recipe: Recipe) -> bool:
     """Whether the surrogate compares with old log-probs, so that a second update on the same rollouts is corrected for.
 
     One that is not the library's is taken to do so.
     """
-    return recipe.surrogate not in [getattr(surrogates, name) for name, clips in CLIPS.items() if not clips]
+    return recipe.surrogate not in [SURROGATES[name] for name, clips in CLIPS.items() if not clips]
 
 
 def is_grouped(recipe: Recipe) -> bool:
     """Whether an advantage comes from the other rollouts of a group. What a custom function reads is not known."""
-    return recipe.advantage in [getattr(estimators, kind.advantage) for kind in KINDS.values() if kind.advantage]
+    return recipe.advantage is not None and recipe.advantage in ESTIMATORS.values()
 
 
 def idle(
@@ -254,7 +251,7 @@ def idle(
 
     These are the rollouts whose advantage is exactly 0, or none of whose tokens has a weight, if every term of the loss
     is multiplied by the advantage. With a KL or entropy term, with advantages per token from a critic, and with a
-    surrogate that is not one of ``LINEAR`` (what it does at 0 is not known), no rollout is idle.
+    surrogate that is not one of ``SURROGATES`` (what it does at 0 is not known), no rollout is idle.
 
     Args:
         recipe: the algorithm.
@@ -262,7 +259,7 @@ def idle(
         token_counts: Σw over the tokens of each rollout.
         coefficients: the further terms of the loss.
     """
-    by_advantage = recipe.advantage is not None and recipe.surrogate in LINEAR
+    by_advantage = recipe.advantage is not None and recipe.surrogate in SURROGATES.values()
     if not by_advantage or coefficients.kl_coef or coefficients.entropy_coef or coefficients.junior_kl_coef:
         return torch.zeros_like(advantages, dtype=torch.bool)
     return (advantages == 0) | (token_counts == 0)
@@ -305,3 +302,73 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return f"{value!r:.60}, a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the trial
+
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "clip_low": ("None or in [0, 1]", lambda x: 0 <= x <= 1),
+    "clip_high": ("None, 0 or positive", lambda x: 0 <= x < inf),
+    "dual_clip": ("None or above 1", lambda x: 1 < x < inf),
+    "importance_cap": ("positive", lambda x: 0 < x < inf),
+    "overlong_share": ("in [0, 1)", lambda x: 0 <= x < 1),
+}
+"""What the numbers of a recipe must be, in words and as a test."""
+
+
+def try_recipe(recipe: Recipe) -> None:
+    """Check the choices of a recipe, and call its two functions on a few made-up rollouts and tokens.
+
+    Raises:
+        ValueError: the message says which field or function is at fault, and what it has to be or to return.
+    """
+    for field, allowed in (("reduction", Reduction), ("ratio_level", RatioLevel), ("importance", Importance)):
+        require_one_of(field, getattr(recipe, field), allowed)
+    for field, (words, holds) in RANGES.items():
+        value = getattr(recipe, field)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (holds(value) if number else value is None and words.startswith("None")):
+            raise ValueError(f"{field}={value!r}: must be {words}")
+    if recipe.advantage is not None:  # two groups of three rollouts; the rewards of the second are equal
+        rewards, groups = torch.tensor([1.0, 0.5, 0.0, 0.5, 0.5, 0.5]), torch.tensor([0, 1, 0, 1, 1, 0])
+        with _named("advantage", "(rewards, group_ids)"):
+            advantages = compute_advantages(recipe, rewards, groups, torch.ones(len(rewards)))
+        if not bool(advantages.isfinite().all()):
+            raise ValueError(
+                f"the advantage function returned {advantages.tolist()} for the rewards {rewards.tolist()} of the "
+                f"groups {groups.tolist()}; expected finite numbers, also for a group with equal rewards"
+            )
+    _try_surrogate(recipe)
+
+
+@torch.enable_grad()
+def _try_surrogate(recipe: Recipe) -> None:
+    """Tokens with ratios below, at and above 1 and advantages of either sign and 0; the last one is not trained on."""
+    logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -1.5, 0.0]).requires_grad_()
+    old = torch.tensor([-0.5, -1.5, -1.5, -0.1, -3.0, -2.5, 0.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -0.5, 0.0, -2.0, 0.0])
+    clips: dict[str, Any] = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    with _named("surrogate", "(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip)"):
+        x = recipe.surrogate(logprobs, old, advantages, **clips)
+    require_per_token(x, logprobs)
+    (gradient,) = torch.autograd.grad(x.sum(), logprobs, allow_unused=True)
+    if gradient is None or not bool(gradient.any()):
+        raise ValueError("the gradient of the surrogate with respect to logprobs is 0: nothing would be learned")
+    if not bool((x.isfinite() & gradient.isfinite()).all()):
+        raise ValueError(
+            f"the surrogate or its gradient is not finite at advantages {advantages.tolist()}, logprobs "
+            f"{logprobs.tolist()}, old_logprobs {old.tolist()}: {x.tolist()}, {gradient.tolist()}"
+        )
+
+
+@contextmanager
+def _named(what: str, signature: str) -> Iterator[None]:
+    """A context in which an error that is no ValueError becomes one that names the function."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the {what} function failed: {type(error).__name__}: {error}; it is called as {signature}"
+        ) from error

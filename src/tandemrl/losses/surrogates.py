@@ -9,33 +9,24 @@ outside of that range. NaN passes through to the loss, where the caller sees it.
 matter: ``policy_loss`` and ``reduce`` mask it.
 """
 
+from collections.abc import Callable
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from tandemrl.losses.reduce import divisor, require_one_of, sequence_sum
+from tandemrl.losses.reduce import divisor, sequence_sum
 
 RatioLevel = Literal["token", "sequence"]
 
 MAX_LOG_RATIO = 20.0
 
 
-class Surrogate(Protocol):
-    """Signature of a policy surrogate: it returns the loss of each token, which training minimises."""
-
-    def __call__(
-        self,
-        logprobs: Float[Tensor, " t"],
-        old_logprobs: Float[Tensor, " t"],
-        advantages: Float[Tensor, " t"],
-        *,
-        clip_low: float | None,
-        clip_high: float | None,
-        dual_clip: float | None,
-    ) -> Float[Tensor, " t"]: ...
+Surrogate = Callable[..., Tensor]
+"""A policy surrogate: ``(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip)`` -> the loss of each
+token, which training minimises."""
 
 
 def log_ratio(logprobs: Float[Tensor, " t"], old_logprobs: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
@@ -164,13 +155,7 @@ def importance_weights(
     framework secretly brings you off-policy RL training"). With ``level="sequence"`` all tokens of a sequence share the
     ratio exp(Σ w·(old − behaviour)); with a junior weight of 0 only senior tokens enter it. Where junior tokens are
     trained on (weight > 0), the junior is their behaviour policy, and the ratio corrects for that as well.
-
-    Raises:
-        ValueError: ``level`` is unknown, or ``cap`` is not positive.
     """
-    require_one_of("level", level, RatioLevel)
-    if cap <= 0:
-        raise ValueError(f"cap={cap}: must be positive")
     differences = torch.where(weights > 0, (old_logprobs - behaviour_logprobs).detach(), 0.0)
     if level == "sequence":
         summed = sequence_sum(weights * differences, sequence_ids, num_sequences=num_sequences)

@@ -18,15 +18,10 @@ def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[
 
     ``junior_weight=0`` is tandem GRPO (arXiv 2606.28166); ``junior_weight=1`` is plain GRPO on every response token.
 
-    Raises:
-        ValueError: ``junior_weight`` is outside [0, 1].
-
     Examples:
         >>> token_weights(torch.tensor([-1, 0, 1], dtype=torch.int8), junior_weight=0.25).tolist()
         [0.0, 0.25, 1.0]
     """
-    if not 0.0 <= junior_weight <= 1.0:
-        raise ValueError(f"junior_weight={junior_weight}: must be in [0, 1]")
     senior = (author == Author.SENIOR).to(torch.float32)
     junior = (author == Author.JUNIOR).to(torch.float32)
     return senior + junior_weight * junior

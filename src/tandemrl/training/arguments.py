@@ -1,10 +1,9 @@
 """What may be passed to ``train`` in Python, accepted in its short forms and refused with a line if it cannot work."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.compatibility import Facts, RecipeFacts, check
@@ -18,8 +17,6 @@ from tandemrl.selection import Strategy, try_strategy
 from tandemrl.training.function_records import describe
 
 StrategyFunction = Callable[[int], Strategy]
-TRIAL_S = 2.0
-"""How long the strategies of later steps may be tried before a run."""
 
 
 def require_config(config: Any) -> Config:
@@ -34,21 +31,12 @@ def require_config(config: Any) -> Config:
     return config
 
 
-class Accepted(NamedTuple):
-    """What some arguments of ``train`` stand for."""
-
-    config: Config
-    recipe: Recipe | None
-    strategy: StrategyFunction | None
-    engine: EngineFactory | None
-
-
 def resolve_arguments(
     config: Config,
     recipe: Recipe | str | None,
     strategy: StrategyFunction | Strategy | str | None,
     engine: EngineFactory | str | None = None,
-) -> Accepted:
+) -> tuple[Config, Recipe | None, StrategyFunction | None, EngineFactory | None]:
     """Accept the short forms of arguments of ``train``.
 
     A name is set in the config, and so is where an engine was defined: what is known of it is what is known of a
@@ -80,12 +68,7 @@ def resolve_arguments(
     maker = next((name for name, kind in KINDS.items() if callable(strategy) and _where(strategy) == kind.path), None)
     if maker is not None:
         raise ConfigError(f"strategy={maker} makes strategies; call it, as bernoulli(0.5), or pass its name, {maker!r}")
-    if strategy is not None and not callable(strategy):
-        raise ConfigError(
-            f"strategy={strategy!r:.100} is a {type(strategy).__name__}; expected a Strategy, the name of one, or a "
-            "function that takes the training step and returns a Strategy, such as lambda step: bernoulli(0.5)"
-        )
-    return Accepted(config, recipe, strategy, engine)
+    return config, recipe, strategy, engine
 
 
 def named_recipe(loss: LossConfig) -> Recipe:
@@ -174,35 +157,21 @@ def strategy_at(strategy: StrategyFunction, step: int) -> Strategy:
     return chosen
 
 
-def try_strategies(strategy: StrategyFunction, steps: int, vocabulary: int) -> int:
-    """Try the strategies of the first and the last step, then those between them for at most ``TRIAL_S`` seconds.
+def try_strategies(strategy: StrategyFunction, steps: int, vocabulary: int) -> None:
+    """Try the strategies of the first and the last step.
 
     Args:
         vocabulary: how many token ids the models can write.
 
-    Returns:
-        how many steps were tried.
-
     Raises:
         ConfigError: the function or one of its strategies cannot be used; the message names the step.
     """
-    began = time.monotonic()
-    tried = 0
-    known: set[int] = set()
-    kept = []  # else a new strategy could have the id of an earlier one
-    for step in dict.fromkeys((1, steps, *range(2, steps))):
-        if tried >= 2 and time.monotonic() - began > TRIAL_S:
-            break
+    for step in (1, steps):
         chosen = strategy_at(strategy, step)
-        if id(chosen) not in known:
-            try:
-                try_strategy(chosen, vocabulary)
-            except ValueError as error:
-                raise ConfigError(f"{_named(strategy, step)}: {error}") from error
-            known.add(id(chosen))
-            kept.append(chosen)
-        tried += 1
-    return tried
+        try:
+            try_strategy(chosen, vocabulary)
+        except ValueError as error:
+            raise ConfigError(f"{_named(strategy, step)}: {error}") from error
 
 
 def every_step(strategy: Strategy, step: int) -> Strategy:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
-from tandemrl.models.batching import pack, pack_tokens
+from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.sharding import swapped_weights, trained_parts
 from tandemrl.processes.watchdog import WATCHDOG
 from tandemrl.rollout.collect import CompletionBatch
@@ -277,34 +277,17 @@ def snapshot_policy(setup: RunSetup, policy: PreTrainedModel, engine: Engine) ->
 
 @torch.no_grad()
 def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: CompletionBatch) -> Metrics:
-    """The mismatch of the policy's present weights on the first completions with tokens of the senior, one micro-batch
-    for each data rank."""
+    """The mismatch of the policy's present weights on completions with tokens of the senior, one micro-batch for each
+    data rank."""
     pairs = [(p, c) for p, group in zip(completions.prompts, completions.completions, strict=True) for c in group]
     rollouts = [rollout_of(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
     rollouts = [r for r in rollouts if (r.author == Author.SENIOR).any()]
     budget, world = setup.config.train.tokens_per_micro_batch, setup.world
-    sample = first_within([len(r.tokens) for r in rollouts], budget, rank=world.data_rank, size=world.data_size)
+    bins = micro_batches([len(r.tokens) for r in rollouts], budget, parts=world.data_size)
+    sample = bins[world.data_rank] if bins else []
     # a rank without work still joins the collectives
     batch = pack([rollouts[i] for i in sample], setup.device) if sample else pack_tokens([[0]], setup.device)
     senior = batch.author == Author.SENIOR
     scores = setup.scores(policy, batch, senior)
     gaps = logprob_mismatch(world, scores.differences(batch, senior))
     return {name.replace("mismatch/", "mismatch/writer_"): value for name, value in gaps.items()}
-
-
-def first_within(lengths: Sequence[int], budget: int, *, rank: int, size: int) -> list[int]:
-    """The indices of the first sequences of this rank that have at most ``budget`` tokens together.
-
-    The sequences of a rank are every ``size``-th one, from ``rank`` on.
-
-    Examples:
-        >>> first_within([3, 9, 3, 9, 3], 7, rank=0, size=2)
-        [0, 2]
-    """
-    chosen: list[int] = []
-    for i in range(rank, len(lengths), size):
-        budget -= lengths[i]
-        if budget < 0:
-            break
-        chosen.append(i)
-    return chosen

@@ -24,7 +24,7 @@ from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer
 from tandemrl.rewards.spread import SpreadScorer
-from tandemrl.rollout.engine import Engine, Sampling
+from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
 from tandemrl.rollout.fleet.engine import FleetEngine
@@ -40,7 +40,7 @@ from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.host_memory import keep_freed_memory
 from tandemrl.training.preflight import Preflight
-from tandemrl.training.state import Models, Progress, Run, RunSetup, Trained, forward_options
+from tandemrl.training.state import Models, Progress, Run, RunSetup, Trained, forward_options, sampling_of
 
 
 def build(
@@ -137,13 +137,7 @@ def build(
     )
     with ExitStack() as unfinished:
         unfinished.callback(models.engine.close)
-        sampling = Sampling(
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-        )
+        sampling = sampling_of(rollout)
         device, vocabulary = resolve_device(model.device), models.engine.vocabulary
         starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
         # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.

@@ -7,21 +7,17 @@ the junior ends most texts, so that the reward hardly shows it. Whole words have
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tandemrl.config import Config
-from tandemrl.files import read_json_lines
-from tandemrl.losses import Recipe, group_centred, group_normalised, leave_one_out
+from tandemrl.losses import Recipe, is_grouped
 from tandemrl.types import Metrics
 
 AFTER = 3
 """After how many steps in a row with hardly a lesson a run warns; then after twice as many, and so on."""
 LITTLE = 0.1
 """A step has hardly a lesson if less than this share of its rollouts can teach anything."""
-HARDLY = 0.05
-"""A finished run had hardly anything to learn if its steps had fewer lessons than this on average."""
 MARGIN, SIGMAS = 0.1, 3.0
 """By how much more of its solo texts than of the rollouts a senior may leave unfinished: as a share, and in standard
 errors of the difference."""
@@ -70,11 +66,6 @@ def handover_warner() -> Callable[[Metrics], str | None]:
     return warning
 
 
-def compares_groups(recipe: Recipe) -> bool:
-    """Whether all advantages of a group are 0 if its rewards are equal. Of an own function nobody knows."""
-    return recipe.advantage in (group_normalised, group_centred, leave_one_out)
-
-
 def lessons(metrics: Mapping[str, Any], recipe: Recipe) -> float:
     """The share of a step's rollouts that can teach anything, as far as rewards tell.
 
@@ -84,7 +75,7 @@ def lessons(metrics: Mapping[str, Any], recipe: Recipe) -> float:
     if metrics.get("reward/unscored") == 1 or metrics.get("reward/std") == 0:
         return 0.0
     flat = metrics.get("groups/zero_variance")
-    return 1.0 - flat if compares_groups(recipe) and flat is not None else 1.0
+    return 1.0 - flat if is_grouped(recipe) and flat is not None else 1.0
 
 
 def no_signal_warning(config: Config, recipe: Recipe) -> Callable[[Metrics], str | None]:
@@ -106,32 +97,11 @@ def no_signal_warning(config: Config, recipe: Recipe) -> Callable[[Metrics], str
     return warning
 
 
-def verdict(config: Config, recipe: Recipe) -> tuple[str, str] | None:
-    """How little a finished run could learn from its rewards, in two words and in a sentence; None if it was enough.
-
-    Args:
-        config: that of the run, whose metrics.jsonl is read.
-        recipe: what it was trained with.
-    """
-    record = Path(config.output_dir, "metrics.jsonl")
-    every = [line for _, line in read_json_lines(record)] if record.is_file() else []
-    lines = [line for line in every if line.get("step") != 0]  # that of step 0 is an evaluation
-    shares = [lessons(line, recipe) for line in lines]
-    if not shares or fmean(shares) >= HARDLY:
-        return None
-    amount = "hardly anything" if any(shares) else "nothing"
-    steps = sum(map(bool, shares))
-    return amount, (
-        f"{amount} to learn: {steps} of {len(lines)} steps had rewards that differ where they are compared. In the "
-        f"last step {cause(lines[-1], config, recipe)}"
-    )
-
-
 def cause(metrics: Mapping[str, Any], config: Config, recipe: Recipe) -> str:
     """Why the rewards of a step teach nothing, and what to do about it, as far as its metrics tell."""
     if metrics.get("reward/unscored") == 1:
         return "the judge scored no text: see its output"
-    if config.rollout.group_size == 1 and compares_groups(recipe):
+    if config.rollout.group_size == 1 and is_grouped(recipe):
         return "rollout.group_size=1: a group of one has nothing to compare with; use 2 or more, or loss.recipe=ppo"
     mean, right = metrics.get("reward/mean") or 0.0, metrics.get("reward/acc") or 0.0
     found, cut = metrics.get("reward/answer_present"), metrics.get("response/truncated") or 0.0
@@ -157,21 +127,8 @@ def cause(metrics: Mapping[str, Any], config: Config, recipe: Recipe) -> str:
     )
 
 
-def part(solo: float, rollouts: float, *, solo_texts: int, rollout_texts: int) -> bool:
-    """Whether more solo texts are unfinished than rollouts, by more than `MARGIN` and by more than chance.
-
-    Args:
-        solo, rollouts: the shares that are unfinished.
-        solo_texts, rollout_texts: how many texts these are shares of.
-    """
-    counts = (solo, solo_texts), (rollouts, rollout_texts)
-    shares = [(share * n + 1) / (n + 2) for share, n in counts]  # Agresti and Caffo (2000): good for shares near 0
-    error = math.sqrt(sum(p * (1 - p) / (n + 2) for p, (_, n) in zip(shares, counts, strict=True)))
-    return solo - rollouts > MARGIN and shares[0] - shares[1] > SIGMAS * error
-
-
 def stopping_warning(metrics: Mapping[str, float], *, solo_texts: int, rollout_texts: int) -> str | None:
-    """What to say if the two ``part`` at an evaluation during tandem training; else None.
+    """What to say if more solo texts than rollouts are unfinished, by more than `MARGIN` and by more than chance.
 
     Args:
         metrics: the metrics of the step.
@@ -179,9 +136,10 @@ def stopping_warning(metrics: Mapping[str, float], *, solo_texts: int, rollout_t
         rollout_texts: how many rollouts the step has.
     """
     solo, rollouts = metrics["eval/truncation_rate"], metrics["response/truncated_at_eval"]
-    if metrics["tandem/senior_frac"] == 1 or not part(
-        solo, rollouts, solo_texts=solo_texts, rollout_texts=rollout_texts
-    ):
+    counts = (solo, solo_texts), (rollouts, rollout_texts)
+    (p, _), (q, _) = shares = [((share * n + 1) / (n + 2), n + 2) for share, n in counts]  # Agresti and Caffo (2000)
+    error = math.sqrt(sum(share * (1 - share) / n for share, n in shares))
+    if metrics["tandem/senior_frac"] == 1 or solo - rollouts <= MARGIN or p - q <= SIGMAS * error:
         return None
     return (
         f"warning: the limit of tokens cuts off {solo:.0%} of the held-out texts that the senior writes alone "

@@ -4,16 +4,13 @@ A file cannot hold a function, but it can hold its name and signature. Whoever t
 what is missing, instead of training something else.
 """
 
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tandemrl.config import Config, ConfigError, FunctionRecord
-from tandemrl.losses import RECIPES, Recipe
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.losses import Recipe
 from tandemrl.rollout.signatures import signature
 
 
@@ -44,31 +41,17 @@ def with_records(config: Config, *, accepted: Collection[str] = (), **functions:
 
 
 def describe(function: Any) -> str:
-    """A short description of a function: where it was defined. For a recipe, it is the name and what differs from the
-    library's recipe of that name.
+    """A short description of a function: its name, and that of the module that defines it.
 
     Examples:
-        >>> describe(RECIPES["grpo"]._replace(clip_low=0.1))
-        'recipe grpo with clip_low=0.1'
+        >>> describe({"mine": with_records})
+        'mine=tandemrl.training.function_records.with_records'
     """
     if isinstance(function, Recipe):
-        fields = function._asdict()
-        known = RECIPES[function.name]._asdict() if function.name in RECIPES else {}
-        changed = [f"{key}={_brief(value)}" for key, value in fields.items() if key not in known or value != known[key]]
-        return f"recipe {function.name}" + (f" with {', '.join(changed)}" if changed else "")
-    if isinstance(function, Environment):
-        return f"{type(function).__module__}.{type(function).__qualname__}"
+        return f"recipe {function.name}"
     if isinstance(function, Mapping):
-        return ", ".join(f"{name}={_brief(each)}" for name, each in function.items())
-    return _brief(function)
-
-
-def _brief(value: Any) -> str:
-    if not callable(value):
-        return repr(value)
-    if isinstance(value, partial):
-        return f"partial({_brief(value.func)})"
-    named = value if hasattr(value, "__qualname__") else type(value)
-    code = getattr(inspect.unwrap(value), "__code__", None)
-    where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    return f"{named.__module__}.{named.__qualname__}{where}"
+        return ", ".join(f"{name}={describe(each)}" for name, each in function.items())
+    if isinstance(function, partial):
+        return f"partial({describe(function.func)})"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -24,12 +24,12 @@ from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.factory import EngineFactory
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
-from tandemrl.tasks.rubric.server import LOG, judge_server
+from tandemrl.tasks.rubric.server import judge_server
 from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config, resolve_arguments
 from tandemrl.training.async_rollouts import AsyncRollouts, snapshot_policy
 from tandemrl.training.build import build
-from tandemrl.training.diagnostics import verdict, watcher
+from tandemrl.training.diagnostics import watcher
 from tandemrl.training.evaluation import evaluate, truncated_at_eval
 from tandemrl.training.experience import (
     add_gae_advantages,
@@ -41,7 +41,6 @@ from tandemrl.training.experience import (
     pack_mini_batches,
 )
 from tandemrl.training.faults import Signals, Stopped, explain_errors, signal_anywhere
-from tandemrl.training.gates import MISMATCH, ROUNDINGS
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.rollouts import check_scored, generate, resample, rollout_metrics, score
 from tandemrl.training.state import Models, Run
@@ -111,10 +110,7 @@ def train(
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()  # before anything is started
     with locked:
-        checkpoint.check_folder(resolve_arguments(config, recipe, strategy, engine).config, where, accepted)
-        if config.judge.command is not None and world.main and not quiet:
-            say = (console or Console()).print
-            say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
+        checkpoint.check_folder(resolve_arguments(config, recipe, strategy, engine)[0], where, accepted)
         with judge_server(config, start=world.main) as check_judge:
             run = build(
                 config,
@@ -142,11 +138,7 @@ def train(
                 with tracker:
                     loop(run, tracker)
                     if world.main:
-                        ending = f"done: {config.output_dir}"
-                        if little := verdict(config, run.setup.recipe):
-                            tracker.say(little[1])
-                            ending += f", but its rewards taught it {little[0]}: see above"
-                        tracker.say(ending)
+                        tracker.say(f"done: {config.output_dir}")
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -288,18 +280,8 @@ def opening_lines(run: Run) -> list[str]:
         lines.append(f"code changed in the run (--accept-changed): {', '.join(progress.accepted)}")
     if setup.dropped:
         lines.append(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
-    if config.model.lora.rank:
-        shared = models.engine.info.adapters
-        lines.append(
-            "model.lora: the engine's senior is adapters on the junior's weights; they alone are sent"
-            if shared
-            else "model.lora: the engine's senior has weights of its own; they are sent merged"
-        )
-    if config.model.dtype != "float32" and config.train.max_logprob_mismatch is None:
-        lines.append(
-            f"train.max_logprob_mismatch: {setup.mismatch_limit:.2g} nats, {ROUNDINGS:g} times as far as rounding in "
-            f"{config.model.dtype} moves the senior's log-probs, and at least {MISMATCH[config.model.dtype]:g}"
-        )
+    if config.model.lora.rank and not models.engine.info.adapters:
+        lines.append("model.lora: the engine's senior has weights of its own; they are sent merged")
     return lines
 
 

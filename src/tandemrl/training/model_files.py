@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
@@ -13,7 +11,6 @@ from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import ModelConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
-    CONFIG,
     check_folder,
     is_local,
     junior_tokenizer_of,
@@ -34,13 +31,12 @@ class ModelFiles(NamedTuple):
     downloads: bool = True
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        self._here(path)
+        check_folder(path)
         try:
             return load_tokenizer(path, download=self.downloads)
         except ModelError:
-            if self.downloads or is_local(path):
-                raise
-            raise NotHereError(f"the tokenizer of {path} is not on this machine yet; train downloads it") from None
+            self._require(path)
+            raise
 
     def other_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior, if it has other tokens than that of the senior, or is behind an endpoint."""
@@ -52,10 +48,13 @@ class ModelFiles(NamedTuple):
         return junior_tokenizer_of(model.senior, model.junior, endpoint=served, load=load)
 
     def configuration(self, path: str) -> PretrainedConfig:
-        self._here(path)
+        check_folder(path)
         try:
             return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not self.downloads)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
+            if "Incorrect path" in str(error):  # no hub id either: no such folder
+                check_folder(Path(path).absolute())
+            self._require(path)
             raise refusal("model", path, error) from None
 
     def skeleton(self, path: str) -> Any:
@@ -67,21 +66,14 @@ class ModelFiles(NamedTuple):
         except (ValueError, KeyError, RuntimeError) as error:
             raise refusal("model", path, error) from None
 
-    def _here(self, path: str) -> None:
-        """Check that a model is on this machine, unless downloads are allowed.
+    def _require(self, path: str) -> None:
+        """Tell a model that cannot be read from one that is not here.
 
         Raises:
             NotHereError: it is a hub id that is not in the cache, and downloads are not allowed.
         """
-        check_folder(path)
-        if self.downloads or is_local(path):
-            return
-        try:
-            if isinstance(try_to_load_from_cache(path, CONFIG), str):
-                return
-        except HFValidationError:
-            check_folder(Path(path).absolute())  # no hub id either: no such folder
-        raise NotHereError(f"{path} is not on this machine yet; train downloads it")
+        if not (self.downloads or is_local(path)):
+            raise NotHereError(f"{path} is not on this machine yet; train downloads it") from None
 
 
 def size(model: Any) -> int:

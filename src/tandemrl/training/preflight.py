@@ -4,21 +4,22 @@
 """
 
 import importlib.util
+import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.fields import is_own
-from tandemrl.config.hints import pip_install
+from tandemrl.config.hints import no_folder, pip_install
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Prompt, Row
@@ -35,11 +36,10 @@ from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.protocol import NO_SCORE, Score, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
-from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
+from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
-from tandemrl.rollout.envs.retrieval import make_retriever
 from tandemrl.rollout.envs.semantic import is_cross_encoder
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
@@ -49,7 +49,6 @@ from tandemrl.tasks.code.sandbox import Sandbox
 from tandemrl.tasks.code.tests import Stdin
 from tandemrl.tasks.rubric.judge import Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.disk import check_disk_space
 from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
 from tandemrl.training.state import trainer_state
 
@@ -112,7 +111,6 @@ class Preflight:
             **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
-            **({"retrieval.url": self.retrieval} if self._asks_a_service else {}),
             "data.train": self.train_data,
             **({"data.eval": lambda: self.evaluated_data(self.heldout)} if config.train.eval_every else {}),
             **({"data.monitor": lambda: self.evaluated_data(self.monitored)} if config.data.monitor else {}),
@@ -257,13 +255,7 @@ class Preflight:
         return str(self.processes)
 
     def devices(self) -> str:
-        device = resolve_device(self.config.model.device)
-        present = torch.cuda.device_count()
-        if device.type == "cuda" and (device.index or 0) >= present:
-            raise ConfigError(
-                f"model.device={device}: this machine has {present} CUDA device(s); choose one of them, or cpu"
-            )
-        return str(device)
+        return str(resolve_device(self.config.model.device))
 
     def packages(self) -> str:
         config = self.config
@@ -316,22 +308,6 @@ class Preflight:
         return f"{path}: {configuration.model_type}, {kind}"
 
     @property
-    def _asks_a_service(self) -> bool:
-        """Whether a dry run is to ask the retrieval service. (A run asks it with its first query.)"""
-        config = self.config
-        return not self.downloads and config.rollout.environment_kind.searches and config.retrieval.url is not None
-
-    def retrieval(self) -> str:
-        """Ask the retrieval service one query, about the first row."""
-        config, row = self.config.retrieval, self.rows[0]
-        query = str(row.messages[-1]["content"])
-        try:
-            found = make_retriever(replace(config, retries=0))(row, query, 1)
-        except BrokenEnvironmentError as error:
-            raise ConfigError(str(error)) from None
-        return f"{config.url}: {len(found)} document(s) for the question of row {row.example_id}"
-
-    @property
     def _ranks_here(self) -> bool:
         config, retrieval = self.config, self.config.retrieval
         return config.rollout.environment_kind.searches and retrieval.kind.model and retrieval.url is None
@@ -353,7 +329,8 @@ class Preflight:
         steps, strategy = self.planned.train.steps, self.strategy
         if strategy is None:
             strategy = schedule_of(self.config.selection, self.tokenizer, vocabulary).strategy
-        return f"tried {try_strategies(strategy, steps, vocabulary)} of {steps} steps"
+        try_strategies(strategy, steps, vocabulary)
+        return f"tried those of the steps 1 and {steps}"
 
     def episodes(self) -> str:
         """Check that the environment can be made, and that the chat template supports it."""
@@ -382,39 +359,28 @@ class Preflight:
         of TRL's with several texts); without downloads, that is for `--dry-run`, also with other forms of it, as are
         the library's scorers.
         """
-        config = self.config
+        config, functions = self.config, self.rewards_by_name
         prompts, evaluated = self.prompts[0], (self.heldout, self.monitored)
         asked = [*chain(prompts, *(each.prompts for each in evaluated))]
         rows = [prompt.row for prompt in asked]
         state = trainer_state(self.planned, len(prompts), 0)
-        judged = config.judge.url is not None or config.judge.model is not None
-        read = chain(self.rows, *(each.rows for each in evaluated))
-        judging = _unused if judged else None
-        with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
+        judging = None if config.judge.url is None and config.judge.model is None else _unused
+        with Scorer(config.reward, code=_unused, judge=judging, functions=functions) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
             stated = None if config.train.eval_every or not config.data.eval else self.stated
-            kinds = map(routing.Kind.of, read)
+            kinds = map(routing.Kind.of, chain(self.rows, *(each.rows for each in evaluated)))
             scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated, state=state)
             if words := other_words(rows, config.judge):
                 warnings.warn(words, stacklevel=2)
             used = {routing.Kind.of(prompt.row): prompt for prompt in reversed(asked)}
-            reader, tried = ResponseReader(self.tokenizer), list[str]()
-            for row, tokens, _ in reversed(used.values()):
-                opened = reader.opened(tokens, row)
-                forms = _forms(row, self.tokenizer, opened)
-                tried.append(_tried(scorer, row, forms, state, thorough=not self.downloads))
-                blind = [term.name for term in scorer.terms_of(row) if term.own and not term.opened]
-                if opened and blind:
-                    tried.append(
-                        Doubt(
-                            f"; the chat template begins each response with {opened!r}, which {', '.join(blind)} "
-                            "will not see: a parameter `opened` gets it"
-                        )
-                    )
-        functions = self.rewards_by_name
-        terms = [term for row, *_ in used.values() for term in routing.terms_of(row, config.reward, functions)]
+            reader, thorough = ResponseReader(self.tokenizer), not self.downloads
+            tried = [
+                _tried(scorer, row, self.tokenizer, reader.opened(tokens, row), state, thorough=thorough)
+                for row, tokens, _ in reversed(used.values())
+            ]
         sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
-        if any(term.name == "code" for term in terms):
+        every = [term for row, *_ in used.values() for term in routing.terms_of(row, config.reward, functions)]
+        if any(term.name == "code" for term in every):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
             sources += "; the sandbox starts"
@@ -445,11 +411,24 @@ class Preflight:
         return f"{self.config.judge.url} serves {self.judge.model}"
 
     def space(self) -> str:
-        """Check that the disk of ``output_dir`` has room for the next checkpoints and export."""
-        model = self.config.model
-        critic = self.files.skeleton(model.critic or model.senior) if self.recipe.advantage is None else None
-        trained = 0 if critic is None else size(critic)
-        return check_disk_space(self.planned, policy=size(self.files.skeleton(model.senior)), critic=trained)
+        """Check that the disk of ``output_dir`` has room for a checkpoint and its export.
+
+        A checkpoint has three float32 numbers per trained parameter: its weight and the two of the optimiser.
+        """
+        model, output = self.config.model, Path(self.config.output_dir)
+        if reason := no_folder(output):
+            raise ConfigError(f"output_dir={output}: {reason}")
+        policy = size(self.files.skeleton(model.senior))
+        trained = 0 if model.lora.rank else policy  # adapters are small beside the export
+        if self.recipe.advantage is None:
+            trained += size(self.files.skeleton(model.critic or model.senior))
+        needed = 12 * trained + policy * (4 if model.dtype == "float32" else 2)
+        place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(place).free
+        words = f"a checkpoint and its export take {needed / 1e9:.2g} GB; {free / 1e9:.1f} GB free in {place}"
+        if needed > free:
+            raise ConfigError(f"output_dir={output}: {words}; choose another disk")
+        return words
 
     def _rows(self, sources: Sequence[str]) -> list[Row]:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:
@@ -513,14 +492,25 @@ class Preflight:
                 )
 
 
-def _tried(scorer: Scorer, row: Row, forms: Sequence[Response], state: TrainerState, *, thorough: bool) -> str:
+def _tried(
+    scorer: Scorer, row: Row, tokenizer: PreTrainedTokenizerBase, opened: str, state: TrainerState, *, thorough: bool
+) -> str:
     """What the user's own functions give for the ground truth of a row, alone as a text, in words.
 
     Args:
-        forms: responses with the ground truth, of which it is the first.
-        thorough: also try the other forms, and the library's scorers on theirs. If a reward gives nothing for any, the
-            words are a `Doubt`.
+        opened: what the chat template begins the response with.
+        thorough: also try forms of the ground truth that graders know, and the library's scorers on theirs. If a reward
+            gives nothing for any, the words are a `Doubt`.
     """
+    begun = THOUGHT in opened and END_OF_THOUGHT not in opened
+    thought = ("" if begun else f"{THOUGHT}\n") + f"So it is.\n{END_OF_THOUGHT}\n"
+    texts = [
+        f"{before}{row.ground_truth}{after}" for before, after in (("", ""), *routing.IDEAL.values(), (thought, ""))
+    ]
+    forms = [
+        Response(text, text, opened, tuple(tokenizer.encode(text, add_special_tokens=False)))
+        for text in dict.fromkeys(texts)
+    ]
 
     def to_try(term: Term) -> Sequence[Response]:
         if term.own:
@@ -530,35 +520,28 @@ def _tried(scorer: Scorer, row: Row, forms: Sequence[Response], state: TrainerSt
 
     said, doubt, terms = [], False, {term.name: term for term in scorer.terms_of(row)}
     for name, scores in scorer.tried(row, to_try, state).items():
-        text, best = max(zip((each.text for each in to_try(terms[name])), scores, strict=True), key=_value)
+        best, text = max(zip(scores, (each.text for each in to_try(terms[name])), strict=True), key=_value)
         nothing = thorough and best is not NO_SCORE and best.value <= 0
         if terms[name].own or nothing:
             given = "no score" if best is NO_SCORE else f"{best.value:g}"
-            said.append(f"{name} gives {given}" + (f" for {_short(text)!r}" if text != row.ground_truth else ""))
+            said.append(f"{name} gives {given}" + (f" for {text[:40]!r}" if text != row.ground_truth else ""))
         doubt |= nothing
-    if not said:
-        return ""
-    on = f"; tried on the text {_short(row.ground_truth)!r}, the ground truth of row {row.example_id}"
-    if not doubt:
-        return f"{on}: {' and '.join(said)}"
-    return Doubt(f"{on}, and on other forms of it: {' and '.join(said)}: can a correct response earn a reward?")
+    found = f"; tried on the text {row.ground_truth[:40]!r}, the ground truth of row {row.example_id}"
+    found = f"{found}{', and on other forms of it' * doubt}: {' and '.join(said)}" if said else ""
+    if doubt:
+        found += ": can a correct response earn a reward?"
+    blind = [term.name for term in terms.values() if term.own and not term.opened]
+    if opened and blind:
+        doubt, names = True, ", ".join(blind)
+        found += (
+            f"; the chat template begins each response with {opened!r}, which {names} will not see: a parameter "
+            "`opened` gets it"
+        )
+    return Doubt(found) if doubt else found
 
 
-def _value(tried: tuple[str, Score]) -> float:
-    return tried[1].value
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def _forms(row: Row, tokenizer: PreTrainedTokenizerBase, opened: str) -> list[Response]:
-    """Responses with the ground truth of a row: alone, and in forms that graders know."""
-    begun = THOUGHT in opened and END_OF_THOUGHT not in opened
-    thought = ("" if begun else f"{THOUGHT}\n") + f"So it is.\n{END_OF_THOUGHT}\n"
-    forms = dict.fromkeys([("", ""), *routing.IDEAL.values(), (thought, "")])
-    texts = [f"{before}{row.ground_truth}{after}" for before, after in forms]
-    return [Response(text, text, opened, tuple(tokenizer.encode(text, add_special_tokens=False))) for text in texts]
+def _value(tried: tuple[Score, str]) -> float:
+    return tried[0].value
 
 
 def _unused(*_: Any) -> Any:

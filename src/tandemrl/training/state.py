@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config
+from tandemrl.config.rollout import RolloutConfig
 from tandemrl.data.rows import Prompt
 from tandemrl.data.sampler import Sampler
 from tandemrl.losses import Coefficients, Recipe
@@ -44,6 +45,11 @@ def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 state[name] = value.to(device)
+
+
+def sampling_of(rollout: RolloutConfig) -> Sampling:
+    """How the rollouts of training are sampled."""
+    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
 
 def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
@@ -156,13 +162,11 @@ class Models:
 
 
 class Best(NamedTuple):
-    """The policy in ``hf/best``: after which step, by which metric it was chosen, its held-out metrics, and the least
-    reward of its correct and of its wrong responses, by source."""
+    """The policy in ``hf/best``: after which step, by which metric it was chosen, and its held-out metrics."""
 
     step: int
     by: str
     values: Metrics
-    rewards: dict[str, float]
 
     def __str__(self) -> str:
         return f"step {self.step}, by held-out {self.by} {self.values[self.by]:.4f}"

@@ -35,20 +35,18 @@ def architecture(path: str) -> PretrainedConfig:
         ModelError: the model is neither on this machine nor packaged.
     """
     known = packaged().get(path)
+    if known is not None and not Path(path).is_dir():
+        return AutoConfig.for_model(**known)
     try:
-        if Path(path).is_dir() or known is None:
-            check_folder(path)
-            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, ModelError):
-            raise
+        check_folder(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
         if is_local(path):
             raise refusal("model", path, error) from None
         raise ModelError(
             f"{path}: its config.json is neither on this machine nor packaged; put it into a folder and name that, or "
             f"plan with one of {', '.join(packaged())}"
         ) from None
-    return AutoConfig.for_model(**known)
 
 
 def with_layers(configuration: PretrainedConfig, layers: int) -> PretrainedConfig:

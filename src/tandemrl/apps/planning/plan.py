@@ -1,31 +1,47 @@
-"""Plans a run on other machines from its config: the memory of one process.
+"""Plans a run on other machines from its config: the memory of one process, and what to change if it does not fit.
 
 The memory of the training pass is found by a rehearsal (``rehearsal``), that of the engine is computed from shapes. All
 numbers are of rank 0, which has the most where something cannot be divided evenly, and for sequences of full length.
 """
 
 import math
-from functools import cache
-from json import loads
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tandemrl.apps.planning.accelerators import RESERVE, Accelerator
 from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, rehearse, rehearse_prefill
-from tandemrl.config import Config, ConfigError, ParallelConfig
+from tandemrl.config import Config, ConfigError
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.evals import profile_of
+from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.trainable import self_paired
 from tandemrl.processes.world import World, imagined_world
-from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
 from tandemrl.training.arguments import named_recipe, resolve_recipe
 from tandemrl.training.build import shares_base
-from tandemrl.training.state import forward_options
+from tandemrl.training.state import forward_options, sampling_of
 
+GIB = 2**30
+DEVICES: dict[str, float | None] = {
+    "a100-40": 39.4 * GIB,
+    "a100": 79.2 * GIB,
+    "h100": 79.2 * GIB,
+    "h200": 139.8 * GIB,
+    "b200": 178.0 * GIB,
+    "l40s": 44.4 * GIB,
+    "rtx4090": 23.6 * GIB,
+    "cpu": None,
+}
+"""The bytes that a process can use of a device, by its data sheet. None: not checked, since it is the machine's and
+shared."""
+RESERVE = 0.06
+"""The fraction of a device's memory that a plan leaves free for CUDA's context, NCCL's buffers and gaps between
+allocations."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK = 16
 """How many tokens a block of vLLM's KV cache holds."""
@@ -33,147 +49,177 @@ LOGITS = 4
 """How many float32 copies of a decoding step's logits are alive together."""
 
 Phase = Literal["always", "rollout", "update"]
-"""When memory is needed: all the time, while rollouts are written, or during the update."""
+"""When memory is needed: all the time, while rollouts are generated, or during the update."""
+
+
+class PlanError(ConfigError):
+    """A run does not fit on the devices that it is planned for. The message names what would help."""
 
 
 class Item(NamedTuple):
-    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on a device, and
-    ``card`` on which device it is: None is the trainer's."""
+    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on the device."""
 
     phase: Phase
     name: str
     size: int
     on_host: bool = False
-    card: str | None = None
 
 
 class Cache(NamedTuple):
-    """The KV cache of an engine's process, which holds ``rows`` rows of ``length`` tokens, each of ``token`` bytes.
-    ``blocks`` counts the blocks of vLLM's cache, and is 0 for the torch engine."""
+    """The KV cache of an engine's process, which holds ``rows`` rows of ``length`` tokens."""
 
     rows: int
     length: int
     size: int
-    token: int
-    blocks: int = 0
 
 
 class Plan(NamedTuple):
     """The plan of one process.
 
-    cache: that of a rollout worker, if there are any. notes: remarks on what is unusual but not wrong.
+    memory: the bytes of its device; None if they are not checked. cache: that of a rollout worker, if there are any.
+    tokens: the most in a micro-batch. notes: remarks on what is unusual but not wrong.
     """
 
     ranks: int
     mesh: dict[str, int]
-    device: Accelerator
+    device: str
+    memory: float | None
     items: list[Item]
     cache: Cache
-    micro_batches: int
     tokens: int
     notes: list[str]
 
     @property
-    def cards(self) -> list[str | None]:
-        """The devices of the process, the trainer's first."""
-        return list(dict.fromkeys((None, *(item.card for item in self.items))))
-
-    def peak_of(self, card: str | None) -> int:
-        """The most bytes that are needed at once on a device."""
-        own = [item for item in self.items if item.card == card and not item.on_host]
+    def peak(self) -> int:
+        """The most bytes that are needed at once on the device."""
+        own = [item for item in self.items if not item.on_host]
         return max(sum(i.size for i in own if i.phase in ("always", phase)) for phase in ("rollout", "update"))
 
     @property
-    def peak(self) -> int:
-        """The most bytes that are needed at once on one device."""
-        return max(map(self.peak_of, self.cards))
-
-    @property
     def limit(self) -> float:
-        return math.inf if self.device.memory is None else self.device.memory * (1 - RESERVE)
+        return math.inf if self.memory is None else self.memory * (1 - RESERVE)
 
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.limit and self.cache.rows >= 1
+    def require_fit(self) -> None:
+        """Refuse a plan that does not fit.
+
+        Raises:
+            PlanError: the message names the keys that lower memory and leave the algorithm alone.
+        """
+        reason = f"a process needs {_gib(self.peak)} of {_gib(self.limit)} on {self.device}"
+        if self.cache.rows < 1:
+            reason = f"the engine's KV cache does not hold one row of {self.cache.length:,} tokens"
+        if self.cache.rows < 1 or self.peak > self.limit:
+            raise PlanError(
+                f"{reason}; what can help: a smaller rollout.max_rows, train.tokens_per_micro_batch or, with vLLM, "
+                "rollout.vllm.gpu_memory_utilization (or rollout.vllm.sleep=true), model.gradient_checkpointing=true, "
+                "parallel.offload_optimizer=true, more --ranks, or a larger --device"
+            )
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        mesh = " x ".join(f"{axis} {count}" for axis, count in self.mesh.items()) or "no mesh"
+        yield f"plan of {self.ranks:,} process(es) on {self.device} ({mesh}), per process, full-length sequences:"
+        phases: dict[Phase, str] = {
+            "always": "all the time",
+            "rollout": "while rollouts are generated",
+            "update": "during the update",
+        }
+        for phase, words in phases.items():
+            for item in (each for each in self.items if each.phase == phase):
+                yield f"  {_gib(item.size):>11}  {words}: {item.name}{' (host memory)' if item.on_host else ''}"
+        limit = "not checked" if self.memory is None else f"{_gib(self.limit)} ({RESERVE:.0%} is left aside)"
+        yield f"  {_gib(self.peak):>11}  at most on the device; limit: {limit}"
+        yield f"engine: {self.cache.rows:,} rows of {self.cache.length:,} tokens in {_gib(self.cache.size)} of KV cache"
+        yield f"update: micro-batches of at most {self.tokens:,} tokens"
+        yield from (f"note: {note}" for note in self.notes)
 
 
-def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
-    """Plan a run of ``ranks`` processes, each on a device of its own.
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.2f} MiB"
+
+
+def hours_of(config: Config, folder: str) -> str:
+    """How long the steps of a config take if each takes as long as those of a run that was made, in words.
+
+    Raises:
+        ConfigError: the run recorded no step after its first one, which is slower than the others.
+    """
+    file = Path(folder) / "metrics.jsonl"
+    try:
+        steps = [line["time/step"] for _, line in read_json_lines(file) if line.get("time/step") is not None][1:]
+    except (OSError, LineError) as error:
+        raise ConfigError(f"--times-of {folder}: {error}; name the folder of a training run") from None
+    if not steps:
+        raise ConfigError(f"--times-of {folder}: {file} has no step after the first; let the run make a few more")
+    hours = config.train.steps * median(steps) / 3600
+    return (
+        f"time: {config.train.steps:,} steps of {median(steps):.3g} s (median of {len(steps)}) are {hours:,.2g} hours"
+    )
+
+
+def plan(config: Config, ranks: int, device: str) -> Plan:
+    """Plan a run of ``ranks`` processes, each on a device of its own, by its name in `DEVICES`.
 
     Raises:
         ConfigError, ModelError: the mesh does not have ``ranks`` processes, the config does not work with so many, or a
-            model is unknown or cannot be split.
+            device or a model is unknown or cannot be split.
     """
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device}: expected one of {', '.join(DEVICES)}")
     check(config, Facts(processes=ranks))
     with imagined_world(config.parallel, ranks) as world:
         return _plan(config, world, device)
 
 
-def _plan(config: Config, world: World, device: Accelerator) -> Plan:
+def _plan(config: Config, world: World, device: str) -> Plan:
     model, train, rollout, loss = config.model, config.train, config.rollout, config.loss
     recipe = resolve_recipe(named_recipe(loss), config)
     senior = architecture(model.senior)
     partner = architecture(model.senior if self_paired(model) else str(model.junior))
     tandem = not config.selection.kind.solo and model.junior_endpoint.url is None  # the engine has a junior
-    vocabulary = min(senior.get_text_config().vocab_size, (partner if tandem else senior).get_text_config().vocab_size)
-    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    options = forward_options(config, sampling, vocabulary, world)
+    vocabulary = min(shape.get_text_config().vocab_size for shape in (senior, partner if tandem else senior))
+    options = forward_options(config, sampling_of(rollout), vocabulary, world)
 
-    longest, notes = config.longest_sequence, []
+    longest, notes = config.longest_sequence, list[str]()
     per_update = (train.mini_batch_prompts or train.prompts_per_step) * rollout.group_size
-    updates = train.prompts_per_step * rollout.group_size // per_update
-    share = math.ceil(per_update / world.data_size)
-    if per_update < world.data_size:
-        notes.append(
-            f"{per_update} sequences per update for {world.data_size} data ranks: {world.data_size - per_update} of "
-            "them are idle; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
-        )
-    tokens = min(train.tokens_per_micro_batch, share * longest)
+    if model.activation_offload:
+        notes.append("model.activation_offload: activations are planned as if they stayed on the device")
+    tokens = min(train.tokens_per_micro_batch, math.ceil(per_update / world.data_size) * longest)
     lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
     work = Work(lengths, config.data.max_prompt_tokens)
-    micro_batches = updates * math.ceil(share / max(1, tokens // longest))
 
-    policy = _rehearsed(Role("policy"), senior, config, world, work, options)
-    off_weights, off_state = offloaded(config.parallel)
-    items = _trained_items("policy", policy, off_weights, off_state)
-    busiest = _busiest(policy, off_weights, off_state)
+    off_weights = config.parallel.offload_parameters
+    off_state = config.parallel.offload_optimizer and not off_weights  # for a step on the device it comes back
+    items, busiest = list[Item](), 0
+    trained = {"policy": senior}
     if recipe.advantage is None:
-        shape = architecture(model.critic or model.senior)
-        critic = _rehearsed(Role("critic"), shape, config, world, work, options)
-        items += _trained_items("critic", critic, off_weights, off_state)
-        busiest = max(busiest, _busiest(critic, off_weights, off_state))
-    if off_weights:
-        items.append(Item("update", "gradients", policy.gradients, on_host=True))
+        trained["critic"] = architecture(model.critic or model.senior)
+    for name, shape in trained.items():
+        found = rehearse(Role(name), shape, config, world, work, options)
+        items += [
+            Item("always", f"{name}: weights, float32", found.weights, off_weights),
+            Item("always", f"{name}: optimiser", found.optimizer, off_weights or off_state),
+        ]
+        if off_weights:
+            items.append(Item("update", f"{name}: gradients", found.gradients, on_host=True))
+        busiest = max(busiest, _busiest(found, off_weights, off_state))
     items.append(Item("update", "gradients and activations of a micro-batch", busiest))
     for name, shape, dtype in _frozen(config, senior, partner, world):
-        frozen = _rehearsed(Role("frozen", dtype), shape, config, world, work, options)
+        frozen = rehearse(Role("frozen", dtype), shape, config, world, work, options)
         items.append(Item("always", f"{name}: weights, {dtype}", frozen.weights))
 
-    engine, cache = _engine(config, senior, partner if tandem else None, world, device, vocabulary)
-    if rollout.workers:
-        notes.append("rollout workers are on devices of their own, which this memory does not count")
+    engine, cache = _engine(config, senior, partner if tandem else None, world, DEVICES[device], vocabulary)
+    devices = rollout.kind.reserves and rollout.vllm.devices
+    if rollout.workers or (devices and (model.device.partition(":")[2] or "0") not in devices.split(",")):
+        notes.append("the engine is on devices of its own, which this memory does not count")
     else:
         items += engine
-    if cache.rows < 1:
-        notes.append(f"the engine's KV cache does not hold one row of {cache.length:,} tokens")
+    if _apart(config):
+        notes.append(f"the junior on {rollout.vllm.junior_device} and its KV cache are not counted")
     mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-    return Plan(world.size, mesh, device, items, cache, micro_batches, tokens, notes)
-
-
-def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
-    """Whether host memory keeps weights, gradients and the optimiser's state, and whether it keeps that state alone,
-    between steps that are made on the device."""
-    return parallel.offload_parameters, parallel.offload_optimizer and not parallel.offload_parameters
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
-def _trained_items(name: str, found: Rehearsal, off_weights: bool, off_state: bool) -> list[Item]:
-    return [
-        Item("always", f"{name}: weights, float32", found.weights, off_weights),
-        Item("always", f"{name}: optimiser", found.optimizer, off_weights or off_state),
-    ]
+    return Plan(world.size, mesh, device, DEVICES[device], items, cache, tokens, notes)
 
 
 def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
@@ -181,20 +227,6 @@ def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
     state was moved from the host."""
     gradients = 0 if off_weights else found.gradients
     return gradients + max(found.activations, found.optimizer if off_state else 0)
-
-
-def _rehearsed(
-    role: Role, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any
-) -> Rehearsal:
-    """The rehearsal of a model. It is not repeated for a config that differs only in keys without influence on it."""
-    influences = config.parallel, config.model, config.loss.entropy_coef, world.size
-    key = role, *_known(shape), *influences, work, options
-    if key not in _KNOWN:
-        _KNOWN[key] = rehearse(role, shape, config, world, work, options)
-    return _KNOWN[key]
-
-
-_KNOWN: dict[Any, Rehearsal] = {}
 
 
 def _frozen(
@@ -218,136 +250,77 @@ def _engine(
     senior: PretrainedConfig,
     junior: PretrainedConfig | None,
     world: World,
-    device: Accelerator,
+    memory: float | None,
     vocabulary: int,
 ) -> tuple[list[Item], Cache]:
     """The memory of this process's engine, and its KV cache. ``junior`` is None if the senior writes alone."""
-    rollout, model = config.rollout, config.model
-    width = BYTES[model.dtype]
-    junior_dtype = (rollout.kind.reserves and rollout.vllm.junior_dtype) or model.dtype
-    widths = {"senior": width, "junior": BYTES.get(junior_dtype, width)}
+    rollout, model, kind = config.rollout, config.model, config.selection.kind
     length = config.longest_sequence
-    requests = _sequences(config, config.train.prompts_per_step, rollout.group_size, world)
+    requests = config.train.prompts_per_step * rollout.group_size
     if config.data.eval and config.train.eval_every:
         spoken = config.response_tokens - rollout.max_tokens
         length = max(length, profile_of(config.eval).longest(config.data.max_prompt_tokens) + spoken)
         problems = config.eval.train_problems * len(config.data.eval)
-        requests = max(requests, _sequences(config, problems, config.eval.train_samples, world))
-    rows = min(rollout.max_rows, requests)
-    shapes = [senior] if junior is None else [senior, junior]
-    for heads in (shape.get_text_config().num_attention_heads for shape in shapes):
-        if heads % rollout.tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel={rollout.tensor_parallel}: must divide the {heads} attention heads of the "
-                "models"
-            )
-    writers = dict(zip(("senior", "junior"), shapes, strict=False))
+        requests = max(requests, problems * config.eval.train_samples)
+    rows = min(rollout.max_rows, math.ceil(requests / (rollout.workers or world.size)))
+    writers = {"senior": senior} | ({} if junior is None or _apart(config) else {"junior": junior})
+    junior_dtype = (rollout.kind.reserves and rollout.vllm.junior_dtype) or model.dtype
+    widths = {"senior": BYTES[model.dtype], "junior": BYTES.get(junior_dtype, BYTES[model.dtype])}
     weights = {who: parameters(shape) * widths[who] for who, shape in writers.items()}
     kept = {who: kv_bytes(shape, widths[who]) for who, shape in writers.items()}
-    per_token = sum(kept.values())
     logits = LOGITS * rows * vocabulary * 4
-    if _adapters_alone(config):
+    if model.lora.rank > 0 and not kind.solo and shares_base(config, whole_words=kind.drops):
         weights["senior"] = 0  # adapters on the junior's weights
-    if not rollout.kind.reserves:
-        columns = _columns(config.data.max_prompt_tokens, length)
-        waiting = rows * config.has_episodes  # between turns, in the device's memory
-        size = rows * columns * per_token + waiting * length * per_token
-        prompt = min(config.data.max_prompt_tokens, length)
-        prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
-        prefill = max(_prefill(*_known(shape), model.dtype, prompts, prompt) for shape in shapes)
-        items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
-        items += [
-            Item("rollout", "engine: KV cache", size),
-            Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
-        ]
-        return items, Cache(rows, columns, size, per_token)
-    return _vllm(config, weights, kept, logits, length, device)
+    if rollout.kind.reserves:
+        return _vllm(config, weights, kept, logits, length, memory)
+    columns, prompt = config.data.max_prompt_tokens + CACHE_STEP, min(config.data.max_prompt_tokens, length)
+    while columns < length:  # as the cache grows
+        columns += max(CACHE_STEP, columns // 4)
+    waiting = rows * config.has_episodes  # between turns, in the device's memory
+    size = (rows * columns + waiting * length) * sum(kept.values())
+    prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
+    dtype = getattr(torch, model.dtype)
+    prefill = max(rehearse_prefill(shape, dtype, prompts, prompt) for shape in writers.values())
+    items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
+    items += [
+        Item("rollout", "engine: KV cache", size),
+        Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
+    ]
+    return items, Cache(rows, columns, size)
 
 
-def _sequences(config: Config, prompts: int, samples: int, world: World) -> int:
-    """How many sequences of a step or an evaluation an engine gets at once: a unit, or all of its process."""
-    units = config.rollout.units
-    if config.rollout.workers:
-        assert units is not None
-        return min(units, prompts) * samples
-    share = math.ceil(prompts * samples / world.size)
-    return share if units is None else min(units * samples, share)
-
-
-def _adapters_alone(config: Config) -> bool:
-    """Whether the engine's senior is adapters on the junior's weights, as in ``training.build.build_engine``."""
-    kind = config.selection.kind
-    return config.model.lora.rank > 0 and not kind.solo and shares_base(config, whole_words=kind.drops)
+def _apart(config: Config) -> bool:
+    """Whether vLLM's junior is on a card of its own."""
+    return config.rollout.kind.reserves and config.rollout.vllm.junior_device not in (None, config.model.device)
 
 
 def _vllm(
-    config: Config, weights: dict[str, int], kept: dict[str, int], logits: int, length: int, device: Accelerator
+    config: Config, weights: dict[str, int], kept: dict[str, int], logits: int, length: int, memory: float | None
 ) -> tuple[list[Item], Cache]:
     """``weights`` and ``kept``, the bytes of a token's keys and values, are by model."""
     vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
-    trainer, cards, apart = _cards(config)
-    shared = [who for who in weights if who != "junior" or apart is None]
-    engines = [[who] for who in shared] if config.rollout.kind.spans and config.selection.kind.drops else [shared]
-    size, total, blocks, rows = 0, 0, 0, config.rollout.max_rows
+    engines = [[who] for who in weights] if config.rollout.kind.spans and config.selection.kind.drops else [[*weights]]
+    size, total, rows = 0, 0, config.rollout.max_rows
     for models in engines:
         own = sum(weights[who] for who in models) // parallel
         per_token = max(1, sum(kept[who] for who in models) // parallel)
-        budget = None if device.memory is None else int(vllm.gpu_memory_utilization / len(engines) * device.memory)
+        budget = None if memory is None else int(vllm.gpu_memory_utilization / len(engines) * memory)
         if vllm.kv_cache_gb is not None or budget is None:
-            its = int((vllm.kv_cache_gb or 1.0) * 2**30)
+            its = int((vllm.kv_cache_gb or 1.0) * GIB)
             total += own + its + logits
         else:
             its = max(0, budget - own - logits)
             total += max(budget, own + logits)
-        size, blocks = size + its, blocks + its // (per_token * BLOCK)
+        size += its
         rows = min(rows, its // (per_token * BLOCK) // math.ceil(length / BLOCK))
     phase: Phase = "rollout" if vllm.sleep else "always"
-    share = [(card, "engine: vLLM's share, KV cache included", total) for card in cards]
-    if apart is not None and "junior" in kept:  # as many blocks as the senior, beside whom vLLM counts its memory
-        junior = blocks * BLOCK * kept["junior"]
-        size += junior
-        share += [
-            (apart, "engine, junior: weights", weights["junior"]),
-            (apart, "engine, junior: KV cache", junior),
-            (apart, "engine, junior: a decoding step", logits),
-        ]
-    items = [Item(phase, name, n, card=None if card == trainer else f"cuda:{card}") for card, name, n in share]
-    return items, Cache(rows, length, size, max(1, sum(kept.values()) // parallel), blocks)
-
-
-def _cards(config: Config) -> tuple[str, list[str], str | None]:
-    """The numbers of the trainer's card, of the engine's, and of the junior's if it has one of its own. With several
-    ranks, the trainer's stands for that of each rank."""
-    vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
-    kind, _, number = config.model.device.partition(":")
-    trainer = number or "0"
-    if kind == "cpu":
-        return trainer, [trainer], None
-    cards = [str(int(trainer) + rank) for rank in range(parallel)] if vllm.devices is None else vllm.devices.split(",")
-    if vllm.junior_device is None:
-        return trainer, cards[:parallel], None
-    junior = vllm.junior_device.partition(":")[2] or "0"
-    if vllm.devices is not None:  # which the engine's process counts from 0
-        if int(junior) >= len(cards):
-            raise ConfigError(
-                f"rollout.vllm.junior_device={vllm.junior_device}: rollout.vllm.devices={vllm.devices} has no card "
-                f"{junior}, counted from 0; add one"
-            )
-        junior = cards[int(junior)]
-    return trainer, cards[:parallel], None if junior in cards[:parallel] else junior
-
-
-def _columns(prompt: int, longest: int) -> int:
-    """How many columns a KV cache of the torch engine has when it holds ``longest`` tokens."""
-    columns = prompt + CACHE_STEP
-    while columns < longest:
-        columns += max(CACHE_STEP, columns // 4)
-    return columns
+    return [Item(phase, "engine: vLLM's share, KV cache included", total)], Cache(rows, length, size)
 
 
 def parameters(shape: PretrainedConfig) -> int:
     """How many parameters a model has. Tied ones count once."""
-    return sum(parameter.numel() for parameter in _skeleton(*_known(shape)).parameters())
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(shape).parameters())
 
 
 def kv_bytes(shape: PretrainedConfig, width: int) -> int:
@@ -356,19 +329,3 @@ def kv_bytes(shape: PretrainedConfig, width: int) -> int:
     channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * channels * width)
-
-
-def _known(shape: PretrainedConfig) -> tuple[Any, str]:
-    """A model's shape as what can be hashed: the class of its configuration, and its values as JSON."""
-    return type(shape), shape.to_json_string(use_diff=False)
-
-
-@cache
-def _prefill(kind: Any, json: str, dtype: str, prompts: int, length: int) -> int:
-    return rehearse_prefill(kind.from_dict(loads(json)), getattr(torch, dtype), prompts, length)
-
-
-@cache
-def _skeleton(kind: Any, json: str) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(kind.from_dict(loads(json)))

@@ -8,15 +8,13 @@ and one of four is what each further layer adds.
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
@@ -61,14 +59,10 @@ class Work(NamedTuple):
     context: int
 
 
-SHORT = Work((64,), 1)
-"""One short row: its backward pass makes the gradients before anything is measured."""
-
-
 class Role(NamedTuple):
     """What a model is there for: ``policy``, ``critic``, or ``frozen`` to score with, with weights of a dtype."""
 
-    name: Literal["policy", "critic", "frozen"]
+    name: str
     dtype: str = "float32"
 
 
@@ -106,67 +100,58 @@ def _causal(configuration: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     return model
 
 
-def _critic(configuration: PretrainedConfig) -> PreTrainedModel:
-    configuration.num_labels = 1
-    with torch.device("meta"):
-        model = AutoModelForTokenClassification.from_config(configuration, dtype=torch.float32)
-    model.eval().set_attn_implementation(ATTENTION)
-    without_dropout(model)
-    return model
-
-
 def _made(role: Role, small: PretrainedConfig, config: Config, world: World) -> PreTrainedModel:
     """A model as training makes it, sharded."""
-    model = _critic(small) if role.name == "critic" else _causal(small, getattr(torch, role.dtype))
+    if critic := role.name == "critic":
+        small.num_labels = 1
+        with torch.device("meta"):
+            model = AutoModelForTokenClassification.from_config(small, dtype=torch.float32)
+        model.eval().set_attn_implementation(ATTENTION)
+        without_dropout(model)
+    else:
+        model = _causal(small, getattr(torch, role.dtype))
     if role.name == "frozen":
         model.requires_grad_(False)
     elif config.model.gradient_checkpointing:
         checkpoint_gradients(model)
     if role.name == "policy" and config.model.lora.rank:
         attach(model, config.model.lora, config.train.seed)
-    forward = packed_values if role.name == "critic" else packed_logprobs
+    forward = packed_values if critic else packed_logprobs
     return shard(model, world, dtype=getattr(torch, config.model.dtype), forward=forward)
 
 
 def _run(
     configuration: PretrainedConfig, *, role: Role, config: Config, world: World, work: Work, options: ForwardOptions
 ) -> dict[str, int]:
-    """Run two micro-batches and an optimiser step.
-
-    The second micro-batch is measured, since gradients exist from then on. The first one, which makes them, can be
-    short.
-    """
+    """Run a micro-batch twice and an optimiser step. The second time is measured, since gradients exist from then
+    on."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    trained, critic = role.name != "frozen", role.name == "critic"
+    trained = role.name != "frozen"
     model = _made(role, configuration, config, world)
     give_storage(model, fake)
     optimizer = make_optimizer(model, config.train, config.train.lr) if trained else None
-    short, batch = (batch_of(each, int(configuration.get_text_config().vocab_size)) for each in (SHORT, work))
-
-    def once(batch: Batch = batch) -> Tensor:
-        return one_pass(model, batch, options, world, fake, critic=critic, entropy=config.loss.entropy_coef != 0)
-
+    batch = batch_of(work, int(configuration.get_text_config().vocab_size))
+    entropy = config.loss.entropy_coef != 0
+    once = partial(one_pass, model, batch, options, world, fake, critic=role.name == "critic", entropy=entropy)
     found: dict[str, int] = {}
     with fake, Ledger() as ledger:
-        own = [*model.parameters(), *model.buffers()]
-        ledger.disregard(own)
-        if trained:
-            once(short).backward()
+        ledger.disregard([*model.parameters(), *model.buffers()])
+        if optimizer is None:
+            with torch.no_grad():
+                once()
+            found["activations"] = ledger.peak
+        else:
+            once().backward()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             ledger.disregard(gradients)
             ledger.begin()
             with dropping(model, (0,), torch.device("cpu")):
                 once().backward()
             found["activations"] = ledger.peak
-            assert optimizer is not None
             optimizer.step()
             found["gradients"] = storage_bytes(gradients)
             state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
             found["optimizer"] = storage_bytes(state)
-        else:
-            with torch.no_grad():
-                once()
-            found["activations"] = ledger.peak
         found["weights"] = storage_bytes(model.parameters())
     return found
 
@@ -214,15 +199,13 @@ def one_pass(
         tokens, positions, prefixes, targets = (
             fake.from_tensor(each) for each in (part.tokens, part.positions, part.prefixes, targets)
         )
-    offload = saved_tensors_hooks(_without_contents, _with_storage) if options.activation_offload else nullcontext()
     options = options._replace(activation_offload=False)
-    with offload:
-        if critic:
-            values = getattr(model, "packed_values", None) or partial(packed_values, model)
-            channels = [values(tokens, positions, part.layout, prefixes, options)]
-        else:
-            logprobs = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
-            channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
+    if critic:
+        values = getattr(model, "packed_values", None) or partial(packed_values, model)
+        channels = [values(tokens, positions, part.layout, prefixes, options)]
+    else:
+        logprobs = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
+        channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
     whole = [channel_of(channel, part, batch.tokens.shape[0], shards.sequence) for channel in channels]
     return sum((channel.sum() for channel in whole[1:] if entropy), whole[0].sum())
 
@@ -238,23 +221,6 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
         )
 
     return pack([rollout(number, length) for number, length in enumerate(work.lengths)])
-
-
-def _without_contents(saved: Tensor) -> Any:
-    """What is saved for backward under ``forward.activations_on_host``: a tensor on the host needs no storage here."""
-    origin = saved if saved._base is None else saved._base
-    if isinstance(origin, nn.Parameter) or not saved.is_floating_point():
-        return saved
-    local = saved.to_local() if isinstance(saved, DTensor) else saved
-    return torch.empty_like(local, device="meta"), local.device, saved._spec if isinstance(saved, DTensor) else None
-
-
-def _with_storage(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    shape, device, spec = kept
-    local = torch.empty_like(shape, device=device)
-    return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 # ---------------------------------------------------------------------------------------------------- layer after layer
