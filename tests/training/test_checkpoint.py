@@ -446,20 +446,9 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
         assert torch.equal(loaded.state_dict()[name], tensor.to(wanted))
 
 
-@pytest.mark.parametrize(
-    "allowed",
-    [
-        "train.steps=60",
-        "output_dir=runs/x",
-        "train.save_every=7",
-        "train.eval_every=7",
-        "train.keep_checkpoints=9",
-        "train.wandb=offline",
-        "train.log_samples=0",
-    ],
-)
-def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
-    check_same_config(load(), load(overrides=[allowed]))
+def test_a_resume_may_change_what_does_not_change_the_run() -> None:
+    allowed = ["train.steps=60", "output_dir=runs/x", "train.save_every=7", "train.eval_every=7", "train.wandb=offline"]
+    check_same_config(load(), load(overrides=allowed))
 
 
 @pytest.mark.parametrize(

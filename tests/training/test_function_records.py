@@ -94,14 +94,6 @@ def test_a_config_with_a_function_needs_that_function(name: str, tmp_path: Path)
     assert with_records(free, **{name: None}) == load()
 
 
-@pytest.mark.parametrize("name", PASSED)
-def test_training_from_such_a_config_alone_is_refused(name: str, tmp_path: Path) -> None:
-    from tandemrl.training.build import build
-
-    with pytest.raises(ConfigError, match=rf"functions\.{name}: this config belongs to a run with "):
-        build(recorded(name, tmp_path))
-
-
 def test_what_an_environment_keeps_in_use_makes_it_no_other_one() -> None:
     used = Sums(scaled)
     config = with_records(load(), environment=used)

@@ -20,8 +20,9 @@ def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
     card = model_card(config, step=20, best="step 20, by held-out reward 0.2500", versions=VERSIONS)
     assert front(card)["base_model"] == "Qwen/Qwen3-4B-Instruct-2507"
     assert front(card)["tags"] == ["reinforcement-learning", "grpo", "tandem-rl"]
-    assert "together with a frozen *junior* (`word`, p = 0.5). It was trained on its own tokens only." in card
     for line in (
+        "| who wrote the training texts | `word` |",
+        "| weight of the junior's tokens in the loss | `0` |",
         "| steps | `20 of 4912` |",
         "| hf/best so far | `step 20, by held-out reward 0.2500` |",
         f"| git_revision | `{'a' * 40}` |",
@@ -32,13 +33,11 @@ def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
     assert float(yaml.safe_load(shown)["train"]["lr"]) == 1e-6
 
 
-def test_what_was_passed_in_python_and_what_changes_over_the_run_is_said() -> None:
-    config = load("quickstart", ["selection.prob_senior_final=1.0", "selection.anneal_steps=5"])
-    assert "(`word`, p = 0.5 to 1)" in model_card(config, step=1, best="none", versions={})
+def test_what_was_passed_in_python_is_said() -> None:
     functions = FunctionsConfig(strategy=FunctionRecord("mine.relay"), recipe=FunctionRecord("grpo, surrogate=half"))
-    card = model_card(replace(config, functions=functions), step=1, best="none", versions={})
-    assert "(the strategy `mine.relay`)" in card
-    assert "| recipe | `grpo, surrogate=half, learning rate 0.0003` |" in card
+    card = model_card(replace(load("quickstart"), functions=functions), step=1, best="none", versions={})
+    assert "| who wrote the training texts | `mine.relay` |" in card
+    assert "| recipe | `grpo, surrogate=half` |" in card
     assert front(card)["tags"] == ["reinforcement-learning", "tandem-rl"]
 
 

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 import runs
 from runs import timeless as metrics
 from runs import weights
-from tandemrl.config import Config, ConfigError, load
+from tandemrl.config import Config
 from tandemrl.data.sampler import Sampler
 from tandemrl.losses import adapt_kl_coef
-from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import value_head
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Passes
@@ -226,33 +225,6 @@ def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
     first, second = metrics(out)
     assert first["kl/coef"] == 0.05
     assert second["kl/coef"] == pytest.approx(adapt_kl_coef(0.05, first["kl/per_token"], target=0.01))
-
-
-def test_a_critic_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    AutoModelForCausalLM.from_pretrained(tiny_pair / "senior").save_pretrained(tmp_path / "critic")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_pair / "senior")
-    tokenizer.add_tokens(["<extra>"])
-    tokenizer.save_pretrained(tmp_path / "critic")
-    with pytest.raises(ModelError, match="senior and critic have different vocabularies"):
-        build(config(tiny_pair, tmp_path / "run", f"model.critic={tmp_path}/critic"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["model.critic=x"], "model.critic"),
-        (["train.critic_warmup_steps=1"], "train.critic_warmup_steps"),
-        (["loss.recipe=ppo", "train.critic_warmup_steps=50"], "train.critic_warmup_steps"),
-        (["loss.recipe=ppo", "rollout.group_size=1", "train.max_resamples=1"], "train.max_resamples"),
-        (["rollout.group_size=1"], "rollout.group_size"),
-        (["loss.kl_target=0.1"], "loss.kl_target"),
-    ],
-)
-def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}="):
-        load(overrides=overrides)
 
 
 # ----------------------------------------------------------------------------------------------------- dynamic sampling

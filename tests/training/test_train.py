@@ -408,22 +408,6 @@ def test_own_rewards_beside_the_library_s_by_weight(tiny_pair: Path, tmp_path: P
         train(longer, reward=brevity, quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("override", "error", "message"),
-    [
-        ("reward.scorers.synthetic=no_such_module:score", ConfigError, r"reward\.scorers\.synthetic=.*no row matches"),
-        ("reward.scorers.synthetic/plain=no_such_module:score", GraderError, "No module named 'no_such_module'"),
-        ("reward.weights.boxed=2", ConfigError, r"reward\.weights\.boxed: no reward of that name"),
-    ],
-)
-def test_rewards_of_no_use_are_refused_before_a_model_is_loaded(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, error: type, message: str
-) -> None:
-    monkeypatch.setattr(build_module, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
-    with pytest.raises(error, match=message):
-        build(config(tiny_pair, tmp_path, override))
-
-
 # --------------------------------------------------------------------------------------------------------------- gates
 
 
@@ -582,27 +566,6 @@ def test_mismatch_metrics_against_numpy() -> None:
         assert got == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()})
     assert logprob_mismatch(World(), torch.zeros(0)) == {}
     assert logprob_mismatch(World(), torch.zeros(3))["mismatch/ess"] == 1.0
-
-
-def test_a_gradient_that_is_not_finite_stops_before_the_weights(tiny_pair: Path, tmp_path: Path) -> None:
-    def broken_later(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        return rewards + (0.0 if len(rewards) == 6 else float("inf"))  # the six of the trial at the start are fine
-
-    broken = RECIPES["grpo"]._replace(advantage=broken_later)
-    with pytest.raises(TrainError, match="gradient norm"):
-        train(config(tiny_pair, tmp_path), recipe=broken, quiet=True)
-
-
-def test_a_junior_of_another_vocabulary_is_refused_with_most_strategies(tiny_pair: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    junior = tmp_path / "junior"
-    AutoModelForCausalLM.from_pretrained(tiny_pair / "junior").save_pretrained(junior)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_pair / "junior")
-    tokenizer.add_tokens(["<extra>"])
-    tokenizer.save_pretrained(junior)
-    with pytest.raises(ConfigError, match="must be before_word, since senior and junior have two vocabularies"):
-        build(config(tiny_pair, tmp_path / "run", f"model.junior={junior}"))
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules

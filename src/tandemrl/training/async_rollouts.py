@@ -162,15 +162,6 @@ class AsyncRollouts:
             **means,
         }
 
-    @contextmanager
-    def not_counted(self) -> Iterator[None]:
-        """A context that ``fleet_metrics`` leaves out, but for lost workers: an evaluation."""
-        before = self._counts()
-        yield
-        for name, value in self._counts().items():
-            if name != "restarts":
-                self._counted[name] += value - before[name]
-
     def _counts(self) -> dict[str, float]:
         fleet = self._engine.counts() if isinstance(self._engine, Fleet) else {}
         return fleet | {"wall_s": time.monotonic(), "waited_s": self._waited_s}

@@ -1,13 +1,11 @@
-"""Warnings about a run that goes on: its rewards teach nothing, the senior alone does not end its texts, or the authors
-hardly change.
+"""Warnings about a run that goes on: its rewards teach nothing, or the senior alone does not end its texts.
 
 Rewards teach nothing if they do not differ where they are compared. A senior can forget how to stop because in tandem
-the junior ends most texts, so that the reward hardly shows it. Whole words have one author, and some texts have few.
+the junior ends most texts, so that the reward hardly shows it.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from statistics import fmean
 from typing import Any
 
 from tandemrl.config import Config
@@ -29,41 +27,19 @@ def watcher(config: Config, recipe: Recipe, heldout: int) -> Callable[[Metrics],
     Args:
         heldout: how many held-out problems an evaluation has.
     """
-    lesson_warning, told, handovers = no_signal_warning(config, recipe), False, handover_warner()
+    lesson_warning, told = no_signal_warning(config, recipe), False
     solo_texts = heldout * config.eval.train_samples
     rollout_texts = config.train.prompts_per_step * config.rollout.group_size
 
     def warnings(metrics: Metrics) -> list[str]:
         nonlocal told
-        due = [lesson_warning(metrics), handovers(metrics)]
+        due = [lesson_warning(metrics)]
         if not told and "response/truncated_at_eval" in metrics:
             due.insert(0, stopping_warning(metrics, solo_texts=solo_texts, rollout_texts=rollout_texts))
             told = due[0] is not None
         return [line for line in due if line]
 
     return warnings
-
-
-def handover_warner() -> Callable[[Metrics], str | None]:
-    """A function to call with the metrics of each step, which warns once, after `AFTER` steps with few handovers."""
-    few: list[float] = []
-
-    def warning(metrics: Metrics) -> str | None:
-        found, drawn = metrics.get("tandem/handovers"), metrics.get("tandem/senior_draw_frac", 1.0)
-        if found is None or found >= 1 or not 0.1 < drawn < 0.9 or len(few) == AFTER:
-            return None
-        few.append(found)
-        if len(few) < AFTER:
-            return None
-        return (
-            f"warning: {AFTER} steps had fewer than one handover per rollout (tandem/handovers), {fmean(few):.2f} on "
-            "average: with selection.strategy=before_word the author changes only at a space after a word, and texts "
-            "such as Chinese, or answers of a word, have few. So senior and junior hardly write together. Use a "
-            "strategy that does not go by spaces (selection.strategy=bernoulli) with a junior of the senior's "
-            "tokenizer family, or longer texts"
-        )
-
-    return warning
 
 
 def lessons(metrics: Mapping[str, Any], recipe: Recipe) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from tandemrl import evals
 from tandemrl.config import EvalConfig
@@ -30,12 +31,12 @@ def evaluate(run: Run, step: int) -> Metrics:
     heldout = evaluate_solo(run, setup.heldout, ks, step)
     macro, samples = heldout.metrics["macro"], {"eval": heldout.samples}
     at_k = f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
-    before = progress.best
-    graded = _graded(heldout.samples) or (before is not None and before.by == "reward")
-    by = "reward" if (setup.config.train.select_by or (graded and "reward")) == "reward" else at_k
-    best = Best(step, by, {at_k: macro[at_k], "reward": macro["reward"]})
-    if by == "reward":
-        progress.best = before and before._replace(by=by)
+    rewards = _rewards(heldout.samples)
+    values = {at_k: macro[at_k], "reward": macro["reward"]}
+    best = Best(step, at_k, values, {kind: min(found) for kind, found in rewards.items()})
+    if (setup.config.train.select_by or _allowed(rewards, progress.best)) == "reward":
+        best = best._replace(by="reward")
+        progress.best = progress.best and progress.best._replace(by="reward")
     if progress.best is None or best.values[best.by] >= progress.best.values[best.by] - EQUAL:
         progress.best = best
         checkpoint.export(run, "best", step)
@@ -78,13 +79,21 @@ def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], step: 
     return evals.EvalResult(metrics, marked)
 
 
-def _graded(samples: Sequence[Sample]) -> bool:
-    """Whether rewards say more than which responses are correct: those of a source that are, or are not, differ."""
-    rewards: dict[tuple[str, bool | None], set[float]] = {}
+def _rewards(samples: Sequence[Sample]) -> dict[str, set[float]]:
+    """The rewards of correct and of wrong responses, by source."""
+    rewards: dict[str, set[float]] = {}
     for sample in samples:
         if sample.score is not None:
-            rewards.setdefault((sample.set, sample.correct), set()).add(sample.score)
-    return any(len(values) > 1 for values in rewards.values())
+            kind = f"{sample.set}: {'correct' if sample.correct else 'wrong'}"
+            rewards.setdefault(kind, set()).add(sample.score)
+    return rewards
+
+
+def _allowed(rewards: dict[str, set[float]], best: Best | None) -> Literal["pass@k", "reward"]:
+    """``reward`` if rewards are graded: correct or not does not say them, here or in an earlier evaluation."""
+    before = {} if best is None else best.rewards
+    graded = any(len(values | {before.get(kind, min(values))}) > 1 for kind, values in rewards.items())
+    return "reward" if graded or (best is not None and best.by == "reward") else "pass@k"
 
 
 def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:

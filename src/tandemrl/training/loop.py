@@ -168,7 +168,7 @@ def loop(run: Run, tracker: Tracker) -> None:
         if done == 0 and setup.heldout and train.eval_first:
             clock = profiler.clock(0)
             with explain_errors(0, clock, world, config.parallel.timeout_s):
-                with clock("eval"), rollouts.not_counted():
+                with clock("eval"):
                     metrics = evaluate(run, 0)
                 tracker.step(0, metrics | {"time/eval": clock.seconds["eval"]})
                 say_best(run, tracker, 0)
@@ -260,7 +260,7 @@ def train_step(
         with clock("sync"):
             sync_if_stale(models, version=step)
     if evaluates:
-        with clock("eval"), rollouts.not_counted():
+        with clock("eval"):
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)
     metrics |= rollouts.fleet_metrics(step, completions)
     tracker.samples(step, written, setup.tokenizer)

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError
-from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import ModelConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
@@ -16,8 +14,6 @@ from tandemrl.models.loading import (
     junior_tokenizer_of,
     load_tokenizer,
     refusal,
-    stored_eos_token_ids,
-    vocabulary_check,
 )
 
 
@@ -79,46 +75,3 @@ class ModelFiles(NamedTuple):
 def size(model: Any) -> int:
     """How many parameters a model has."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def vocabularies(
-    config: Config,
-    files: ModelFiles,
-    tokenizer: PreTrainedTokenizerBase,
-    other: PreTrainedTokenizerBase | None,
-    *,
-    passed: bool,
-) -> str:
-    """Check that the models of a run have one vocabulary, or work with two, and that a text of theirs can end.
-
-    Args:
-        tokenizer: that of the senior.
-        other: the tokenizer of a junior with a vocabulary of its own, if it has one.
-        passed: whether a strategy was passed in Python.
-
-    Returns:
-        the sizes, in words.
-
-    Raises:
-        ConfigError, ModelError: they do not; the message names the key.
-    """
-    model = config.model
-    if model.critic is not None:
-        vocabulary_check(tokenizer, files.tokenizer(model.critic), other="critic")
-    if other is not None:
-        check(config, Facts(apart=True))
-        if passed:
-            raise ConfigError(
-                "strategy: the senior and the junior have two vocabularies, and a strategy looks at tokens; pass none, "
-                "and use selection.strategy=before_word"
-            )
-    logits = files.configuration(model.senior).get_text_config().vocab_size
-    one = other is None and model.junior_endpoint.url is None and (passed or not config.selection.kind.solo)
-    ends = stored_eos_token_ids(model.senior, tokenizer, model.junior if one else None, download=files.downloads)
-    if not any(0 <= token < logits for token in ends):
-        raise ModelError(
-            f"model.senior={model.senior}: no author has an EOS token ({ends or 'none is named'}), so that "
-            "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
-            "its tokenizer_config.json"
-        )
-    return f"{len(tokenizer)} tokens" + ("" if other is None else f"; the junior has {len(other)} of its own")

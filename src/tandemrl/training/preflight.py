@@ -26,7 +26,14 @@ from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.evals import EvalError, profile_of, sampling_for
 from tandemrl.evals.files import digests
 from tandemrl.losses import Recipe
-from tandemrl.models.loading import check_positions, resolve_device, stored_eos_token_ids, visible_tokens
+from tandemrl.models.attention import ModelError
+from tandemrl.models.loading import (
+    check_positions,
+    resolve_device,
+    stored_eos_token_ids,
+    visible_tokens,
+    vocabulary_check,
+)
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import import_object
 from tandemrl.processes.watchdog import stamp
@@ -49,7 +56,7 @@ from tandemrl.tasks.code.sandbox import Sandbox
 from tandemrl.tasks.code.tests import Stdin
 from tandemrl.tasks.rubric.judge import Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
+from tandemrl.training.model_files import ModelFiles, NotHereError, size
 from tandemrl.training.state import trainer_state
 
 
@@ -181,17 +188,13 @@ class Preflight:
         if self.signed_environment is None:
             check(config, Facts(one_turn=True))
             return None
-        model, written = config.model, not config.selection.kind.solo or self.strategy is not None
-        one = written and self.junior_tokenizer is None and model.junior_endpoint.url is None
-        junior = model.junior if one else None
-        ends = stored_eos_token_ids(model.senior, self.tokenizer, junior, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
         return EpisodeRunner(
             self.signed_environment,
             self.tokenizer,
             config.rollout,
             caller=caller,
-            eos_token_ids=ends,
+            eos_token_ids=self._ends,
             template_arguments=config.data.template_arguments,
             junior=reader_of(config.model.junior, self._reader, download=self.downloads),
         )
@@ -314,9 +317,32 @@ class Preflight:
 
     def vocabularies(self) -> str:
         """Check that the models have one vocabulary, or work with two, and that a text of theirs can end."""
-        return vocabularies(
-            self.config, self.files, self.tokenizer, self.junior_tokenizer, passed=self.strategy is not None
-        )
+        model, tokenizer, other, passed = self.config.model, self.tokenizer, self.junior_tokenizer, self.strategy
+        if model.critic is not None:
+            vocabulary_check(tokenizer, self.files.tokenizer(model.critic), other="critic")
+        if other is not None:
+            check(self.config, Facts(apart=True))
+            if passed is not None:
+                raise ConfigError(
+                    "strategy: the senior and the junior have two vocabularies, and a strategy looks at tokens; pass "
+                    "none, and use selection.strategy=before_word"
+                )
+        logits, ends = self.files.configuration(model.senior).get_text_config().vocab_size, self._ends
+        if not any(0 <= token < logits for token in ends):
+            raise ModelError(
+                f"model.senior={model.senior}: no author has an EOS token ({ends or 'none is named'}), so that every "
+                "response would be truncated; set eos_token_id in its generation_config.json, or eos_token in its "
+                "tokenizer_config.json"
+            )
+        return f"{len(tokenizer)} tokens" + ("" if other is None else f"; the junior has {len(other)} of its own")
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        """The ids that end a text of the authors."""
+        model, written = self.config.model, not self.config.selection.kind.solo or self.strategy is not None
+        one = written and self.junior_tokenizer is None and model.junior_endpoint.url is None
+        junior = model.junior if one else None
+        return stored_eos_token_ids(model.senior, self.tokenizer, junior, download=self.downloads)
 
     def algorithm(self) -> str:
         """Try the recipe's functions on a few made-up tokens."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import ProfilerAction, profile, record_function
 
 from tandemrl.processes.watchdog import stamp
 from tandemrl.types import Metrics
@@ -116,6 +116,11 @@ class Profiler:
         self._left.remove(phase)
         self._folder.mkdir(parents=True, exist_ok=True)
         file = str(self._folder / f"trace_{phase}.json.gz")
-        first = schedule(wait=0, warmup=0, active=TRACED_CALLS, repeat=1)
-        with profile(schedule=first, on_trace_ready=lambda done: done.export_chrome_trace(file)) as tracer:
+        with profile(schedule=_first_calls, on_trace_ready=lambda done: done.export_chrome_trace(file)) as tracer:
             yield lambda tokens: tracer.step()
+
+
+def _first_calls(call: int) -> ProfilerAction:
+    if call < TRACED_CALLS - 1:
+        return ProfilerAction.RECORD
+    return ProfilerAction.RECORD_AND_SAVE if call == TRACED_CALLS - 1 else ProfilerAction.NONE

@@ -162,11 +162,13 @@ class Models:
 
 
 class Best(NamedTuple):
-    """The policy in ``hf/best``: after which step, by which metric it was chosen, and its held-out metrics."""
+    """The policy in ``hf/best``: after which step, by which metric it was chosen, its held-out metrics, and the least
+    reward of its correct and of its wrong responses, by source."""
 
     step: int
     by: str
     values: Metrics
+    rewards: dict[str, float]
 
     def __str__(self) -> str:
         return f"step {self.step}, by held-out {self.by} {self.values[self.by]:.4f}"

@@ -70,7 +70,7 @@ def test_the_plan_of_a_tiny_run_adds_up() -> None:
     assert (rows, length >= config.longest_sequence) == (256, True)
     found.require_fit()
     text = str(found)
-    assert "plan of 1 process(es) on h100 (no mesh)" in text
+    assert "plan of 1 process(es) on h100, per process" in text
     keys = ["selection.strategy=before_word", "model.junior_endpoint.url=http://localhost:8000/v1"]
     served = plan(load("quickstart", keys), 1, "h100")  # the junior's weights are elsewhere
     assert {item.name for item in found.items} - {item.name for item in served.items} == {

@@ -81,7 +81,6 @@ class Plan(NamedTuple):
     """
 
     ranks: int
-    mesh: dict[str, int]
     device: str
     memory: float | None
     items: list[Item]
@@ -119,8 +118,7 @@ class Plan(NamedTuple):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        mesh = " x ".join(f"{axis} {count}" for axis, count in self.mesh.items()) or "no mesh"
-        yield f"plan of {self.ranks:,} process(es) on {self.device} ({mesh}), per process, full-length sequences:"
+        yield f"plan of {self.ranks:,} process(es) on {self.device}, per process, full-length sequences:"
         phases: dict[Phase, str] = {
             "always": "all the time",
             "rollout": "while rollouts are generated",
@@ -218,8 +216,7 @@ def _plan(config: Config, world: World, device: str) -> Plan:
         items += engine
     if _apart(config):
         notes.append(f"the junior on {rollout.vllm.junior_device} and its KV cache are not counted")
-    mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-    return Plan(world.size, mesh, device, DEVICES[device], items, cache, tokens, notes)
+    return Plan(world.size, device, DEVICES[device], items, cache, tokens, notes)
 
 
 def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from tandemrl.config import Config, to_yaml
 from tandemrl.config.fields import is_own
-from tandemrl.rollout.schedule import kind_in_use
 
 CARD = "README.md"
 
@@ -21,26 +20,23 @@ def model_card(
     Args:
         best: the step of `hf/best` so far and what chose it, or "none".
     """
-    model, data, own = config.model, config.data, config.functions.recipe
-    solo = config.selection.kind.solo
-    recipe = _with(config.loss.recipe, config.loss.parameters) if own is None else own.name
-    front = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [
-            "reinforcement-learning",
-            *([] if own or is_own(config.loss.recipe) else [config.loss.recipe]),
-            *([] if solo else ["tandem-rl"]),
-        ],
-        **({} if Path(model.senior).exists() else {"base_model": model.senior}),  # a name on the hub
-    }
+    model, data, loss, selection, passed = config.model, config.data, config.loss, config.selection, config.functions
+    solo, named = selection.kind.solo and passed.strategy is None, passed.recipe is None
+    tags = ["reinforcement-learning"]
+    tags += [loss.recipe] if named and not is_own(loss.recipe) else []
+    tags += [] if solo else ["tandem-rl"]
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
+    if not Path(model.senior).exists():  # a name on the hub
+        front["base_model"] = model.senior
     header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items())
     shown = replace(config, judge=replace(config.judge, command=None))  # a command line may hold keys
     facts = {
         "senior before training": model.senior,
         "junior": "none" if solo else model.junior or "the senior before training",
+        "who wrote the training texts": selection.strategy if passed.strategy is None else passed.strategy.name,
+        "weight of the junior's tokens in the loss": f"{loss.junior_weight:g}",
         "steps": f"{step} of {config.train.steps}",
-        "recipe": f"{recipe}, learning rate {config.train.lr:g}",
+        "recipe": loss.recipe if passed.recipe is None else passed.recipe.name,
         "training data": ", ".join(data.train),
         "held-out data": ", ".join(data.eval) or "none",
         "hf/best so far": best,
@@ -53,9 +49,7 @@ def model_card(
 
 # {Path(config.output_dir).name}, step {step}
 
-Trained by [tandemrl](https://github.com/tandemrl/tandemrl).
-
-{_authorship(config)}
+Trained by [tandemrl](https://github.com/tandemrl/tandemrl). This model, the *senior*, is meant to be used alone.
 
 | | |
 |---|---|
@@ -68,26 +62,3 @@ Trained by [tandemrl](https://github.com/tandemrl/tandemrl).
 
 </details>
 """
-
-
-def _authorship(config: Config) -> str:
-    kind, selection, weight, own = (
-        kind_in_use(config.selection),
-        config.selection,
-        config.loss.junior_weight,
-        config.functions.strategy,
-    )
-    if own is None and kind.solo:
-        return f"The *{selection.first}* wrote all texts that this model learnt from."
-    until = "" if selection.prob_senior_final is None else f" to {selection.prob_senior_final:g}"
-    drawn = f", p = {selection.prob_senior:g}{until}" if kind.draws else ""
-    who = _with(f"`{selection.strategy}`{drawn}", selection.parameters) if own is None else f"the strategy `{own.name}`"
-    learnt = "only" if weight == 0 else f"with weight 1, on those of the junior with weight {weight:g}"
-    return (
-        f"This model, the *senior*, wrote its training texts together with a frozen *junior* ({who}). "
-        f"It was trained on its own tokens {learnt}. It is meant to be used alone."
-    )
-
-
-def _with(name: str, parameters: Mapping[str, Any]) -> str:
-    return ", ".join([name, *(f"{key} = {value}" for key, value in parameters.items())])

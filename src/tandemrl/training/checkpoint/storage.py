@@ -34,7 +34,7 @@ from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
 from tandemrl.training.checkpoint.tensors import load_tensors, save_tensors, tensors_of
 from tandemrl.training.state import Trained
 
-FORMAT = 5
+FORMAT = 4
 """The version of the checkpoint format."""
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
