@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config
-from tandemrl.config.rollout import RolloutConfig
+from tandemrl.config.schema import RolloutConfig
 from tandemrl.data.rows import Prompt
 from tandemrl.data.sampler import Sampler
 from tandemrl.losses import Coefficients, Recipe
