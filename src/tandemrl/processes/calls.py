@@ -8,18 +8,18 @@ import itertools
 import json
 import os
 import pickle
-import queue
 import selectors
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Child
-from tandemrl.processes.watchdog import stamp
 
 START_LIMIT_S = 600.0
 """How long a process may take to start, in which it may load an index or a model."""
@@ -108,7 +108,6 @@ class ChildCalls:
         before = self._delivered
         while nearest := min((due for each in self._processes if (due := each.due(self._limit_s))), default=None):
             self._listen(max(0.0, nearest - time.monotonic()) if wait else 0.0)
-            stamp()  # a process said something, or will not be waited for any longer
             for process in tuple(self._processes):
                 self._check(process)
             for lane in self._lanes:
@@ -199,34 +198,28 @@ class ThreadCalls:
     """
 
     def __init__(self, function: Callable[[Any], str], *, limit_s: float) -> None:
-        self._function = function
-        self._limit_s = limit_s
+        self._function, self._limit_s = function, limit_s
         self._waiting: deque[_Call] = deque()
-        self._begun: dict[int, _Begun] = {}
-        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._numbers = itertools.count()
+        self._begun: dict[Future[Outcome], _Begun] = {}
 
     def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
         self._waiting.append(_Call(pickle.dumps(argument), deliver))  # a copy: calls share nothing
         self._feed()
 
     def poll(self, *, wait: bool) -> None:
-        delivered = False
-        while self._begun:
-            try:
-                nearest = min(begun.since for begun in self._begun.values()) + self._limit_s
-                patience = max(0.0, nearest - time.monotonic()) if wait and not delivered else 0.0
-                number, outcome = self._outcomes.get(timeout=patience) if patience else self._outcomes.get_nowait()
-                outcomes = {number: outcome}
-            except queue.Empty:
-                now = time.monotonic()
-                late = [n for n, begun in self._begun.items() if now >= begun.since + self._limit_s]
-                outcomes = dict.fromkeys(late, Outcome("timeout"))
-            for number in outcomes.keys() & self._begun.keys():  # another one was given up before
-                delivered = True
-                self._begun.pop(number).call.deliver(outcomes[number])
+        over = dict[Future[Outcome], Outcome]()
+        while self._begun and not over:
+            due = min(begun.since for begun in self._begun.values()) + self._limit_s
+            done = futures.wait(self._begun, max(0.0, due - time.monotonic()) * wait, futures.FIRST_COMPLETED).done
+            now = time.monotonic()
+            over = {
+                each: Outcome("timeout") for each, begun in self._begun.items() if now >= begun.since + self._limit_s
+            }
+            over |= {each: each.result() for each in done}
+            for each, outcome in over.items():
+                self._begun.pop(each).call.deliver(outcome)
             self._feed()
-            if not outcomes and (delivered or not wait):
+            if not wait:
                 break
 
     def close(self) -> None:
@@ -235,16 +228,17 @@ class ThreadCalls:
 
     def _feed(self) -> None:
         while self._waiting and len(self._begun) < CALLS_AT_ONCE:
-            call, number = self._waiting.popleft(), next(self._numbers)
-            self._begun[number] = _Begun(call, time.monotonic())
-            threading.Thread(target=self._work, args=(number, call.argument), daemon=True).start()
+            call, future = self._waiting.popleft(), Future[Outcome]()
+            self._begun[future] = _Begun(call, time.monotonic())
+            # not those of an executor, whose end waits for them
+            threading.Thread(target=self._work, args=(future, call.argument), daemon=True).start()
 
-    def _work(self, number: int, argument: bytes) -> None:
+    def _work(self, future: Future[Outcome], argument: bytes) -> None:
         try:
             outcome = Outcome("result", json.loads(self._function(pickle.loads(argument))))
         except BaseException as error:  # SystemExit and asyncio.CancelledError, too: it is answered in any case
             outcome = Outcome("error", f"{type(error).__name__}: {error}")
-        self._outcomes.put((number, outcome))
+        future.set_result(outcome)
 
 
 # --------------------------------------------------------------------------------------------------------------------

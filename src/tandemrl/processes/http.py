@@ -2,7 +2,7 @@
 evaluated, models that rank documents. The module does not import torch.
 
 Every request gets a reply, or it is an error. A request is tried again after a growing wait if its failure may pass: no
-connection, a time-out, HTTP 408, 409, 425, 429 or 5xx, or a body that is too long or malformed. After any other status
+connection, a time-out, HTTP 408, 409, 425, 429 or 5xx, or a body that is malformed. After any other status
 it is not tried again.
 """
 
@@ -18,14 +18,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tandemrl.processes.watchdog import WATCHDOG, stamp
-
 RETRYABLE = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0
 POLL_S = 1.0
 """Seconds between two requests to a service that is still starting."""
-MAX_REPLY_BYTES = 4 * 2**20
-"""How many bytes a body may have, which is many times what a model writes."""
 T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 Read = Callable[["Response"], T]
@@ -80,7 +76,7 @@ class Client:
     def __init__(self, service: Service) -> None:
         self.service, self.url = service, service.url.rstrip("/")
         self._given_up = False
-        headers = {"Accept-Encoding": "identity"}  # httpx would unpack a chunk to any size at once
+        headers = {}
         if service.api_key_env is not None:
             if not os.environ.get(service.api_key_env):
                 raise service.error(
@@ -136,8 +132,7 @@ class Client:
                 for task in tasks:
                     task.cancel()
 
-        with WATCHDOG.shared():
-            return self._run(all_of_them())
+        return self._run(all_of_them())
 
     def wait(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
         """Return as soon as an OpenAI-compatible endpoint answers, or after ``seconds``.
@@ -156,7 +151,6 @@ class Client:
                 return
             except RetryableError:
                 check()
-                stamp()
                 time.sleep(min(left, POLL_S))
 
     def model(self, name: str | None) -> str:
@@ -181,9 +175,7 @@ class Client:
         """The result of what runs in the event loop."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            found = future.result()
-            stamp()
-            return found
+            return future.result()
         finally:
             future.cancel()  # where this thread was interrupted
 
@@ -198,9 +190,7 @@ class Client:
                 if self._given_up:
                     raise _GivenUp
                 try:
-                    reply = read(await self._send(path, body))
-                    stamp()
-                    return reply
+                    return read(await self._send(path, body))
                 except RetryableError as problem:
                     last = problem
                 except PermanentError as problem:
@@ -213,23 +203,23 @@ class Client:
         )
 
     async def _send(self, path: str, body: Mapping[str, Any] | None) -> "Response":
-        """One attempt: the whole response, within ``timeout_s`` and `MAX_REPLY_BYTES`.
+        """One attempt: the whole response, within ``timeout_s``.
 
         Raises:
-            RetryableError: there is no response, it is too long or packed, or its status may pass.
+            RetryableError: there is no response, or its status may pass.
             PermanentError: the status is another one from 300 on. 404 is left to the reader.
         """
         limit = self.service.timeout_s
         try:
-            request = self._client.build_request("GET" if body is None else "POST", self.url + path, json=body)
-            response, content = await asyncio.wait_for(self._received(request), limit)
+            asked = self._client.request("GET" if body is None else "POST", self.url + path, json=body)
+            response = await asyncio.wait_for(asked, limit)
         except TimeoutError:
             raise RetryableError(f"no complete reply within {limit:g} s") from None
         except httpx.InvalidURL as error:
             raise PermanentError(f"{self.service.section}.url={self.url}: {error}") from None
         except httpx.RequestError as error:
             raise RetryableError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
-        status = response.status_code
+        status, content = response.status_code, response.content
         if status in RETRYABLE or status >= 500:
             raise RetryableError(
                 f"HTTP {status}: {excerpt(content)}", _retry_after(response.headers.get("retry-after"))
@@ -237,23 +227,6 @@ class Client:
         if status >= 300 and status != 404:
             raise PermanentError(f"{self.url}{path} answers HTTP {status}: {excerpt(content)}")
         return Response(status, content)
-
-    async def _received(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
-        response, received = await self._client.send(request, stream=True), bytearray()
-        try:
-            if (packed := response.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-                raise RetryableError(
-                    f"HTTP {response.status_code} with a body packed by {packed[:50]!r}, which was not asked for"
-                )
-            async for chunk in response.aiter_raw():
-                received += chunk
-                if len(received) > MAX_REPLY_BYTES:
-                    raise RetryableError(
-                        f"HTTP {response.status_code} with a body of more than {MAX_REPLY_BYTES} bytes"
-                    )
-        finally:
-            await response.aclose()
-        return response, bytes(received)
 
 
 class Response:

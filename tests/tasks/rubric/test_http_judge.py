@@ -1,9 +1,7 @@
 """The HTTP judge against a real server: what it sends, how patient it is, and that nothing becomes a silent reply."""
 
-import gzip
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,17 +9,10 @@ import pytest
 
 from fake_judge import FakeJudge, Reply, completion
 from tandemrl.config import JudgeConfig
-from tandemrl.processes.http import MAX_REPLY_BYTES
 from tandemrl.tasks.rubric.http import HttpJudge
 from tandemrl.tasks.rubric.judge import JudgeError
 
-GZIP = (("content-encoding", "gzip"),)
 QUICK = JudgeConfig(retries=2, backoff_s=0.01, timeout_s=5.0, concurrency=4)
-
-
-def packed(content: bytes) -> bytes:
-    """Without the time of day, which would make the names of tests differ between processes."""
-    return gzip.compress(content, mtime=0)
 
 
 def ask(judge: FakeJudge, prompts: list[str], **changes: object) -> list[str]:
@@ -78,11 +69,7 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         Reply(200, b"[" * 200_000),
         Reply(200, b"9" * 100_000),  # more digits than Python reads
         Reply(200, completion("fine")[:-1] + b', "usage": NaN}'),
-        Reply(200, completion("x" * MAX_REPLY_BYTES)),
-        Reply(200, packed(completion("x" * MAX_REPLY_BYTES)), GZIP),
-        Reply(200, packed(completion("fine"))[:20], GZIP),
-        Reply(200, zlib.compress(completion("fine")), (("content-encoding", "deflate"),)),
-        Reply(200, packed(packed(completion("fine"))), (("content-encoding", "gzip, gzip"),)),
+        Reply(200, completion("fine"), (("content-encoding", "gzip"),)),
     ],
     ids=lambda problem: f"{problem.status} {problem.body[:12]!r} {len(problem.body)}",
 )
