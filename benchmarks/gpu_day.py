@@ -31,7 +31,7 @@ COMMANDS = {
     "train-4b": "gpu_train.py",  # about 110 GiB
     "train-4b-lora": "gpu_train.py --steps=3 rollout.max_tokens=256 model.lora.rank=32",
     "train-4b-offload": "gpu_train.py --steps=3 rollout.max_tokens=256 parallel.offload_optimizer=true",
-    "compile": f"{SMALL} rollout.compile=true model.compile=true",
+    "compile": f"{SMALL} model.compile=true",
     "drafts": f"{SMALL} rollout.draft_tokens=auto",
     "claims": "-m tandemrl experiment paper-claims --device cuda --seeds 0 --out runs/gpu-claims",
     "smollm2": "-m tandemrl experiment smollm2 --device cuda --workers 6 --out runs/gpu-smollm2",

@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    p.add_argument("--compile", action="store_true", help="model.compile and rollout.compile")
+    p.add_argument("--compile", action="store_true", help="model.compile")
     p.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # wait_for_turn before every step
     group = p.add_argument_group("comparison")
     group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
@@ -165,7 +165,6 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
             f"rollout.max_rows={options.completions}",
             f"selection.strategy={options.strategy}",
             f"model.compile={str(options.compile).lower()}",
-            f"rollout.compile={str(options.compile).lower()}",
             f"train.steps={options.steps}",
             f"train.seed={options.seed}",
             f"train.lr={options.lr}",

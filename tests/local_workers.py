@@ -63,10 +63,6 @@ class LocalWorkers:
         self.restarted.append(number)
         self.new(number)
 
-    def abort(self, keys: Iterable[int] | None) -> None:
-        for worker in self.workers.values():
-            worker.engine.abort(keys)
-
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         return [(name, tensor.clone()) for name, tensor in weights]
 

@@ -86,12 +86,12 @@ def test_an_engine_as_an_argument_is_that_of_its_name_and_recorded(agents: Path,
         with pytest.raises(ConfigError, match=r"functions\.engine: this config belongs to a run with partial"):
             train(saved, engine=other, quiet=True)
     for engine, message in (
-        (LongestFirst, r"rollout\.compile=True: must be false with rollout\.engine=my_engine:LongestFirst"),
+        (LongestFirst, r"rollout\.host_every=4: must be auto with rollout\.engine=my_engine:LongestFirst"),
         ("torhc", "rollout.engine=torhc: must be one of .*; did you mean torch"),
         (3, "engine=3: pass the class, or a function that makes one"),
     ):
         with pytest.raises(ConfigError, match=message):
-            train(load(overrides=["rollout.compile=true"]), engine=engine)
+            train(load(overrides=["rollout.host_every=4"]), engine=engine)
 
 
 def test_an_environment_of_ones_own(agents: Path, here: Path) -> None:

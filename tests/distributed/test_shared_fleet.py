@@ -18,8 +18,8 @@ from processes import run
 from tandemrl.config import ParallelConfig
 from tandemrl.processes.world import World, init_world
 from tandemrl.rollout.engine import Completion, Engine, EngineError, Request, Sampling
-from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
-from tandemrl.rollout.fleet.shared import SharedFleet
+from tandemrl.rollout.fleet.engine import FleetEngine
+from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.async_rollouts import AsyncRollouts
@@ -49,10 +49,10 @@ def learnt() -> Any:
     return model
 
 
-def shared() -> tuple[SharedFleet, World]:
+def shared() -> tuple[FleetEngine, World]:
     world = init_world(ParallelConfig(timeout_s=60.0), torch.device("cpu"))
-    own = FleetEngine(LocalWorkers(make, size=2), size=2, unit_groups=2) if world.main else None
-    return SharedFleet(own, world), world
+    workers = LocalWorkers(make, size=2) if world.main else None
+    return FleetEngine(workers, size=2, unit_groups=2, world=world), world
 
 
 def rolled_out() -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_all_processes_get_what_the_fleet_of_rank_0_generates() -> None:
     assert "prompt" in one["refused"]
     assert other.pop("refused") == f"rank 0: {one.pop('refused')}"
     assert one == other
-    alone = UnitEngine(make(), 2)
+    alone = SpreadEngine(make(), unit_groups=2)
     assert one["first"] == bits(alone.generate(asked(0)))
     for step in (1, 2, 3):
         assert one[f"step {step}"] == bits(alone.generate(asked(step)))
@@ -114,7 +114,7 @@ def failed_before() -> dict[str, Any]:
 
 
 def test_a_step_that_fails_before_it_generates_fails_everywhere() -> None:
-    alone = UnitEngine(make(), 2)
+    alone = SpreadEngine(make(), unit_groups=2)
     right = {f"step {step}": [c.tokens.tolist() for c in flat(alone.generate(asked(step)))] for step in (1, 2, 3)}
     for rank, found in enumerate(run(failed_before, 2)):
         assert found == right | {"step 2": ("rank 0: " if rank else "") + "row 7 cannot begin"}
@@ -132,7 +132,7 @@ def waited() -> int:
     """In one of the processes."""
     world = init_world(ParallelConfig(timeout_s=3.0), torch.device("cpu"))
     slow = LocalWorkers(lambda: Slow(*copy.deepcopy(MODELS), tokenizer()))
-    fleet = SharedFleet(FleetEngine(slow, size=1, unit_groups=8) if world.main else None, world)
+    fleet = FleetEngine(slow if world.main else None, size=1, unit_groups=8, world=world)
     count = len(flat(fleet.generate(asked(0, 4))))
     fleet.close()
     return count

@@ -6,7 +6,6 @@ does, which takes a tenth of the time.
 
 import copy
 import shutil
-from functools import partial
 
 import jaxtyping
 import numpy as np
@@ -16,14 +15,12 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from helpers import VOCABULARY, llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
-from tandemrl.config import LoraConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.forward import token_logprobs
-from tandemrl.models.lora import adapted_alias, adapted_layers
 from tandemrl.models.trainable import checkpoint_gradients
-from tandemrl.rollout.engine import Completion, Sampling
+from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import alternating
 
@@ -87,56 +84,6 @@ def test_checkpointed_layers_can_be_compiled():
     assert_same_numbers(compile_layers(compiled, backend=FAST), model, [12, 20])
 
 
-def adapted_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A junior, and adapters that do something on its own weights."""
-    pytest.importorskip("peft", reason="needs the lora extra")
-    junior = prepared(qwen3())
-    senior = adapted_alias(junior, LoraConfig(rank=3), seed=0)
-    for layer in adapted_layers(senior).values():
-        layer.lora_B["default"].weight.data.fill_(0.01)
-    return senior, junior
-
-
-def plain_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return prepared(qwen3()), prepared(small_qwen3())
-
-
-@pytest.mark.parametrize(
-    ("pair", "backend"),
-    [
-        pytest.param(plain_pair, FAST, marks=pytest.mark.slow),
-        pytest.param(plain_pair, *REAL.values, marks=REAL.marks),
-        (adapted_pair, FAST),
-    ],
-)
-def test_a_compiled_decoding_step_writes_the_same(pair, backend, monkeypatch):
-    """Rows come, go and grow, and a few graphs are enough. A lone row is decoded without any."""
-    models = pair()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    eager, compiled = (TorchEngine(*models, tokenizer(), max_rows=12, compile=on) for on in (False, True))
-    made = []
-    for seed in range(3):
-        before = graphs()
-        batch = requests(prompts(20, seed=seed), Sampling(max_tokens=48, temperature=0.7), alternating(), seed=seed)
-        pairs = list(zip(flat(compiled.generate(batch)), flat(eager.generate(batch)), strict=True))
-        made.append(graphs() - before)
-        assert sum(one.tokens.tolist() != other.tokens.tolist() for one, other in pairs) <= 1  # a rounded logit
-        for one, other in pairs:
-            if one.tokens.tolist() == other.tokens.tolist():
-                assert one.author.tolist() == other.author.tolist()
-                assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
-    assert 2 <= sum(made) <= 8
-    assert made[2] == 0
-    before = graphs()
-    alone = requests(prompts(1), Sampling(max_tokens=8), alternating())
-    assert flat(compiled.generate(alone))[0].tokens.tolist() == flat(eager.generate(alone))[0].tokens.tolist()
-    assert graphs() == before
-
-
-def flat(written: list[list[Completion]]) -> list[Completion]:
-    return [completion for completions in written for completion in completions]
-
-
 def test_decoding_leaves_compiled_layers_alone():
     senior, junior = prepared(qwen3()), prepared(small_qwen3())
     batch = requests(prompts(6), Sampling(max_tokens=12), alternating())
@@ -152,8 +99,6 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ModelError, match=r"model\.compile=true needs .*no-such-compiler is not there"):
         compile_layers(prepared(qwen3()))
-    with pytest.raises(ModelError, match=r"or set rollout\.compile=false"):
-        TorchEngine(prepared(qwen3()), None, tokenizer(), compile=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Liger

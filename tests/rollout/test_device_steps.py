@@ -35,7 +35,6 @@ from tandemrl.rollout.call import Finished
 from tandemrl.rollout.decoding_rows import Decoder, Shaping
 from tandemrl.rollout.device_steps import DeviceSteps, Step
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
-from tandemrl.rollout.kv_cache import eager_step
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, solo, turn
 
@@ -191,8 +190,7 @@ def test_a_step_asks_the_host_for_nothing(build: Any, shaping: Shaping) -> None:
     for model in models.values():
         model.to("meta")
     heads = {who: model.get_output_embeddings() for who, model in models.items()}
-    steps = {who: eager_step(model) for who, model in models.items()}
-    decoder = Decoder(models, heads, steps, VOCABULARY, (0,), tokenizer())
+    decoder = Decoder(models, heads, VOCABULARY, (0,), tokenizer())
     layers = {}
     for who, model in models.items():
         config = model.config

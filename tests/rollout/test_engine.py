@@ -32,24 +32,6 @@ def test_sampling_out_of_range_names_the_knob(name, value, allowed):
         Sampling(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("changes", "truncated", "penalised"),
-    [
-        ({}, False, False),
-        ({"temperature": 0.3, "max_tokens": 7}, False, False),
-        ({"top_p": 0.99}, True, False),
-        ({"top_k": 1}, True, False),
-        ({"min_p": 0.01}, True, False),
-        ({"repetition_penalty": 0.9}, False, True),
-        ({"presence_penalty": -0.1}, False, True),
-        ({"frequency_penalty": 0.1}, False, True),
-    ],
-)
-def test_sampling_says_whether_it_truncates_and_penalises(changes, truncated, penalised):
-    sampling = Sampling(**changes)
-    assert (sampling.truncated, sampling.penalised) == (truncated, penalised)
-
-
 # ---------------------------------------------------------------------------------------------------------- completions
 
 

@@ -499,13 +499,6 @@ def test_abort_from_a_thread_takes_effect_at_once():
     assert all(c.stop_reason == "abort" and len(c.tokens) < 200 for c in flat(out))
 
 
-def test_an_abort_does_not_outlive_its_call():
-    running = engine()
-    batch = requests(prompts(2), Sampling(max_tokens=5, ignore_eos=True), bernoulli(0.5))
-    abort_after(running, batch, 2, None)
-    assert [c.stop_reason for c in flat(running.generate(batch))] == ["length"] * 2
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -123,7 +123,6 @@ def _rollout(c: Config) -> Rules:
     r, v, kind = c.rollout, c.rollout.vllm, c.rollout.kind
     name = f"rollout.engine={r.engine}"
     yield r.tensor_parallel > 1 and not kind.reserves, "rollout.tensor_parallel", f"1 with the {r.engine} engine"
-    yield r.compile and not kind.steps, "rollout.compile", f"false with {name}, which has its own way"
     yield r.host_every != "auto" and not kind.steps, "rollout.host_every", f"auto with {name}, which has its own way"
     drafts = r.draft_tokens != 0
     yield drafts and not kind.apart, "rollout.draft_tokens", f"0 with {name}, which does not draft"
@@ -253,9 +252,8 @@ def _model(c: Config) -> Rules:
     yield m.liger and split, "model.liger", "false with parallel.tp > 1: its kernels cannot be split"
     yield m.compile and split, "model.compile", "false with parallel.tp > 1"
     where = f"train.async_steps=1 and rollout.engine={c.rollout.engine}"
-    for key in ("model.compile", "rollout.compile"):
-        both = c.train.async_steps > 0 and c.rollout.kind.in_trainer and attrgetter(key)(c)
-        yield both, key, f"false with {where}: two threads cannot compile at once"
+    both = c.train.async_steps > 0 and c.rollout.kind.in_trainer and m.compile
+    yield both, "model.compile", f"false with {where}: rollouts run in another thread meanwhile"
     idle = m.lora.dropout > 0 and m.lora.rank == 0
     yield idle, "model.lora.dropout", "0 with model.lora.rank=0: there are no adapters"
     on_cpu = c.rollout.kind.package == "vllm" and not m.device.startswith("cuda")
@@ -358,8 +356,6 @@ def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Rules:
             yield from _in_two_engines(c, "two vocabularies")
         must_be = f"0, {two}: a junior drafts tokens of the senior's; {same}"
         yield c.rollout.draft_tokens != 0, "rollout.draft_tokens", must_be
-        must_be = f"false, {two}: runs of words are read at once, of any length; {same}"
-        yield c.rollout.compile, "rollout.compile", must_be
     must_be = f"0, {two}: the junior has no log-probs of the senior's tokens; {same}"
     yield c.loss.junior_kl_coef > 0, "loss.junior_kl_coef", must_be
     must_be = f"0, {two}: the junior's words have no log-prob in the senior's; {same}"

@@ -15,7 +15,7 @@ class EngineKind(NamedTuple):
 
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. apart: the junior may draft, and may have a vocabulary of its own. steps: its steps are those of
-    ``rollout.batch_engine``, with ``rollout.compile`` and ``host_every``; the junior may be behind an endpoint, and
+    ``rollout.batch_engine``, with ``rollout.host_every``; the junior may be behind an endpoint, and
     layers may attend to a window only. spans: for dropped proposals and two vocabularies, each model has an engine of
     its own, which writes runs of words. reserves: it takes a fixed share of each device of ``rollout.tensor_parallel``
     for its KV cache. package: what has to be installed; its section of ``rollout`` has that name.

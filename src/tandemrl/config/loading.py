@@ -199,6 +199,7 @@ _WANDB = "Weights & Biases reads its own variable, {}"
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "parallel.offload": (False, "its name is parallel.offload_parameters"),
     "rollout.world_tokens": (2048, "its name is rollout.observation_tokens"),
+    "rollout.compile": (False, "on CUDA, rollout.host_every captures decoding steps as a graph"),
     "rollout.in_flight": (False, "train.async_steps=1 overlaps rollouts and updates without it"),
     "rollout.vllm.mode": ("auto", "rollout.draft_tokens says whether the junior drafts; the texts are the same"),
     "rollout.vllm.prefix_caching": (True, "common prefixes are always kept"),

@@ -238,8 +238,6 @@ class RolloutConfig:
     own tokens again. The text is the same, with fewer forward passes of a senior that costs more than its junior. auto:
     as many as should pay off, by the sizes of the models, the number of sequences and how often both draw the same
     token; 0 = off."""
-    compile: bool = False
-    """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
     tensor_parallel: PositiveInt = 1
     """With the vllm engine: tensor-parallel ranks per model; several trainer processes need 1."""
     workers: NonNegativeInt = 0
@@ -635,9 +633,8 @@ class ParallelConfig:
     """Keep the optimiser's state in host memory between its steps, which are made on the device. Gradients are not
     kept: they are freed with each step."""
     timeout_s: PositiveFloat = 1800.0
-    """How long a process waits for the others before it gives up. With several processes, it is also the longest time
-    that a process may make no progress before it is killed (see `watchdog`). It must exceed the longest single
-    operation, such as a checkpoint."""
+    """How long a process waits for the others before it gives up, which ends the run. It must exceed the longest time
+    that one of them works alone, such as on a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,10 @@ def _weights_device(model: PreTrainedModel) -> torch.device:
 _COMPILED = "layers_are_compiled"
 
 
-def require_compiler(model: PreTrainedModel, key: str, device: torch.device | None = None) -> None:
+def _require_compiler(model: PreTrainedModel, device: torch.device | None) -> None:
     """Check that ``torch.compile`` can compile a model, and raise its limit on recompilations.
 
     Args:
-        key: the configuration key that asks for it, for the message.
         device: the device on which the model computes. None means where its weights are.
 
     Raises:
@@ -80,8 +79,8 @@ def require_compiler(model: PreTrainedModel, key: str, device: torch.device | No
     device = device or _weights_device(model)
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ModelError(
-            f"{key}=true needs a C++ compiler and {compiler} is not there; install it, name another one in the "
-            f"environment variable CXX, or set {key}=false"
+            f"model.compile=true needs a C++ compiler and {compiler} is not there; install it, name another one in the "
+            f"environment variable CXX, or set model.compile=false"
         )
     # A graph holds for a range of sizes, such as 1025 to 2048; past the limit nothing more would be compiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -102,7 +101,7 @@ def compile_layers(
     Raises:
         ModelError: the device is a CPU, and there is no C++ compiler.
     """
-    require_compiler(model, "model.compile", device)
+    _require_compiler(model, device)
     _leave_attention_out()
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)

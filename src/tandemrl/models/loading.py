@@ -31,7 +31,6 @@ from tandemrl.config.hints import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.weight_files import stored_shapes
-from tandemrl.processes.watchdog import stamp
 
 CONFIG = "config.json"
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
@@ -85,7 +84,6 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     if missing := sorted(map(str, report["missing_keys"])):  # transformers has drawn them at random
         raise ModelError(f"model {str(path)!r}: {len(missing)} weights are missing there, the first is {missing[0]}")
     model.to(resolve_device(device))
-    stamp()
     return prepare(model, name=str(path))
 
 

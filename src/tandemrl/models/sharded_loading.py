@@ -33,7 +33,6 @@ from tandemrl.models.loading import check_folder, load_model, no_progress_bars, 
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
 from tandemrl.models.weight_files import is_converted, stored_names, tied_names, weight_files
-from tandemrl.processes.watchdog import stamp
 from tandemrl.processes.world import World
 
 
@@ -89,7 +88,6 @@ def load_sharded(
         allocate(model, resolve_device(device), on_host=offload)
         for name, parameter in model.named_parameters():
             fill(parameter, drawn[name] if name in drawn else stored[keys[base_name(name)]])
-            stamp()
     return prepare(model, name=str(path), device=resolve_device(device))
 
 
@@ -122,7 +120,6 @@ def load_sharded_critic(
                 fill(parameter, torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
             else:
                 fill(parameter, stored[keys[key]])
-            stamp()
         prepare(model, name=what, head=head, device=resolve_device(device))
         there = all(keys[key] in stored for key in of_head)
         for key in of_head:

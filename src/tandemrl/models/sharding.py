@@ -34,7 +34,6 @@ from transformers import PreTrainedModel
 
 from tandemrl.models.attention import ModelError
 from tandemrl.models.forward import hidden_states, packed_logits, packed_logprobs
-from tandemrl.processes.watchdog import stamp
 from tandemrl.processes.world import World
 
 # ------------------------------------------------------------------------------------------------------------- sharding
@@ -246,9 +245,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     for axis in parted[:-1]:  # FSDP has parted what TP had parted; torch warns if it finds the order by itself
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
-    gathered = tensor.full_tensor()
-    stamp()
-    return gathered
+    return tensor.full_tensor()
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

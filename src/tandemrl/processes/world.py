@@ -5,6 +5,7 @@ update, ``sp`` splits the tokens of a sequence (Ulysses, arXiv 2309.14509), ``tp
 1909.08053). A world of one has no process group and no mesh; nothing here costs it anything.
 """
 
+import faulthandler
 import math
 import os
 import warnings
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandemrl.config import ConfigError, ParallelConfig
-from tandemrl.processes.watchdog import WATCHDOG, stamp
 
 
 class Shards(NamedTuple):
@@ -35,6 +35,7 @@ class Shards(NamedTuple):
 
 
 WHOLE = Shards()
+LAST_S = 60.0  # for the end of a process group
 
 
 class ParallelError(RuntimeError):
@@ -73,7 +74,6 @@ class World:
         """Wait for every process. If one is dead, this raises after ``parallel.timeout_s``."""
         if self.size > 1:
             dist.barrier()
-            stamp()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """The picklable ``value`` of every process, by rank.
@@ -85,7 +85,6 @@ class World:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=group)
-        stamp()
         return values
 
     def scatter_gather(
@@ -115,7 +114,6 @@ class World:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=group)
-        stamp()
         return box[0]
 
     def data_sum(self, tensor: Tensor) -> Tensor:
@@ -132,15 +130,13 @@ class World:
         result = tensor.clone()
         assert self.mesh is not None
         dist.all_reduce(result, op=operation, group=self.mesh["data"].get_group())
-        stamp()
         return result
 
 
 def init_world(config: ParallelConfig, device: torch.device) -> World:
     """Make the world of the processes that torchrun started (``WORLD_SIZE``, ``RANK``), or of one without torchrun.
 
-    With several processes, a collective that takes longer than ``parallel.timeout_s`` raises. From now on ``WATCHDOG``
-    ends this process if it makes no progress for a little longer than that.
+    With several processes, a collective that takes longer than ``parallel.timeout_s`` raises.
 
     Raises:
         ConfigError: the product of the axes is not the number of processes.
@@ -150,7 +146,6 @@ def init_world(config: ParallelConfig, device: torch.device) -> World:
     axes = axes_of(config, size)
     if size == 1:
         return World()
-    WATCHDOG.begin(config.timeout_s, f"process {rank()} of {size}")
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
         if device.type == "cuda":
@@ -221,8 +216,9 @@ def destroy_world() -> None:
     In a run of one process, a process group is not ours: vLLM makes one for an engine in the same process.
     """
     if launched() > 1 and dist.is_initialized():
+        faulthandler.dump_traceback_later(LAST_S, exit=True)  # what is left of a group that lost a process may hang
         dist.destroy_process_group()
-        WATCHDOG.end()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:

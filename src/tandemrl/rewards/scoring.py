@@ -10,7 +10,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import wait
@@ -20,7 +20,6 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 from tandemrl.processes.child import READY, Child, cores
-from tandemrl.processes.watchdog import stamp
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
@@ -315,9 +314,9 @@ class Scorer:
         if kind == "symbolic":
             return self._processes.settle
         if kind == "function":
-            return _stamped(lambda pending: (each.payload[0]() for each in pending))
+            return lambda pending: [each.payload[0]() for each in pending]
         if kind == "code" and self._code is not None:
-            return _stamped(self._run_code)
+            return self._run_code
         if kind == "judge" and self._judge is not None:
             judge = self._judge
             return lambda pending: judge([each.payload for each in pending])
@@ -327,10 +326,10 @@ class Scorer:
         }[kind]
         raise GraderError(f"row {row.example_id}: scoring data_source {row.data_source!r} needs {missing}")
 
-    def _run_code(self, pending: Sequence[Deferred]) -> Iterator[Score]:
+    def _run_code(self, pending: Sequence[Deferred]) -> list[Score]:
         assert self._code is not None
         with ThreadPoolExecutor(self._reward.workers or cores()) as threads:
-            yield from threads.map(self._code, *zip(*(each.payload for each in pending), strict=True))
+            return [*threads.map(self._code, *zip(*(each.payload for each in pending), strict=True))]
 
 
 def surely_equal(a: str, b: str) -> bool:
@@ -343,19 +342,6 @@ def surely_equal(a: str, b: str) -> bool:
 @cache
 def _voters() -> "_Processes":
     return _Processes(RewardConfig(workers=1), WORKER)
-
-
-def _stamped(settle: Callable[[Sequence[Deferred]], Iterable[Any]]) -> Callable[[Sequence[Deferred]], list[Any]]:
-    """A pool that settles one score after the other, and stamps each."""
-
-    def settled(pending: Sequence[Deferred]) -> list[Any]:
-        outcomes = []
-        for outcome in settle(pending):
-            outcomes.append(outcome)
-            stamp()
-        return outcomes
-
-    return settled
 
 
 class _Processes:
@@ -375,12 +361,9 @@ class _Processes:
         ]
         tasks = dict(zip(keys, limits, strict=True))
         most = self._reward.workers or max(1, min(cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
-        answers: dict[bytes, Any] = {}
         with ThreadPoolExecutor(most) as threads:
             try:
-                for key, answer in zip(tasks, threads.map(self._answer, tasks, tasks.values()), strict=True):
-                    answers[key] = answer
-                    stamp()
+                answers = dict(zip(tasks, threads.map(self._answer, tasks, tasks.values()), strict=True))
             except BaseException:  # an interrupted process would answer the next batch with this one's outcome
                 self._interrupted = True
                 threads.shutdown(cancel_futures=True)

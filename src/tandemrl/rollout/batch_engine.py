@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
@@ -157,8 +156,6 @@ class BatchCall(OpenCall[Row]):
             live, before = int(batch.live.sum()), batch.steps
             written, ended = batch.step(self._length(live, batch.passes) if self._length is not None and live else 0)
             self.steps, self.written = self.steps + max(1, batch.steps - before), self.written + written
-            if written:
-                stamp()
             if self._streams:
                 events += [NewTokens(*each) for each in batch.news()]
             if self._turns:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.engine import Completion, Reply, Request, Responder, Turn
 
 
@@ -100,10 +99,7 @@ def run(
         steps, written = call.steps, call.written
         due = steps // call.poll_every > before // call.poll_every
         if responder is not None and call.awaits and (due or call.idle):
-            replies = responder.replies(wait=call.blocked)
-            if replies:
-                stamp()
-            for reply in replies:
+            for reply in responder.replies(wait=call.blocked):
                 call.answer(reply)
         for event in call.step():
             if isinstance(event, Finished):

@@ -22,9 +22,6 @@ class Aborts:
         with self._lock:
             self._keys = None if keys is None or self._keys is None else self._keys | set(keys)
 
-    def clear(self) -> None:
-        self.take()
-
     def take(self) -> "Aborts":
         """Those so far, which are forgotten here."""
         taken = Aborts()

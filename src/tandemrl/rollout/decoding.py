@@ -17,7 +17,6 @@ from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.decoding_rows import (
     Block,
     Decoder,
-    Draft,
     Penalised,
     Row,
     Shaping,
@@ -31,7 +30,7 @@ from tandemrl.rollout.decoding_rows import (
 )
 from tandemrl.rollout.device_steps import DeviceSteps, Start
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Request
-from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
+from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, last_hidden, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
 
@@ -370,10 +369,10 @@ class DecodingBatch:
         steps, end, counter = min(alone.every, int(left.max())), self.position + left, self.written + self.shift
         start = Start(self.last, self.author, self.position, end, counter, self.stream, self.parameters, mark)
         self.races = []
-        written = alone.run(self.caches, strategies, start, self.shaping, steps=steps, every_mark=self.turns)
-        if len(self.caches) == 1 and not bool((written.authors == bool(min(self.caches)))[self.live].all()):
+        block = alone.run(self.caches, strategies, start, self.shaping, steps=steps, every_mark=self.turns)
+        if len(self.caches) == 1 and not bool((block.authors == bool(min(self.caches)))[self.live].all()):
             raise _broken_promise()
-        return Block(written.tokens, written.authors, written.logprobs, self.live * steps, written.marks)
+        return block._replace(most=self.live * steps)
 
     def _one_token(self) -> Block:
         """The next token of every row, without a draft."""
@@ -436,31 +435,24 @@ class DecodingBatch:
             if j + 1 < ahead:
                 authors.append(self.selection.step(self.number, guesses[j]))
                 read.append(guesses[j])
-        whole = [torch.stack(each, 1) for each in (read, authors, guesses, logprobs)]
-        return self._verified(Draft(columns, whole[0], whole[1], whole[2], whole[3], races, marks))
-
-    def _verified(self, draft: Draft) -> Block:
-        """A draft up to the first token that the senior, where it is the author, draws otherwise.
-
-        That token is included, as the senior draws it.
-        """
+        senior, guessed, drafted = (torch.stack(each, 1) for each in (authors, guesses, logprobs))
+        # Now the senior reads the draft, and draws up to the first token that it draws otherwise, which is included.
         head, vocabulary = self.decoder.heads[1], self.decoder.vocabulary
-        read, columns = draft.read.to(head.weight.device), draft.columns.to(head.weight.device)
-        hidden = chunk_hidden(self.decoder.models[1], read, columns, self.caches[1])
-        drawn, logprobs = draft.guesses.clone(), draft.logprobs.clone()
-        count, right, counts = torch.zeros_like(self.written), self.live, self.counts.clone()
-        for j, race in enumerate(draft.races.unbind(1)):
+        there, at_columns = (x.to(head.weight.device) for x in (torch.stack(read, 1), columns))
+        hidden = chunk_hidden(self.decoder.models[1], there, at_columns, self.caches[1])
+        drawn, count, right, counts = guessed.clone(), torch.zeros_like(self.written), self.live, self.counts.clone()
+        for j, race in enumerate(races.unbind(1)):
             count = count + right
-            mine = (right & draft.authors[:, j]).nonzero().squeeze(1)
+            mine = (right & senior[:, j]).nonzero().squeeze(1)
             if len(mine):
                 at = mine.to(self.device)
                 logits = head(hidden[mine.to(hidden.device), j])[:, :vocabulary].float().to(self.device)
                 own, each = self._sample(logits, race[at], at, counts)
-                drawn[mine, j], logprobs[mine, j] = own.cpu(), each.cpu()
-            right = right & (drawn[:, j] == draft.guesses[:, j])
+                drawn[mine, j], drafted[mine, j] = own.cpu(), each.cpu()
+            right = right & (drawn[:, j] == guessed[:, j])
             if self.penalised:
                 counts.scatter_add_(1, drawn[:, j : j + 1].to(self.device), torch.ones_like(counts[:, :1]))
-        return Block(drawn, draft.authors, logprobs, count, draft.marks, draft.guesses)
+        return Block(drawn, senior, drafted, count, marks, guessed)
 
     def _count(self, block: Block) -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
         """Write the tokens of a block that each row takes, up to its limit or a stop, into the output arrays.
@@ -544,7 +536,7 @@ class DecodingBatch:
         """The hidden states of one model, which reads the token ``last`` of every row at its ``column``."""
         cache = self.caches[who]
         cache.reserve(mask.shape[-1])
-        return self.decoder.steps[who](last.to(mask.device), column.to(mask.device), cache.layers, mask)
+        return last_hidden(self.decoder.models[who], last.to(mask.device), column.to(mask.device), cache.layers, mask)
 
     def _logits_of(self, who: int, last: Int64[Tensor, " b"], column: Int64[Tensor, " b"]) -> Float[Tensor, "b v"]:
         """The logits of one model for every row, after the token ``last`` at its ``column``."""

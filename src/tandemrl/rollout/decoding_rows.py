@@ -18,11 +18,10 @@ from tandemrl.selection.live import Mark
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The models, their LM heads and their decoding steps, each by author (0 junior, 1 senior)."""
+    """The models and their LM heads, each by author (0 junior, 1 senior)."""
 
     models: Mapping[int, PreTrainedModel]
     heads: Mapping[int, nn.Linear]
-    steps: Mapping[int, Callable[..., Tensor]]
     vocabulary: int
     eos: Sequence[int]
     tokenizer: PreTrainedTokenizerBase
@@ -176,24 +175,6 @@ def sample(
         tokens = torch.where(deterministic, logits.argmax(-1), tokens)
         logprobs = torch.where(deterministic, 0.0, logprobs)
     return tokens, logprobs
-
-
-class Draft(NamedTuple):
-    """What the junior drafted for every row, position by position.
-
-    columns: the columns of the tokens in ``read``. read: the tokens that the models read, which are the last token and
-    the draft without its own last token. authors: whether the senior is the author at each position. guesses, logprobs:
-    the drafted tokens and their log-probs. races: the random numbers of the draws. marks: the states of the strategies
-    before each token.
-    """
-
-    columns: Int64[Tensor, "b c"]
-    read: Int64[Tensor, "b c"]
-    authors: Bool[Tensor, "b c"]
-    guesses: Int64[Tensor, "b c"]
-    logprobs: Float[Tensor, "b c"]
-    races: Float64[Tensor, "b c r"]
-    marks: Sequence[Mark]
 
 
 class Block(NamedTuple):

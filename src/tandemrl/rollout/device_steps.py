@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tandemrl.models.sampling import race_times
-from tandemrl.rollout.decoding_rows import Decoder, Shaping, sample
-from tandemrl.rollout.kv_cache import KVCache, Layers, StaticCache, column_mask
+from tandemrl.rollout.decoding_rows import Block, Decoder, Shaping, sample
+from tandemrl.rollout.kv_cache import KVCache, Layers, StaticCache, column_mask, last_hidden
 from tandemrl.selection.authors import map_state
 from tandemrl.selection.draws import fold_in
 from tandemrl.selection.live import Mark
@@ -48,16 +48,6 @@ class Start(NamedTuple):
     stream: Int64[Tensor, " b"]
     parameters: Float[Tensor, "b 7"]
     mark: Mark
-
-
-class Written(NamedTuple):
-    """What some steps wrote: tokens, whether the senior is their author, log-probs, and the states of the strategies
-    before each token."""
-
-    tokens: Int64[Tensor, "b n"]
-    authors: Bool[Tensor, "b n"]
-    logprobs: Float[Tensor, "b n"]
-    marks: list[Mark]
 
 
 class Step:
@@ -149,7 +139,7 @@ class Step:
         for who, layers in self.layers.items():
             with torch.cuda.stream(side) if side is not None and who == 0 else nullcontext():
                 head = self.decoder.heads[who]
-                hidden = self.decoder.steps[who](last, column, layers, masks[head.weight.dtype])
+                hidden = last_hidden(self.decoder.models[who], last, column, layers, masks[head.weight.dtype])
                 found[who] = head(hidden)[:, : self.decoder.vocabulary]
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
@@ -159,8 +149,9 @@ class Step:
             found = {who: logits.float() for who, logits in found.items()}
         return torch.where(author[:, None], found[1], found[0]).float()
 
-    def written(self, count: int, mark: Mark, *, steps: int, every_mark: bool) -> Written:
-        """What ``steps`` steps have written for ``count`` rows. Of the states only the last ones, if not ``every``."""
+    def written(self, count: int, mark: Mark, *, steps: int, every_mark: bool) -> Block:
+        """What ``steps`` steps have written for ``count`` rows. Of the states only the last ones, if not
+        ``every_mark``."""
         tokens, authors, logprobs = (
             x[:, :count].cpu().T for x in (self.tokens[1 : steps + 1], self.authors[:steps], self.logprobs[:steps])
         )
@@ -173,7 +164,7 @@ class Step:
             ]
             for j in range(steps - first)
         ]
-        return Written(tokens, authors, logprobs, marks)
+        return Block(tokens, authors, logprobs, torch.full((count,), steps), marks)
 
 
 class DeviceSteps:
@@ -246,7 +237,7 @@ class DeviceSteps:
         *,
         steps: int,
         every_mark: bool,
-    ) -> Written:
+    ) -> Block:
         """Take some steps."""
         count = len(start.last)
         width = int((start.position + steps - 1).minimum(start.end).max()) + 1

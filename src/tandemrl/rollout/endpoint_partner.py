@@ -7,8 +7,9 @@ which they are known.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
-from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
 from tandemrl.rollout.partner import Ask, Ended, Span
@@ -257,7 +257,7 @@ class EndpointPartner:
             done = [future for future in self._waiting if future.done()]
             if done or not wait or not self._waiting:
                 break
-            _wait(self._waiting)
+            wait_for(self._waiting, return_when=FIRST_COMPLETED)
         return [self._span(future, self._waiting.pop(future)) for future in done]
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -297,11 +297,6 @@ def _encoded(text: bytes, vocabulary: Vocabulary) -> Sequence[int] | None:
     except UnicodeDecodeError:
         return None
     return tokens if spell(tokens, vocabulary) == text else None
-
-
-def _wait(futures: Mapping["Future[Written]", int]) -> None:
-    wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
-    stamp()
 
 
 def _contexts(response: Response) -> dict[str, int]:

@@ -251,11 +251,8 @@ class Engine(Protocol):
     vocabulary: int
     """The engine writes token ids below this number, which is the size of the smaller of the two LM heads."""
     has_junior: bool
-
-    @property
-    def context(self) -> int:
-        """How many tokens prompt and completion may have together."""
-        ...
+    context: int
+    """How many tokens prompt and completion may have together."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -287,11 +284,8 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        """End running completions, all or those with these request keys, at their next token, as ``abort``.
-
-        If all running completions are waiting for the environment, they end when it next answers. The method is
-        thread-safe, and affects the call of ``generate`` that is running, not a later one."""
+    def abort(self) -> None:
+        """Give up the running call of ``generate``, which fails, or ends its completions as ``abort``. Thread-safe."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -310,35 +304,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release the processes and the memory that the engine holds itself. It cannot be used afterwards."""
         ...
-
-
-class EngineAround:
-    """An ``Engine`` but for ``generate``: another one, ``own``, which a subclass uses in its way."""
-
-    def __init__(self, own: Engine) -> None:
-        self.own, self.passes = own, Passes()
-        self.vocabulary, self.has_junior, self.policy_version = own.vocabulary, own.has_junior, own.policy_version
-
-    @property
-    def context(self) -> int:
-        return self.own.context
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.own.info
-
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        self.own.abort(keys)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.own.load_weights(weights, version)
-        self.policy_version = self.own.policy_version
-
-    def fingerprint(self, who: Who = "senior") -> int:
-        return self.own.fingerprint(who)
-
-    def close(self) -> None:
-        self.own.close()
 
 
 class SentWeights:

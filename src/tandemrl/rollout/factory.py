@@ -13,10 +13,12 @@ from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.models.loading import load_model, resolve_device, stored_eos_token_ids
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.names import instantiate
+from tandemrl.processes.world import World
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Engine
-from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
+from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Acting, Cluster, RayWorkers
+from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
 
@@ -69,6 +71,7 @@ def make_engine(
     factory: EngineFactory | None = None,
     acting: Acting | None = None,
     ends: Sequence[int] | None = None,
+    world: World | None = None,
 ) -> Engine:
     """Make the engine for these models: one in this process, or ``rollout.workers`` of them, used as one.
 
@@ -84,6 +87,7 @@ def make_engine(
         factory: used instead of ``rollout.engine``.
         acting: with workers, makes what the authors take turns with there, as a responder does here.
         ends: the ids that end a text. None stands for those of the models: of both, if they have one vocabulary.
+        world: processes that all make one, and the same calls of it. Rank 0 has the workers.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
@@ -93,7 +97,12 @@ def make_engine(
     given = {"tokenizer": tokenizer, "dtype": dtype, "longest": longest, "ends": ends}
     if config.workers == 0:
         engine = _own_engine(factory, config, {**given, "senior": senior, "junior": junior, "device": device})
-        return engine if config.units is None else UnitEngine(engine, config.units)
+        alone = config.units is None and (world is None or world.size == 1)
+        return engine if alone else SpreadEngine(engine, world, config.units)
+    assert config.units is not None
+    fleet = partial(FleetEngine, size=config.workers, unit_groups=config.units, world=world)
+    if world is not None and not world.main:
+        return fleet(None)
     there = device.partition(":")[0]  # of the cards that Ray gives it, a worker takes the first
     models = {"senior": senior, "junior": junior}
     given |= {name: None if model is None else model.elsewhere(dtype, there) for name, model in models.items()}
@@ -106,9 +115,7 @@ def make_engine(
         gpus=config.tensor_parallel if on_cards else 0,
         store_bytes=STORED_VERSIONS * stored or None,
     )
-    assert config.units is not None
-    workers = RayWorkers(make, cluster, acting, config.worker_timeout_s)
-    return FleetEngine(workers, size=config.workers, unit_groups=config.units)
+    return fleet(RayWorkers(make, cluster, acting, config.worker_timeout_s))
 
 
 def _own_engine(factory: EngineFactory | None, config: RolloutConfig, given: Mapping[str, Any]) -> Engine:
@@ -149,7 +156,6 @@ def torch_engine(
         None if junior is None or partner is not None else junior.load(),
         tokenizer,
         max_rows=config.max_rows,
-        compile=config.compile,
         draft_tokens=config.draft_tokens,
         host_every=config.host_every,
         junior_tokenizer=None if junior is None else junior.tokenizer,

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandemrl.models.compile import eagerly, require_compiler
+from tandemrl.models.compile import eagerly
 from tandemrl.models.forward import hidden_states
 
 PREFILL_TOKENS = 16384  # tokens computed in one prefill forward
@@ -33,26 +33,13 @@ class KVCache:
         self.layers: Layers = {}
 
     def append(self, prompts: Layers, source: Int64[Tensor, " b"], rows: int) -> None:
-        """Add one row per entry of ``source``, filled from the prefilled prompts."""
+        """Add one row per entry of ``source`` to so many ``rows``, filled from the prefilled prompts."""
+        new = rows + len(source)
+        self.reserve(max(keys.shape[2] for keys, _ in prompts.values()) + 1, new, prompts)
         for layer, pair in prompts.items():
-            old = self.layers.get(layer)
-            keys, values = (
-                self._join(
-                    old[i] if old is not None else None, pair[i].index_select(0, source.to(pair[i].device)), rows
-                )
-                for i in (0, 1)
-            )
-            self.layers[layer] = keys, values
-
-    @staticmethod
-    def _join(old: Tensor | None, new: Tensor, rows: int) -> Tensor:
-        # Zeros, not whatever the memory holds: a masked NaN is still a NaN.
-        width = max(new.shape[2] + CACHE_STEP, 0 if old is None else old.shape[2])
-        out = new.new_zeros(rows + new.shape[0], new.shape[1], width, new.shape[3])
-        if old is not None:
-            out[:rows, :, : old.shape[2]] = old
-        out[rows:, :, : new.shape[2]] = new
-        return out
+            for whole, fresh in zip(self.layers[layer], pair, strict=True):
+                whole[rows:new, :, fresh.shape[2] :].zero_()
+                whole[rows:new, :, : fresh.shape[2]] = fresh.index_select(0, source.to(fresh.device))
 
     def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
         """Keep only the rows of ``index``, and only their first ``width`` columns, with room to grow."""
@@ -61,8 +48,12 @@ class KVCache:
             keys, values = (x[:, :, : width + CACHE_STEP].index_select(0, on_device) for x in (keys, values))
             self.layers[layer] = keys, values
 
-    def reserve(self, width: int = 0, rows: int = 0) -> None:
-        """Make room for at least ``width`` columns and at least ``rows`` rows."""
+    def reserve(self, width: int = 0, rows: int = 0, like: Layers | None = None) -> None:
+        """Make room for at least ``width`` columns and at least ``rows`` rows; if there are no layers yet, for those of
+        ``like``. What is new is zero, not whatever the memory holds: a masked NaN is still a NaN."""
+        for layer, pair in (like or {}).items() if not self.layers else ():
+            keys, values = (x.new_zeros(rows, x.shape[1], width + CACHE_STEP, x.shape[3]) for x in pair)
+            self.layers[layer] = keys, values
         for layer, (keys, values) in self.layers.items():
             more_rows, missing = max(0, rows - keys.shape[0]), width - keys.shape[2]
             more_columns = max(missing, CACHE_STEP, keys.shape[2] // 4) if missing > 0 else 0
@@ -79,10 +70,7 @@ class KVCache:
 
     def put(self, row: int, kept: Layers, rows: int) -> None:
         """Write what ``take`` has copied into the first columns of a row. ``rows``: how many the batch has."""
-        for layer, (keys, values) in kept.items():
-            if layer not in self.layers:  # no prompt was prefilled yet
-                self.layers[layer] = keys.new_zeros(rows, *keys.shape[1:]), values.new_zeros(rows, *values.shape[1:])
-        self.reserve(max((keys.shape[2] for keys, _ in kept.values()), default=0))  # it may have been cut since
+        self.reserve(max((keys.shape[2] for keys, _ in kept.values()), default=0), rows, kept)
         for layer, pair in kept.items():
             for old, new in zip(self.layers[layer], pair, strict=True):
                 old[row, :, : new.shape[2]] = new[0]
@@ -114,58 +102,37 @@ class StaticCache(KVCache):
             for whole in pair:
                 whole.zero_()
 
-    def append(self, prompts: Layers, source: Int64[Tensor, " b"], rows: int) -> None:
-        new = rows + len(source)
-        self._grow(new, max(keys.shape[2] for keys, _ in prompts.values()) + 1, prompts)
-        for layer, pair in prompts.items():
-            for whole, fresh in zip(self._whole[layer], pair, strict=True):
-                whole[rows:new, :, fresh.shape[2] :].zero_()
-                whole[rows:new, :, : fresh.shape[2]] = fresh.index_select(0, source.to(fresh.device))
-        self._show(new)
-
     def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
         for pair in self._whole.values():
             for whole in pair:
                 whole[: len(index), :, :width] = whole[:, :, :width].index_select(0, index.to(whole.device))
-        self._show(len(index))
+        self.layers = self.room(len(index), width)
 
-    def reserve(self, width: int = 0, rows: int = 0) -> None:
+    def reserve(self, width: int = 0, rows: int = 0, like: Layers | None = None) -> None:
         shown = max((keys.shape[0] for keys, _ in self.layers.values()), default=0)
-        self._grow(max(rows, shown), width, {})
-        self._show(max(rows, shown))
+        self.layers = self.room(max(rows, shown), width, like)
 
-    def put(self, row: int, kept: Layers, rows: int) -> None:
-        self._grow(rows, max((keys.shape[2] for keys, _ in kept.values()), default=0), kept)
-        self._show(rows)
-        super().put(row, kept, rows)
-
-    def room(self, rows: int, width: int) -> Layers:
-        """The first rows, those behind the ones in use included."""
-        self._grow(rows, width, {})
-        return {layer: (keys[:rows], values[:rows]) for layer, (keys, values) in self._whole.items()}
-
-    def _show(self, rows: int) -> None:
-        self.layers = {layer: (keys[:rows], values[:rows]) for layer, (keys, values) in self._whole.items()}
-
-    def _grow(self, rows: int, width: int, like: Layers) -> None:
-        rows, width = self._rows(rows), self._columns(width)
+    def room(self, rows: int, width: int, like: Layers | None = None) -> Layers:
+        """The first rows, those behind the ones in use included, with at least ``width`` columns."""
+        most, columns = self._rows(rows), self._columns(width)
         if not self._whole and like:
-            keys, values = next(iter(like.values()))
-            most, longest = (max(pair) for pair in zip(self._wanted, (rows, width), strict=True))
-            size = 2 * len(like) * most * keys.shape[1] * longest * keys.shape[3] * keys.element_size()
-            free = _free_memory(keys.device) if keys.is_cuda else 4 * size
-            if 4 * size <= free:  # room for the whole call
-                rows, width = most, longest
-            for layer, pair in like.items():
-                new_keys, new_values = (x.new_zeros(rows, x.shape[1], width, x.shape[3]) for x in pair)
+            keys, _ = next(iter(like.values()))
+            whole, longest = (max(pair) for pair in zip(self._wanted, (most, columns), strict=True))
+            size = 2 * len(like) * whole * keys.shape[1] * longest * keys.shape[3] * keys.element_size()
+            self.large = keys.is_cuda and 4 * size > _free_memory(keys.device)
+            if not self.large:  # room for the whole call
+                most, columns = whole, longest
+            for layer, (keys, values) in like.items():
+                new_keys, new_values = (x.new_zeros(most, x.shape[1], columns, x.shape[3]) for x in (keys, values))
                 self._whole[layer] = new_keys, new_values
-            self.large, self.moves = 4 * size > free, self.moves + 1
+            self.moves += 1
         for layer, (keys, values) in self._whole.items():
-            more, wider = max(0, rows - keys.shape[0]), max(0, width - keys.shape[2])
+            more, wider = max(0, most - keys.shape[0]), max(0, columns - keys.shape[2])
             if more or wider:
                 extra = (0, 0, 0, wider, 0, 0, 0, more)
                 self._whole[layer] = F.pad(keys, extra), F.pad(values, extra)
                 self.moves += 1
+        return {layer: (keys[:rows], values[:rows]) for layer, (keys, values) in self._whole.items()}
 
 
 def _free_memory(device: torch.device) -> int:
@@ -214,55 +181,17 @@ class _DecodeLayout:
         return _grouped_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
 
 
-def _last_hidden(
+def last_hidden(
     model: PreTrainedModel,
     last: Int64[Tensor, " b"],
     position: Int64[Tensor, " b"],
     layers: Layers,
     mask: Float[Tensor, "b 1 1 w"],
 ) -> Float[Tensor, "b h"]:
-    """The hidden state of every row's last token. Its keys and values are written into the cache."""
+    """The hidden state of every row's last token. Its keys and values are written into the cache ``layers``."""
     columns = position[:, None]
-    return hidden_states(model, last[:, None], columns, _DecodeLayout(layers, columns, mask))[:, 0]
-
-
-def eager_step(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """The decoding step of a model without compilation: (last tokens, positions, layers, mask) -> hidden states [b, h].
-
-    The step writes the keys and values of the last tokens into the cache ``layers``.
-    """
-
-    def step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
-        with eagerly(model):
-            return _last_hidden(model, last, position, layers, mask)
-
-    return step
-
-
-def compiled_step(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """The decoding step of a model, compiled to one graph for any width and any number of rows above one.
-
-    A single row would be compiled to a graph of its own, so it takes the eager step.
-    """
-    require_compiler(model, "rollout.compile")
-
-    def step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
-        return _last_hidden(model, last, position, layers, mask)
-
-    compiled, eager, dynamic = torch.compile(step), eager_step(model), torch._dynamo.maybe_mark_dynamic
-
-    def any_step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
-        if len(last) == 1:
-            return eager(last, position, layers, mask)
-        for tensor in (last, position):
-            dynamic(tensor, 0)
-        dynamic(mask, [0, 3])
-        for pair in layers.values():
-            for tensor in pair:
-                dynamic(tensor, [0, 2])
-        return compiled(last, position, layers, mask)
-
-    return any_step
+    with eagerly(model):
+        return hidden_states(model, last[:, None], columns, _DecodeLayout(layers, columns, mask))[:, 0]
 
 
 def chunk_hidden(

@@ -1,58 +1,35 @@
 """What the engines with open calls have in common: who may use the engine, and the sequences of a call."""
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
-from tandemrl.rollout.call import Event, run
+from tandemrl.rollout.call import Call, run
 from tandemrl.rollout.control import Aborts
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import (
     Completion,
+    Engine,
     EngineError,
-    EngineInfo,
-    Passes,
     Reply,
     Request,
     Responder,
     StopReason,
     check_request,
 )
-from tandemrl.selection import Who
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
-class CallEngine(ABC):
+class CallEngine(Engine):
     """An engine of which one call is open at a time. ``generate`` is such a call."""
-
-    policy_version: int
-    vocabulary: int
-    context: int
-    has_junior: bool
-    passes: Passes
 
     def __init__(self) -> None:
         self._busy, self._owner = threading.Lock(), 0
         self._call: OpenCall[Any] | None = None
-
-    @property
-    @abstractmethod
-    def info(self) -> EngineInfo: ...
-
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
-
-    @abstractmethod
-    def fingerprint(self, who: Who = "senior") -> int: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     @abstractmethod
     def make_call(self, *, turns: bool, streams: bool, anything: bool) -> "OpenCall[Any]":
@@ -128,7 +105,7 @@ class CallEngine(ABC):
             self._release()
 
 
-class OpenCall(ABC, Generic[AnyRow]):
+class OpenCall(Call, Generic[AnyRow]):
     """A ``call.Call``.
 
     Args:
@@ -157,26 +134,6 @@ class OpenCall(ABC, Generic[AnyRow]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @abstractmethod
-    def submit(self, requests: Sequence[Request]) -> list[int]: ...
-
-    @abstractmethod
-    def step(self) -> list[Event]: ...
-
-    @abstractmethod
-    def take(self, numbers: Sequence[int]) -> list[Completion]: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    @property
-    @abstractmethod
-    def idle(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def blocked(self) -> bool: ...
 
     @property
     def awaits(self) -> bool:

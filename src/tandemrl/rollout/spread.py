@@ -4,22 +4,39 @@ Every process calls with the same requests and gets all completions. A completio
 weights, so it does not matter which process wrote it.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from tandemrl.processes.world import World
-from tandemrl.rollout.engine import Completion, Engine, EngineAround, Passes, Request, Responder
+from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Request, Responder
+from tandemrl.rollout.fleet.units import Rounds
+from tandemrl.selection import Who
 
 
-class SpreadEngine(EngineAround):
+def units_of(requests: Sequence[Request], size: int | None) -> list[list[Request]]:
+    """The requests in units of ``size`` requests; the last one may have fewer."""
+    size = size or max(1, len(requests))
+    return [list(requests[i : i + size]) for i in range(0, len(requests), size)]
+
+
+class SpreadEngine:
     """An ``Engine`` over the engines of all processes, which must all make the same calls.
 
     ``generate`` may run in a thread beside the collectives of the trainer, since it uses a process group of its own.
+
+    Args:
+        own: that of this process.
+        unit_groups: how many requests are decoded together, as a fleet does it; None = all.
     """
 
-    def __init__(self, own: Engine, world: World) -> None:
-        super().__init__(own)
-        self.world, self._group = world, world.new_cpu_group()
+    def __init__(self, own: Engine, world: World | None = None, unit_groups: int | None = None) -> None:
+        self.own, self._world, self._unit_groups = own, world or World(), unit_groups
+        self._group, self.passes = self._world.new_cpu_group(), Passes()
+        self.context, self.vocabulary, self.has_junior = own.context, own.vocabulary, own.has_junior
+        self.info: EngineInfo = own.info
+        self.policy_version = own.policy_version
 
     def generate(
         self,
@@ -29,18 +46,34 @@ class SpreadEngine(EngineAround):
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
         """As ``Engine.generate``. Each process runs its own share of the episodes with its own ``responder``."""
-        about_all = None if progress is None else lambda tokens: progress(tokens * self.world.size)
-        generate = partial(self.own.generate, progress=about_all)
-        if responder is not None:
-            generate = partial(generate, responder=responder)
-        passes = Passes()  # where there are fewer requests than processes, the engine is not asked
+        passes, size = Passes(), self._world.size
+        about_all = None if progress is None else lambda tokens: progress(tokens * size)
 
         def counted(share: Sequence[Request]) -> list[list[Completion]]:
             nonlocal passes
-            completions = generate(share)
-            passes = self.own.passes
+            completions, begun = list[list[Completion]](), 0
+            for unit in units_of(share, self._unit_groups):
+                turns: dict[str, Any] = {} if responder is None else {"responder": responder}
+                if responder is not None and self._unit_groups is not None:
+                    turns["responder"] = Rounds(responder, begun)
+                completions += self.own.generate(unit, progress=about_all, **turns)
+                passes += self.own.passes
+                begun += sum(len(request.keys) for request in unit)
             return completions
 
-        completions = self.world.scatter_gather(requests, counted, self._group)
-        self.passes = sum(self.world.gather(passes, self._group), Passes())
+        completions = self._world.scatter_gather(requests, counted, self._group)
+        self.passes = sum(self._world.gather(passes, self._group), Passes())
         return completions
+
+    def abort(self) -> None:
+        self.own.abort()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.own.load_weights(weights, version)
+        self.policy_version = self.own.policy_version
+
+    def fingerprint(self, who: Who = "senior") -> int:
+        return self.own.fingerprint(who)
+
+    def close(self) -> None:
+        self.own.close()

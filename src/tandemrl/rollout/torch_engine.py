@@ -22,7 +22,6 @@ from tandemrl.rollout.engine import (
     Request,
     SentWeights,
 )
-from tandemrl.rollout.kv_cache import compiled_step, eager_step
 from tandemrl.rollout.local_partner import LocalPartner
 from tandemrl.rollout.partner import MakePartner
 from tandemrl.rollout.sync import check_shapes, fingerprint
@@ -44,8 +43,6 @@ class TorchEngine(BatchEngine):
         tokenizer: the tokenizer of both, used for stop strings only; or that of the senior.
         max_rows: how many completions are decoded at once. Further ones join when an eighth of the rows is free. As
             many again may wait between two turns, in the memory of the device.
-        compile: compile each model's decoding step with ``torch.compile``, all layers in one graph. The first steps
-            then take long. The pass in which the senior reads a draft is not compiled.
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
         host_every: see ``rollout.host_every``.
         junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
@@ -54,7 +51,6 @@ class TorchEngine(BatchEngine):
 
     Raises:
         EngineError: the models cannot cover the tokenizer's vocabulary, or are to draft with two vocabularies.
-        ModelError: ``compile`` is asked for on a CPU without a C++ compiler.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class TorchEngine(BatchEngine):
         *,
         max_rows: int = 256,
         policy_version: int = 0,
-        compile: bool = False,
         draft_tokens: int | str = 0,
         host_every: int | str = "auto",
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -75,19 +70,16 @@ class TorchEngine(BatchEngine):
         self.senior, self.junior, self.endpoint = senior, junior, partner
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
         apart = junior is not None and junior_tokenizer is not None
-        ours = _decoder({1: senior} if apart else self.models, tokenizer, ends, compile=compile)
+        ours = _decoder({1: senior} if apart else self.models, tokenizer, ends)
         make_partner: MakePartner | None = partner
         if junior is not None and junior_tokenizer is not None:
-            decoder = _decoder({1: junior}, junior_tokenizer, None, compile=compile)
+            decoder = _decoder({1: junior}, junior_tokenizer, None)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
             make_partner = partial(
                 LocalPartner, decoder, own, tables, token_bytes(tokenizer), context_of(junior.config)
             )
-        if make_partner is not None:
-            if draft_tokens:
-                raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
-            if compile:
-                raise EngineError("compile: a junior of another vocabulary needs steps of any length; use false")
+        if make_partner is not None and draft_tokens:
+            raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
         super().__init__(
             ours,
             min(context_of(model.config) for model in ours.models.values()),
@@ -155,19 +147,14 @@ class TorchEngine(BatchEngine):
 
 
 def _decoder(
-    models: dict[int, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int] | None,
-    *,
-    compile: bool,
+    models: dict[int, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] | None
 ) -> Decoder:
     heads = {who: model.get_output_embeddings() for who, model in models.items()}
-    vocabulary, step = min(head.weight.shape[0] for head in heads.values()), compiled_step if compile else eager_step
+    vocabulary = min(head.weight.shape[0] for head in heads.values())
     if vocabulary < len(tokenizer):
         raise EngineError(f"a model has {vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
-    steps = {who: step(model) for who, model in models.items()}
     if ends is None:
         own = (eos_token_ids(each.generation_config, each.config, tokenizer) for each in models.values())
         ends = sorted({*chain.from_iterable(own)})
     drawn = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger vocabulary
-    return Decoder(models, heads, steps, vocabulary, drawn, tokenizer)
+    return Decoder(models, heads, vocabulary, drawn, tokenizer)

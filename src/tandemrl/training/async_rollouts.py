@@ -30,11 +30,9 @@ from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.sharding import swapped_weights, trained_parts
-from tandemrl.processes.watchdog import WATCHDOG
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.fleet.shared import Fleet, SharedFleet
 from tandemrl.rollout.groups import rollout_of
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
@@ -50,7 +48,7 @@ class _Pending(NamedTuple):
     step: int
     examples: list[int]
     batch: Future[CompletionBatch] | None
-    """None in a process without the fleet, where ``SharedFleet.told`` brings it."""
+    """None in a process without the fleet, where ``FleetEngine.told`` brings it."""
     compare: Compare
 
 
@@ -131,9 +129,7 @@ class AsyncRollouts:
         for step in steps:
             assert compare is not None
             examples, engine = self._draw(), self._engine
-            own = engine.own if isinstance(engine, SharedFleet) else engine
-            if isinstance(own, FleetEngine):
-                own = own.snapshot()
+            own = engine.snapshot() if isinstance(engine, FleetEngine) else engine
             batch = None if own is None else self._threads.submit(self._generate, own, step, examples)
             self._pending.append(_Pending(step, examples, batch, compare))
 
@@ -148,7 +144,7 @@ class AsyncRollouts:
 
         The trainer waits for rollouts in ``take``, ``generate``, ``wait`` and ``state_dict``.
         """
-        if not isinstance(self._engine, Fleet):
+        if not isinstance(self._engine, FleetEngine):
             return {}
         before, self._counted = self._counted, self._counts()
         new = {name: value - before[name] for name, value in self._counted.items()}
@@ -163,7 +159,7 @@ class AsyncRollouts:
         }
 
     def _counts(self) -> dict[str, float]:
-        fleet = self._engine.counts() if isinstance(self._engine, Fleet) else {}
+        fleet = self._engine.counts() if isinstance(self._engine, FleetEngine) else {}
         return fleet | {"wall_s": time.monotonic(), "waited_s": self._waited_s}
 
     @contextmanager
@@ -175,9 +171,9 @@ class AsyncRollouts:
             self._waited_s += time.monotonic() - begun
 
     def _result(self, pending: _Pending) -> CompletionBatch:
-        """Wait for the rollouts of a thread. The watchdog counts the thread's progress as this thread's meanwhile."""
-        with self._waiting(), WATCHDOG.shared():
-            if isinstance(self._engine, SharedFleet):
+        """Wait for the rollouts of a thread."""
+        with self._waiting():
+            if isinstance(self._engine, FleetEngine):
                 return cast(CompletionBatch, self._engine.told(pending.batch))
             assert pending.batch is not None
             return pending.batch.result()
@@ -223,7 +219,7 @@ class AsyncRollouts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while running := [each.batch for each in self._pending if each.batch is not None and not each.batch.done()]:
-            self._engine.abort()  # again: it forgets what it was told before a call began
+            self._engine.abort()  # again: an engine forgets what it was told before a call began
             wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)
 

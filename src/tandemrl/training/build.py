@@ -27,11 +27,8 @@ from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
-from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Acting
-from tandemrl.rollout.fleet.shared import SharedFleet
 from tandemrl.rollout.schedule import Schedule, schedule_of
-from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
 from tandemrl.tasks.rubric.in_process import make_judge
 from tandemrl.tasks.rubric.judge import JudgePool
@@ -198,7 +195,7 @@ def build_models(
         factory: makes the engine, instead of ``rollout.engine``.
         junior_tokenizer: that of a junior with a vocabulary of its own.
         whole_words: whether the strategy drops what an author proposes.
-        acting: see ``make_engine``.
+        acting, world: see ``make_engine``.
     """
     model, loss = config.model, config.loss
     dtype = getattr(torch, model.dtype)
@@ -226,11 +223,9 @@ def build_models(
     endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
     decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint, whole_words)
     writer = decoder if tandem else None
-    shared = config.rollout.workers > 0 and world.size > 1
-    engine = None if shared and not world.main else build_engine(config, writer, tokenizer, factory, acting)
+    engine = build_engine(config, writer, tokenizer, factory, acting, world)
     with ExitStack() as unfinished:
-        if engine is not None:
-            unfinished.callback(engine.close)
+        unfinished.callback(engine.close)
         reference = None
         if model.lora.rank and world.size == 1:
             attach(policy, model.lora, config.train.seed)
@@ -249,17 +244,10 @@ def build_models(
             critic=value_model,
             reference=reference,
             junior=junior,
-            engine=_of_all(engine, world),
+            engine=engine,
         )
         unfinished.pop_all()
     return made
-
-
-def _of_all(engine: Engine | None, world: World) -> Engine:
-    """The engines of all processes as one; only rank 0 has a fleet."""
-    if engine is None or (world.size > 1 and isinstance(engine, FleetEngine)):
-        return SharedFleet(engine, world)
-    return engine if world.size == 1 else SpreadEngine(engine, world)
 
 
 def shares_base(config: Config, *, whole_words: bool) -> bool:
@@ -293,6 +281,7 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase,
     factory: EngineFactory | None = None,
     acting: Acting | None = None,
+    world: World | None = None,
 ) -> Engine:
     """Make the rollout engine, in the compute dtype.
 
@@ -302,7 +291,7 @@ def build_engine(
     Args:
         junior: the junior. None means that the senior writes alone.
         factory: used instead of ``rollout.engine``.
-        acting: see ``make_engine``.
+        acting, world: see ``make_engine``.
     """
     model = config.model
     shared = model.lora.rank > 0 and junior is not None and shares_base(config, whole_words=junior.whole_words)
@@ -337,4 +326,5 @@ def build_engine(
         longest=longest,
         factory=factory,
         acting=acting,
+        world=world,
     )

@@ -17,7 +17,6 @@ from rich.console import Console
 from tandemrl.config import Config, batch_plan
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device, use_deterministic_kernels
-from tandemrl.processes.watchdog import WATCHDOG
 from tandemrl.processes.world import init_world
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rollout.envs.environment import Environment
@@ -64,8 +63,8 @@ def train(
 ) -> Path:
     """Train the senior, and return ``config.output_dir``, which holds everything that the run wrote.
 
-    If one of several processes raises an error, the run ends: a process that has raised and then makes no progress for
-    ``parallel.timeout_s`` is killed, as is one that hangs in a step (see ``watchdog``).
+    If one of several processes hangs or ends, the others raise an error within ``parallel.timeout_s``, by their next
+    collective. Then torchrun ends all.
 
     Args:
         config: the configuration of the run.
@@ -139,7 +138,6 @@ def train(
                     loop(run, tracker)
                     if world.main:
                         tracker.say(f"done: {config.output_dir}")
-    WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
 
@@ -166,14 +164,14 @@ def loop(run: Run, tracker: Tracker) -> None:
     with ahead as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
         if done == 0 and setup.heldout and train.eval_first:
-            clock = profiler.clock(0)
+            clock = profiler.clock()
             with explain_errors(0, clock, world, config.parallel.timeout_s):
                 with clock("eval"):
                     metrics = evaluate(run, 0)
                 tracker.step(0, metrics | {"time/eval": clock.seconds["eval"]})
                 say_best(run, tracker, 0)
         for step in range(done + 1, train.steps + 1):
-            clock = profiler.clock(step)
+            clock = profiler.clock()
             with explain_errors(step, clock, world, config.parallel.timeout_s):
                 metrics = train_step(run, step, rollouts, tracker, profiler, clock)
                 stop = signal_anywhere(signals.received, world)

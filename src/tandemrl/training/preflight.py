@@ -36,7 +36,6 @@ from tandemrl.models.loading import (
 )
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import import_object
-from tandemrl.processes.watchdog import stamp
 from tandemrl.processes.world import axes_of
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import RewardFunction, Term, with_environment
@@ -130,7 +129,6 @@ class Preflight:
         """Run all checks, raise the error of the first that fails, and return this object."""
         for each in self.checks.values():
             each()
-            stamp()
         return self
 
     # ----------------------------------------------------------------------------------------------------- what is read

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, profile, record_function
 
-from tandemrl.processes.watchdog import stamp
 from tandemrl.types import Metrics
 
 TRACED_CALLS = 32
@@ -24,7 +23,6 @@ class Clock:
     Args:
         device: a device to synchronise with at both ends of every phase, so that its work counts in the phase that
             started it. None does not synchronise; work on a CUDA device may then count in a later phase.
-        step: the number of the step, for the watchdog.
         inner: whether ``metrics`` has inner phases, too.
 
     Examples:
@@ -36,11 +34,11 @@ class Clock:
         ['update', 'update/logprobs']
     """
 
-    def __init__(self, device: torch.device | None = None, step: int = 0, *, inner: bool = False) -> None:
+    def __init__(self, device: torch.device | None = None, *, inner: bool = False) -> None:
         self.seconds: dict[str, float] = {}
         self.where = ""
         self._path = ""
-        self._step, self._inner = step, inner
+        self._inner = inner
         self._device = device if device is not None and device.type == "cuda" else None
         self._start = time.perf_counter()
 
@@ -49,7 +47,6 @@ class Clock:
         outer = self._path
         path = self._path = f"{outer}/{phase}" if outer else phase
         self.seconds.setdefault(path, 0.0)  # outer phases first
-        stamp(f"step {self._step}, {path}")
         start = self._now()
         try:
             with record_function(path):
@@ -59,7 +56,6 @@ class Clock:
             raise
         finally:
             self._path = outer
-            stamp(f"step {self._step}, {outer or 'between phases'}")
         self.seconds[path] += self._now() - start
 
     def total(self) -> float:
@@ -99,10 +95,10 @@ class Profiler:
         self._folder, self._device, self._step = folder, device, step
         self._left = {"rollout", "update"} if traces else set[str]()
 
-    def clock(self, step: int) -> Clock:
+    def clock(self) -> Clock:
         """The clock of a step."""
         on = self._folder is not None
-        return Clock(self._device if on else None, step, inner=on)
+        return Clock(self._device if on else None, inner=on)
 
     @contextmanager
     def trace(self, phase: str, step: int) -> Iterator[Callable[[int], None]]:

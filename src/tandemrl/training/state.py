@@ -21,7 +21,6 @@ from tandemrl.models.critic import token_values
 from tandemrl.models.forward import Scores, token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
-from tandemrl.processes.watchdog import stamp
 from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
@@ -131,12 +130,10 @@ class RunSetup:
 
     def scores(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> Scores:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
-        stamp()
         return token_scores(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
     def values(self, critic: Trained, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""
-        stamp()
         return token_values(critic.module, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
 

@@ -280,7 +280,6 @@ def test_what_needs_one_vocabulary_is_refused_with_the_fix(client: TestClient, b
             ["selection.strategy=word"],
             r"selection\.strategy=word: must be before_word, since .* two vocabularies",
         ),
-        (["rollout.compile=true"], r"rollout\.compile=True: must be false, since"),
         (["selection.strategy=solo", "rollout.draft_tokens=2"], r"rollout\.draft_tokens=2: must be 0, since"),
         (["selection.strategy=solo", "rollout.engine=vllm"], r"rollout\.engine=vllm: must be torch, since"),
     ],

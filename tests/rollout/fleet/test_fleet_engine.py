@@ -7,7 +7,6 @@ from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,10 +19,10 @@ from tandemrl.rollout.engine import (
     Passes,
     Responder,
     Sampling,
-    check_authors,
 )
-from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
+from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.units import Generated
+from tandemrl.rollout.spread import SpreadEngine, units_of
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import before_word
@@ -129,7 +128,7 @@ def test_workers_drop_what_an_author_proposes(fleet: Callable[..., FleetEngine])
 
 def test_one_engine_by_units_is_the_same_without_a_fleet(alone: tuple[list[Any], list[Any], Passes]) -> None:
     before, after, passes = alone
-    engine = UnitEngine(make(), 2)
+    engine = SpreadEngine(make(), unit_groups=2)
     assert isinstance(engine, Engine)
     assert bits(engine.generate(asked())) == before
     sync_weights(learnt(), engine, version=3)
@@ -199,23 +198,17 @@ def test_rollouts_of_a_step_keep_their_weights_though_newer_ones_come(
     assert [c[:-1] for c in bits(after)] == [c[:-1] for c in alone[0]]
 
 
-def test_what_is_aborted_before_it_is_begun_is_empty(fleet: Callable[..., FleetEngine]) -> None:
+def test_a_fleet_that_is_aborted_gives_up_its_calls(fleet: Callable[..., FleetEngine]) -> None:
     engine = fleet(1)
-    keys = [key for request in asked() for key in request.keys]
     begun = workers_of(engine).ask
 
     def ask(*given: Any) -> Generated:
-        engine.abort(keys[4:])
+        engine.abort()
         return begun(*given)
 
     workers_of(engine).ask = ask  # type: ignore[method-assign]
-    written = flat(engine.generate(asked()))
-    assert [c.key for c in written] == keys
-    assert [c.stop_reason for c in written[4:]] == ["abort"] * 6
-    assert [len(c.tokens) for c in written[4:]] == [0] * 6
-    assert all(c.stop_reason != "abort" and len(c.tokens) for c in written[:4])
-    assert {c.author.dtype for c in written} == {np.dtype(np.int8)}
-    check_authors(written, STRATEGY)
+    with pytest.raises(EngineError, match="the fleet was closed"):
+        engine.generate(asked())
 
 
 def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) -> None:
@@ -252,11 +245,3 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
 def test_what_a_fleet_cannot_do_is_refused_in_the_config(overrides: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load(overrides=overrides)
-
-
-def test_a_fleet_is_in_no_trainer_and_has_units_of_its_own() -> None:
-    assert load().rollout.kind.in_trainer
-    assert load().rollout.units is None
-    assert not load(overrides=["rollout.workers=2"]).rollout.kind.in_trainer
-    assert load(overrides=["rollout.workers=2"]).rollout.units == 4
-    assert load(overrides=["rollout.workers=2", "train.async_steps=8"]).train.async_steps == 8

@@ -21,8 +21,9 @@ from tandemrl.processes.calls import ChildCalls, ThreadCalls
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader, make_episode_runner, opening_prompts
-from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
-from tandemrl.rollout.fleet.units import Generated, Rounds
+from tandemrl.rollout.fleet.engine import FleetEngine
+from tandemrl.rollout.fleet.units import Rounds
+from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import word
 from tandemrl.selection.boundaries import word_boundary_table
@@ -99,7 +100,7 @@ def fleet() -> Iterator[Callable[..., FleetEngine]]:
 def test_the_bits_of_an_episode_depend_on_its_unit_alone(fleet: Callable[..., FleetEngine]) -> None:
     """Without workers, with one, and with two of which one is lost amid its episodes."""
     runner = acting(Uneven())
-    given, alone, first = asked(runner), UnitEngine(make(), 2), runner.episodes()
+    given, alone, first = asked(runner), SpreadEngine(make(), unit_groups=2), runner.episodes()
     written = alone.generate(given, responder=first)
     assert first.tally.asked > len(flat(written))
     assert max(len(c.turns) for c in flat(written)) == 3
@@ -131,23 +132,6 @@ def test_what_goes_wrong_in_a_worker_is_told_as_without_one(fleet: Callable[...,
         episodes.check()
     with pytest.raises(EngineError, match=r"environment Broken: row r\d: .*the index is gone"):
         fleet(1, Broken).generate(asked(runner), responder=runner.episodes())
-
-
-def test_an_episode_that_is_aborted_before_it_begins_is_empty(fleet: Callable[..., FleetEngine]) -> None:
-    runner, engine = acting(small_world.Talk()), fleet(1, small_world.Talk)
-    given, workers = asked(runner), engine._workers
-    begun, keys = workers.ask, [key for request in given for key in request.keys]
-
-    def ask(*values: Any) -> Generated:
-        engine.abort(keys[4:])
-        return begun(*values)
-
-    workers.ask = ask  # type: ignore[method-assign]
-    written = flat(engine.generate(given, responder=runner.episodes()))
-    assert [c.stop_reason == "abort" for c in written] == [False] * 4 + [True] * 6
-    never = runner.episodes().transcript(0)
-    assert [c.transcript for c in written[4:]] == [never] * 6
-    assert never == Transcript((), None, dict.fromkeys(never.counts, 0.0))
 
 
 def test_a_worker_makes_the_environment_or_has_a_copy() -> None:

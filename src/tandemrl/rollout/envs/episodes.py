@@ -20,7 +20,6 @@ from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
-from tandemrl.processes.watchdog import stamp
 from tandemrl.rewards.calls import MEASURED, OF_K
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
@@ -369,7 +368,6 @@ class Episodes:
     def _answer(self, turn: Turn, message: Message, outcome: Outcome) -> None:
         """Record the outcome of a turn in its episode, and render the answer to token ids."""
         self._awaited -= 1
-        stamp()
         runner, episode = self._runner, self._episodes[turn.number]
         if message.get("tool_calls") or not runner.tools:
             self.count(Tally(1, outcome.how in ("timeout", "death")))

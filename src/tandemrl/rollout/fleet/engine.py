@@ -1,4 +1,4 @@
-"""An ``Engine`` over the engines of several workers, and one that decodes in the same units without any.
+"""An ``Engine`` over the engines of several workers.
 
 A call is split into *units*: fixed sets of keys that are always decoded together, so that a unit has the same bits
 whichever worker generates it, however often. Each is asked for with a reference to its weights and their version, and
@@ -10,21 +10,16 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tandemrl.processes.watchdog import stamp
-from tandemrl.rollout.control import Aborts
+from tandemrl.processes.world import World
 from tandemrl.rollout.engine import (
     Completion,
-    Engine,
-    EngineAround,
     EngineDeadError,
     EngineError,
     EngineInfo,
@@ -34,13 +29,16 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.envs.episodes import Episodes
-from tandemrl.rollout.fleet.units import INITIAL, Described, Generated, UnitAnswer, turns_with
+from tandemrl.rollout.fleet.units import INITIAL, Described, Generated, UnitAnswer
+from tandemrl.rollout.spread import units_of
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
 TRIES = 4  # of a unit, before the fleet gives up
 COUNTED = ("restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
 """What ``FleetEngine.counts`` has."""
+BEAT_S = 10.0
+"""How often rank 0 says that it still waits for workers, at the least."""
 
 
 class Weights(NamedTuple):
@@ -76,8 +74,6 @@ class Workers(Protocol):
 
     def restart(self, number: int) -> None: ...
 
-    def abort(self, keys: Iterable[int] | None) -> None: ...
-
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Keep weights for all workers, as long as there is a reference to what this returns."""
         ...
@@ -89,49 +85,18 @@ class Workers(Protocol):
     def close(self) -> None: ...
 
 
-def units_of(requests: Sequence[Request], size: int) -> list[list[Request]]:
-    """The requests in units of ``size`` requests; the last one may have fewer."""
-    return [list(requests[i : i + size]) for i in range(0, len(requests), size)]
-
-
-class UnitEngine(EngineAround):
-    """An engine that decodes each unit by itself: what a fleet generates, in this process."""
-
-    def __init__(self, own: Engine, size: int) -> None:
-        super().__init__(own)
-        self.size, self._aborts = size, Aborts()
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
-    ) -> list[list[Completion]]:
-        self._aborts.clear()
-        completions: list[list[Completion]] = []
-        self.passes, begun = Passes(), 0
-        for unit in units_of(requests, self.size):
-            kept, turns = _without(unit, self._aborts), turns_with(responder, begun)
-            written = self.own.generate(kept, progress=progress, **turns) if kept else []
-            completions += _with_aborted(unit, written, responder)
-            self.passes += self.own.passes if kept else Passes()
-            begun += sum(len(request.keys) for request in unit)
-        return completions
-
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        keys = None if keys is None else frozenset(keys)
-        self._aborts.add(keys)
-        super().abort(keys)
-
-
 class FleetEngine:
     """The workers of a fleet as one engine. Several threads may call ``generate``; their units are served in order.
 
     The weights are sent once, into ``Workers.put``. ``fingerprint`` is of what was sent, and nothing is accepted from a
     worker unless what it has loaded, read back, has the same fingerprint.
 
+    Of several processes, rank 0 has the workers. All make the same calls, and get the same completions. While rank 0
+    waits for workers, it tells the others so: no collective takes longer than ``parallel.timeout_s`` because a rollout
+    does.
+
     Args:
+        workers: None in all processes but rank 0.
         size: how many workers.
         unit_groups: how many requests are a unit.
 
@@ -139,33 +104,32 @@ class FleetEngine:
         EngineError: a worker does not start, or has another engine.
     """
 
-    def __init__(self, workers: Workers, *, size: int, unit_groups: int) -> None:
+    def __init__(self, workers: Workers | None, *, size: int, unit_groups: int, world: World | None = None) -> None:
         self._workers, self._size, self._unit_groups = workers, size, unit_groups
+        self._world = world = world or World()
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="fleet")
         self._closed, self._lock = threading.Event(), threading.Lock()
-        self._calls, self._aborts, self._base = set[object](), Aborts(), 0
         self._free: SimpleQueue[int] = SimpleQueue()
         self._busy, self._processes = dict[int, float](), dict[int, str]()
-        self._counted = dict.fromkeys((*COUNTED, "busy_s"), 0.0)
+        self._counted, self._base = dict.fromkeys((*COUNTED, "busy_s"), 0.0), 0
         self.passes = Passes()
-        try:
-            started = workers.start()
-            self._described = started[0][0]
-            for number, (described, process) in enumerate(started):
-                self._check_described(described)
-                self._processes[number] = process
-                self._free.put(number)
-        except EngineError:
-            self.close()
-            raise
-        self._begun = time.monotonic()
-        d = self._described
+        described = None
+        if workers is not None:
+            try:
+                started = workers.start()
+                described = self._described = started[0][0]
+                for number, (each, process) in enumerate(started):
+                    self._check_described(each)
+                    self._processes[number] = process
+                    self._free.put(number)
+            except EngineError:
+                self.close()
+                raise
+        d: Described = world.broadcast(described)
+        self._described, self._begun, self._weights = d, time.monotonic(), Weights(INITIAL, None, d.senior)
         self.info: EngineInfo = d.info
-        self.vocabulary: int = d.vocabulary
-        self.context: int = d.context
-        self.has_junior: bool = d.has_junior
-        self.policy_version: int = d.policy_version
-        self._weights = Weights(INITIAL, None, d.senior)
+        self.vocabulary, self.context, self.has_junior = d.vocabulary, d.context, d.has_junior
+        self.policy_version = d.policy_version
 
     def generate(
         self,
@@ -174,6 +138,40 @@ class FleetEngine:
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
+        """As ``Engine.generate``. The ``responder`` of rank 0 hears what became of the turns in the workers."""
+
+        def generated() -> tuple[list[list[Completion]], Passes]:
+            return self._generated(requests, progress, responder)
+
+        if self._world.size == 1:
+            completions, self.passes = generated()
+            return completions
+        with ThreadPoolExecutor(1, thread_name_prefix="rollout") as thread:
+            completions, self.passes = self.told(thread.submit(generated) if self._world.main else None)
+        return completions
+
+    def told(self, running: Future[Any] | None) -> Any:
+        """What comes of something that runs on rank 0, in all processes; the others have None.
+
+        Raises:
+            EngineError: it failed. On rank 0, whatever it failed with.
+        """
+        outcome, world = None, self._world
+        while outcome is None:
+            if running is not None and wait([running], min(BEAT_S, world.timeout_s / 4)).done:
+                error = running.exception()
+                outcome = (running.result(), "") if error is None else (None, f"rank 0: {error}")
+            outcome = world.broadcast(outcome)
+        if running is not None:
+            return running.result()
+        result, failed = outcome
+        if failed:
+            raise EngineError(failed)
+        return result
+
+    def _generated(
+        self, requests: Sequence[Request], progress: Callable[[int], None] | None, responder: Responder | None
+    ) -> tuple[list[list[Completion]], Passes]:
         if responder is not None and not (self._described.acts and isinstance(responder, Episodes)):
             raise EngineError(
                 "the workers have no environment to take turns with; make their engine with `acting` (as train and "
@@ -181,34 +179,27 @@ class FleetEngine:
             )
         for i, request in enumerate(requests):
             check_request(i, request, self)
-        units, call = units_of(requests, self._unit_groups), object()
         with self._lock:  # so that calls do not mix their units
-            if not self._calls:
-                self._aborts.clear()
-            self._calls.add(call)
+            units = units_of(requests, self._unit_groups)
             asked = [self._threads.submit(self._unit, unit, responder is not None) for unit in units]
         completions, passes = list[list[Completion]](), Passes()
         try:
-            for unit, future in zip(units, asked, strict=True):
+            for future in asked:
                 answer = future.result()
-                completions += _with_aborted(unit, answer.completions, responder)
+                completions += answer.completions
                 passes += answer.passes
                 if isinstance(responder, Episodes):
                     responder.count(answer.tally)
-                stamp()
                 if progress is not None:
                     progress(sum(int((c.author >= 0).sum()) for group in answer.completions for c in group))
         finally:
             for future in asked:
                 future.cancel()
-            self._calls.discard(call)
-        self.passes = passes
-        return completions
+        return completions, passes
 
     def _unit(self, requests: Sequence[Request], turns: bool) -> UnitAnswer:
         """What a worker generates of a unit."""
-        kept = _without(requests, self._aborts)
-        answer = self._ask(kept, turns).answer if kept else UnitAnswer([], Passes())
+        answer = self._ask(requests, turns).answer
         if isinstance(answer, EngineError):
             raise answer
         return answer
@@ -217,6 +208,7 @@ class FleetEngine:
         """What the next free worker says, once it has the right weights."""
         number, weights, why = self._free.get(), self._weights, ""
         self._busy[number] = time.monotonic()
+        assert self._workers is not None
         try:
             for _ in range(TRIES):
                 if self._closed.is_set():
@@ -249,10 +241,11 @@ class FleetEngine:
             for name, value in (new | {"loads": told.load_s > 0, "load_s": told.load_s}).items():
                 self._counted[name] += value
 
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        keys = None if keys is None else frozenset(keys)
-        self._aborts.add(keys)
-        self._workers.abort(keys)
+    def abort(self) -> None:
+        """End the workers. What is being generated fails, and the fleet is of no further use."""
+        self._closed.set()
+        if self._workers is not None:
+            self._workers.end()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send weights. Workers load them before their next unit.
@@ -268,60 +261,45 @@ class FleetEngine:
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal sent
-            for name, tensor in weights:
+            for name, tensor in weights:  # each of which all processes gather
                 tensor = tensor.detach().to(dtype)
-                sent ^= fingerprint([(name, tensor)])  # the whole one is the xor of its parts
-                yield name, tensor
+                if self._workers is not None:
+                    sent ^= fingerprint([(name, tensor)])  # the whole one is the xor of its parts
+                    yield name, tensor
 
-        stored = self._workers.put(counted())
+        stored = [*counted()] if self._workers is None else self._workers.put(counted())
         first = self._weights.version == INITIAL
         self._weights = Weights(version, stored, None)
-        if self.info.adapters and first:  # what the workers have beside them is known to them alone
+        if self.info.adapters and first and self._workers is not None:  # what they have beside them, they alone know
             self._base = self._ask([]).fingerprint ^ sent
-        self._weights = self._weights._replace(checksum=sent ^ self._base)
-        self.policy_version = version
+        self._weights, self.policy_version = Weights(version, stored, sent ^ self._base), version
 
     def fingerprint(self, who: Who = "senior") -> int:
-        checksum = self._weights.checksum if who == "senior" else self._described.junior
+        checksum = self._world.broadcast(self._weights.checksum if who == "senior" else self._described.junior)
         if checksum is None:
             raise EngineError("this engine has no junior")
-        return checksum
+        return int(checksum)
 
-    def snapshot(self) -> "FleetEngine":
-        """This fleet with the weights of now, whatever weights come afterwards."""
-        return copy.copy(self)  # the weights are a reference; all else is the fleet's
+    def snapshot(self) -> "FleetEngine | None":
+        """This fleet with the weights of now, whatever weights come afterwards: on rank 0, for it alone."""
+        if self._workers is None:
+            return None
+        own = copy.copy(self)  # the weights are a reference; all else is the fleet's
+        own._world = World()
+        return own
 
     def counts(self) -> dict[str, float]:
         """What the fleet did since its start: ``restarts`` of workers, ``idle_s`` of ``worker_s``, and how many
-        ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds."""
+        ``units`` and ``loads`` workers have done, in ``unit_s`` and ``load_s`` seconds. Only rank 0 knows; in the
+        others all are 0."""
         with self._lock:
             now, counted = time.monotonic(), dict(self._counted)
             busy = counted.pop("busy_s") + sum(now - since for since in self._busy.values())
-        total = self._size * (now - self._begun)
+        total = 0.0 if self._workers is None else self._size * (now - self._begun)
         return counted | {"idle_s": total - busy, "worker_s": total}
 
     def close(self) -> None:
-        self._closed.set()
-        self._workers.end()
+        self.abort()
         self._threads.shutdown(cancel_futures=True)
-        self._workers.close()
-
-
-def _without(requests: Sequence[Request], aborts: Aborts) -> list[Request]:
-    """The requests without the keys that were aborted before they were begun."""
-    if not aborts:
-        return list(requests)
-    kept = [replace(request, keys=tuple(key for key in request.keys if key not in aborts)) for request in requests]
-    return [request for request in kept if request.keys]
-
-
-def _with_aborted(
-    requests: Sequence[Request], completions: Sequence[Sequence[Completion]], responder: Responder | None
-) -> list[list[Completion]]:
-    """The completions of a unit, with empty ones for the keys that ``_without`` left out."""
-    if [len(group) for group in completions] == [len(request.keys) for request in requests]:
-        return list(map(list, completions))
-    by_key = {completion.key: completion for group in completions for completion in group}
-    said = None if responder is None else responder.transcript(-1)  # of an episode that never began
-    nothing = Completion(0, np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.float32), "abort", 0, said)
-    return [[by_key.get(key) or replace(nothing, key=key) for key in request.keys] for request in requests]
+        if self._workers is not None:
+            self._workers.close()

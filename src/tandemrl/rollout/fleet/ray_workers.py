@@ -7,7 +7,6 @@ The weights of a version are put into its object store once, in parts; the worke
 import importlib.util
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +69,6 @@ class RayWorker:
 
         torch.set_num_threads(threads)
         sys.path += [folder for folder in path if folder not in sys.path]  # before what is in them is unpickled
-        self._one = threading.Lock()
         engine, acting = ray.get(make[0])
         self.own = WorkerEngine(engine(), None if acting is None else acting())
 
@@ -81,11 +79,7 @@ class RayWorker:
         import ray
 
         weights = (named for part in parts for named in restored(ray.get(part)))
-        with self._one:
-            return self.own.generate(version, weights, requests, turns)
-
-    def abort(self, keys: Iterable[int] | None) -> None:
-        self.own.engine.abort(keys)
+        return self.own.generate(version, weights, requests, turns)
 
 
 class RayWorkers:
@@ -120,7 +114,6 @@ class RayWorkers:
             num_gpus=cluster.gpus,
             max_restarts=-1,
             max_task_retries=TRIES - 1,
-            max_concurrency=2,  # so that ``abort`` reaches a worker that generates
             scheduling_strategy="SPREAD",
         )(RayWorker)
         try:
@@ -193,10 +186,6 @@ class RayWorkers:
 
     def restart(self, number: int) -> None:
         self._ray.kill(self._actors[number], no_restart=False)
-
-    def abort(self, keys: Iterable[int] | None) -> None:
-        for actor in self._actors:
-            actor.abort.remote(keys)
 
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> list[Any]:
         return [self._ray.put(part) for part in parts_of(weights, PART_BYTES)]

@@ -107,21 +107,13 @@ class WorkerEngine:
         if not requests:
             return UnitAnswer([], Passes())
         try:
-            completions = self.engine.generate(requests, **turns_with(episodes))
+            acting: dict[str, Any] = {} if episodes is None else {"responder": Rounds(episodes)}  # not all take turns
+            completions = self.engine.generate(requests, **acting)
         except EngineDeadError:
             raise  # so that the worker is lost, and another one generates the unit
         except EngineError as error:
             return error
         return UnitAnswer(completions, self.engine.passes, Tally() if episodes is None else episodes.tally)
-
-
-def turns_with(responder: Responder | None, first: int = 0) -> dict[str, Any]:
-    """The ``responder`` of a unit, as an argument of ``generate``: not every engine takes turns.
-
-    Args:
-        first: see ``Rounds``.
-    """
-    return {} if responder is None else {"responder": Rounds(responder, first)}
 
 
 class Rounds:

@@ -10,7 +10,6 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import exceptions
 
-from tandemrl.processes.watchdog import stamp
 from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
 from tandemrl.rollout.open_call import CallEngine, OpenCall
@@ -121,8 +120,6 @@ class VllmCall(OpenCall[VllmRow]):
                 tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
                 events += self._news(self._rows[number], tokens, logprobs)
             written = self._ended + sum(state.detokenizer.num_output_tokens() for state in states.values())
-            if written > self.written:
-                stamp()
             self.steps, self.written = self.steps + flying, written
             if self._aborts:
                 events += self._end_aborted()

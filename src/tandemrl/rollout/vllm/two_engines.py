@@ -450,4 +450,4 @@ class VllmTwoEngines(BatchEngine):
 
 def _decoder(engine: VllmEngine) -> Decoder:
     """What a half has to know of a model that is elsewhere."""
-    return Decoder({}, {}, {}, engine.vocabulary, engine.eos, engine.tokenizer)
+    return Decoder({}, {}, engine.vocabulary, engine.eos, engine.tokenizer)
