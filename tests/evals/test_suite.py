@@ -316,7 +316,7 @@ def test_all_phases_write_what_each_writes_alone_and_load_everything_once(everyt
     def fail(*args, **kwargs):
         raise AssertionError("loaded again")
 
-    for name in ("load_model", "load_tokenizer", "load_rows"):
+    for name in ("load_model", "load_rows"):
         monkeypatch.setattr(session, name, fail)
     assert everything(out=tmp_path / "all") == results
 
