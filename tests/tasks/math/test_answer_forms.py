@@ -39,6 +39,10 @@ RIGHT = r"""
 \text{seven} :: 7
 2.5 :: 2.5 \text{ more hours}
 1000 :: 1,000 \text{ more people} | 1,000 | 1{,}000 | 1\,000 | 1\ 000 | 1~000 | 1,\!000 | 1\!000 | 1 000 | 1 000
+1000 :: 1'000
+1000 :: 1_000
+\frac{5}{6} :: {5 \over 6}
+\frac{5}{6} :: 5 \over 6
 1000 :: 1 000
 \frac{1}{2} :: \frac{1}{2} \text{ of the cake}
 1/2 :: 1/2 \text{ cup of sugar} | ½
