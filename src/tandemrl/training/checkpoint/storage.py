@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -186,10 +186,13 @@ def _brief(error: BaseException) -> str:
 def lock(output_dir: str | Path) -> Iterator[None]:
     """A context that locks the folder of a run, since a second process that writes there would corrupt its files.
 
+    The folder is made, and removed again if nothing was written there.
+
     Raises:
         CheckpointError: another process holds it, or it is a file.
     """
     folder = Path(output_dir)
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
     if reason := no_folder(folder):
         raise CheckpointError(f"output_dir={folder}: {reason}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +202,14 @@ def lock(output_dir: str | Path) -> Iterator[None]:
         except OSError:
             raise CheckpointError(f"{folder}: another process is training there; choose another output_dir") from None
         os.register_at_fork(after_in_child=file.close)  # an engine that outlives a killed run must not hold the lock
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # something else is in one of them by now
+                if new and os.listdir(folder) == [".lock"]:
+                    Path(file.name).unlink()
+                    for each in new:
+                        each.rmdir()
 
 
 def latest(output_dir: str | Path) -> Path | None:
