@@ -64,8 +64,8 @@ def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
         assert (authors[:12] == 1).all()
         assert (authors[12:] == 0).all()
     card = next((here / "run" / "hf").glob("step_*/README.md")).read_text()
-    assert "(`my_strategy:relay`, opening = 12)" in card
-    assert "| recipe | `my_loss:successes, floor = -0.1, learning rate 0.01` |" in card
+    assert "| who wrote the training texts | `my_strategy:relay` |" in card
+    assert "| recipe | `my_loss:successes` |" in card
     assert load(here / "run") == mine
     text = (here / "my_strategy.py").read_text()
     (here / "my_strategy.py").write_text(text.replace("tokens < opening, Written", "tokens <= opening, Written"))
