@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import artefacts
 from helpers import chi_square_bound, reference_distribution
-from runs import config, metrics, samples
+from runs import config, metrics
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.evals import evaluate
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.processes.http import Client
 from tandemrl.processes.server import serving
@@ -159,7 +158,7 @@ def test_the_server_draws_from_the_model_s_distribution(other_junior: Path, othe
         assert found(Sampling(8, temperature=0.0)).argmax() == logits.argmax()
 
         body = {"model": "other", "prompt": prompt, "max_tokens": 1} | body_of(SAMPLINGS[2], ())
-        drawn = Counter(junior.client.post("/completions", body | {"seed": seed}, _answer).text for seed in range(500))
+        drawn = Counter(junior.client.post("/completions", body | {"seed": seed}, _answer)[0] for seed in range(500))
         texts = Counter[str]()
         for token, p in enumerate(reference_distribution(logits, SAMPLINGS[2], prompt, [])):
             texts[junior.vocabulary.pieces.get(token, b"").decode(errors="replace")] += p
@@ -173,23 +172,6 @@ def settings_of(pair: Path, out: Path, junior: Path, url: str, *more: str) -> An
     knobs = [f"model.junior={junior}", f"model.junior_endpoint.url={url}", "selection.strategy=before_word"]
     knobs += ["train.eval_every=0", "data.eval=[synthetic:plain:heldout:4]", "eval.samples=2", "eval.k=[1]"]
     return config(pair, out, *knobs, "selection.max_untranslatable=0.5", *more)
-
-
-def test_training_and_evaluation(tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path) -> None:
-    with llama_cpp(other_gguf, tmp_path / "log", n_parallel=4, n_ctx=4 * CONTEXT) as server:
-        junior = EndpointJunior(JuniorEndpointConfig(url=server.url), load_tokenizer(other_junior))
-        assert (junior.model, junior.context) == ("other", CONTEXT)
-        junior.close()
-        settings = settings_of(tiny_pair, tmp_path / "out", other_junior, server.url)
-        out = train(settings, quiet=True)
-        results = evaluate(settings, model=str(tiny_pair / "senior"), out=tmp_path / "eval", phases=["tandem"])
-    assert len(metrics(out)) == 3
-    for step in metrics(out):
-        assert step["mismatch/mean_abs"] < 1e-5
-        assert step["tandem/failed"] <= 1 / 16
-        assert 1 <= step["tandem/asks_per_span"] < 2
-    assert {0, 1} <= {author for line in samples(out) for author in line["author"]}
-    assert results["tandem"]["metrics"]["macro"]["failed"] <= 1
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, server: Running, answers: int) -> list[float]:

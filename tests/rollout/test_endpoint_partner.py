@@ -167,7 +167,7 @@ def test_no_default_of_a_server_changes_how_the_junior_samples() -> None:
         assert server.bodies[-1]["min_p"] == 0.1
         with pytest.raises(EngineError, match=r"top_k=20: model\.junior_endpoint\.leave_out keeps it"):
             written(junior(server.url, leave_out=("top_k",)), Sampling(8, top_k=20))
-        with pytest.raises(EngineError, match=r"penalties: .*url=null"):
+        with pytest.raises(EngineError, match=r"penalties: .*leave out repetition_penalty"):
             written(junior(server.url), Sampling(8, repetition_penalty=1.1))
 
 

@@ -25,7 +25,7 @@ from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.models.sampling import Truncation, race_times
-from tandemrl.rollout import two_vocabularies
+from tandemrl.rollout import torch_writer
 from tandemrl.rollout.engine import Completion, EngineError, Request, Responder, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, before_word, boundaries, draws, solo, word
@@ -198,7 +198,7 @@ def test_no_two_tokens_of_a_text_come_from_one_number(planted: bool, monkeypatch
         drawn[vocabulary] |= set(keys.tolist())
         return race_times(keys, vocabulary)
 
-    monkeypatch.setattr(two_vocabularies, "race_times", recorded)
+    monkeypatch.setattr(torch_writer, "race_times", recorded)
     engine().generate([request(Sampling(max_tokens=16), 200)])
     assert min(len(drawn[len(names)]) for names in (ONE, OTHER)) > 40
     assert bool(drawn[len(ONE)] & drawn[len(OTHER)]) == planted
@@ -263,7 +263,7 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
     kept: dict[int, list[tuple[bytes, bytes]]] = {}
     made = engine()._make_partner
     assert made is not None
-    monkeypatch.setattr(engine(), "_make_partner", lambda *given: Spy(made(*given), kept))
+    monkeypatch.setattr(engine(), "_make_partner", lambda: Spy(made(), kept))
     completions = flat(engine().generate([asked]))
     check_authors(completions, strategy())
     own = tokenizers()[1]
@@ -332,10 +332,11 @@ def test_a_text_ends_where_the_junior_sees_no_more_of_it(limit: str, monkeypatch
     narrow = TorchEngine(senior, junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], max_rows=8)
     made, partners = narrow._make_partner, list[Any]()
     assert made is not None
-    monkeypatch.setattr(narrow, "_make_partner", lambda *given: partners.append(made(*given)) or partners[-1])
+    monkeypatch.setattr(narrow, "_make_partner", lambda: partners.append(made()) or partners[-1])
     found = flat(narrow.generate([request(Sampling(max_tokens=40), 60)]))
     check_authors(found, strategy())
-    assert not bool(partners[0]._half.live.any())  # nobody decodes a text that has ended
+    assert not partners[0].readers  # nobody decodes a text that has ended
+    assert not len(partners[0]._writer)
     short = [c for c in found if c.stop_reason == "length" and len(c.tokens) < 40]
     assert len(short) > 8
     whole = {c.key: c.tokens.tolist() for c in flat(engine().generate([request(Sampling(max_tokens=40), 60)]))}

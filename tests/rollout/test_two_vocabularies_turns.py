@@ -1,8 +1,8 @@
 """Episodes of two models with vocabularies of their own: what each reads, who writes, and where turns end."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ from tandemrl.apps.experiments.tiny import WORD_SPLIT
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row, encode_prompts
-from tandemrl.rollout import two_vocabularies
+from tandemrl.rollout import torch_writer
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.local_partner import LocalPartner
+from tandemrl.rollout.local_partner import Reader as LocalReader
+from tandemrl.rollout.partner import Written
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating_turns, turn
 from tandemrl.selection.whole_words import (
@@ -108,24 +110,62 @@ class Episode(NamedTuple):
 
 
 class Kept(LocalPartner):
-    """Keeps what the junior has read, of which nothing is left when a row is dropped."""
+    """Keeps what the junior has read and written, of which nothing is left when a row is dropped."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.kept: dict[int, tuple[list[int], np.ndarray, np.ndarray]] = {}
+        self.kept: dict[int, tuple[list[int], list[int], list[float]]] = {}
+        """By number: all tokens, and the authors and log-probs of those after the prompt."""
+        self.cuts, step = list[bool](), self._writer.step
 
-    def keep(self, numbers: Iterable[int]) -> None:
-        half, ended = self._half, set(numbers) - self.kept.keys()
-        for i, row in enumerate(half.rows):
-            if (number := row.number) in ended:
-                written = slice(0, int(half.written[i]))
-                tokens, authors, told = (x[number, written] for x in (half.tokens, half.authors, half.logprobs))
-                self.kept[number] = tokens.tolist(), authors.numpy().copy(), told.numpy().copy()
+        def recorded() -> dict[int, Written]:
+            found = step()
+            for number, written in found.items():
+                self.mark(number, 0, list(written.logprobs))
+            return found
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        ended = list(numbers)
-        self.keep(ended)
-        super().forget(ended)
+        self._writer.step = recorded  # type: ignore[method-assign]
+
+    def mark(self, number: int, author: int, logprobs: list[float]) -> None:
+        self.kept[number][1].extend([author] * len(logprobs))
+        self.kept[number][2].extend(logprobs)
+
+    def mark_read(self, number: int, author: int = 1) -> None:
+        reader = self.readers[number]
+        new = len(reader.tokens) - len(reader.row.request.junior_prompt) - len(self.kept[number][1])
+        self.mark(number, author, [0.0] * new)
+
+    def admit(self, rows: Any) -> None:
+        super().admit(rows)
+        self.kept |= {row.number: (self.readers[row.number].tokens, [], []) for row in rows}
+
+    def ask(self, asks: Any) -> None:
+        super().ask(asks)
+        for ask in asks:
+            self.mark_read(ask.number)
+
+    def resume(self, turns: Any) -> list[int]:
+        before = {number: (reader.ended, reader.tokens[-1]) for number, reader in self.readers.items()}
+        lost = super().resume(turns)
+        for number, _, by_token, context in turns:
+            ended, last = before[number]
+            observed = len(context) - (by_token and (not ended or last == context[0]))  # the end is the turn's
+            if number not in lost:
+                self.mark_read(number)
+                self.kept[number][1][-observed:] = [-1] * observed
+        return lost
+
+    def cut(self, reader: LocalReader, text: bytes) -> bool:
+        written, first = [*reader.tokens], len(reader.row.request.junior_prompt)
+        self.cuts.append(super().cut(reader, text))
+        assert tokenizers()[0].decode(reader.tokens[reader.start :]).encode() == text
+        pairs = zip([*written, -1], [*reader.tokens, -2], strict=False)
+        same = next(i for i, (old, new) in enumerate(pairs) if old != new) - first
+        assert first + same >= reader.start
+        for each in self.kept[reader.row.number][1:]:
+            del each[same:]
+        self.mark_read(reader.row.number)
+        return self.cuts[-1]
 
 
 def played(running: TorchEngine, strategy: Strategy, count: int = 40) -> list[Episode]:
@@ -135,9 +175,9 @@ def played(running: TorchEngine, strategy: Strategy, count: int = 40) -> list[Ep
     (prompt,), _ = encode_prompts([row], senior, max_prompt_tokens=99, junior=junior)
     partners, made = list[Kept](), running._make_partner
 
-    def kept(*given: Any) -> Kept:
-        assert isinstance(made, partial)
-        partners.append(Kept(*made.args, *given))
+    def kept() -> Kept:
+        own = made()
+        partners.append(Kept(own._writer, own._vocabulary, own._ends, own._context, own._pieces))
         return partners[-1]
 
     running._make_partner = kept
@@ -145,19 +185,22 @@ def played(running: TorchEngine, strategy: Strategy, count: int = 40) -> list[Ep
     with runner:
         found = flat(running.generate([runner.episode(asked, row)], responder=runner.episodes()))
     running._make_partner = made
-    assert not partners[0]._half.writes  # nobody decodes an episode that has ended
-    partners[0].keep(range(count))
-    kept, none = partners[0].kept, ([], np.empty(0), np.empty(0))
-    transcripts = [completion.transcript for completion in found]
+    CUTS[running.max_rows] = partners[0].cuts
+    assert not partners[0].readers  # nobody decodes an episode that has ended
+    assert not len(partners[0]._writer)
+    halves = {
+        n: (tokens[len(prompt.junior) :], *map(np.array, told)) for n, (tokens, *told) in partners[0].kept.items()
+    }
+    messages = ([*row.messages, *(one.transcript.messages if one.transcript else ())] for one in found)
+    none = ([], np.empty(0), np.empty(0))  # of one that was aborted before it began
     return [
-        Episode(
-            one,
-            (prompt.junior, prompt.tokens),
-            [*row.messages, *(told.messages if told else ())],
-            kept.get(number, none),
-        )
-        for number, (one, told) in enumerate(zip(found, transcripts, strict=True))
+        Episode(one, (prompt.junior, prompt.tokens), told, halves.get(number, none))
+        for number, (one, told) in enumerate(zip(found, messages, strict=True))
     ]
+
+
+CUTS: dict[int, list[bool]] = {}
+"""By the rows of an engine: which turns were cut for the junior, in its last episodes."""
 
 
 @cache
@@ -264,23 +307,10 @@ def test_a_turn_has_one_author(name: str) -> None:
     assert len(firsts) > 6 if name == "turn" else "JSJ" in firsts <= {"JSJ", "JS", "J", ""}
 
 
-def test_a_cut_turn_is_cut_for_the_junior_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_turn_is_cut_for_the_junior_too() -> None:
     """Its tokens are longer than the senior's, so that it writes more than there is room for."""
-    cuts = list[bool]()
-    cut = two_vocabularies.Half.cut
-
-    def counted(half: two_vocabularies.Half, i: int, text: bytes) -> bool:
-        written, whole = half.tokens[int(half.number[i])].tolist(), int(half.written[i])
-        cuts.append(cut(half, i, text))
-        number, end = int(half.number[i]), int(half.written[i])
-        start = half.rows[i].start
-        assert tokenizers()[0].decode(half.tokens[number, start:end]).encode() == text
-        assert half.tokens[number, : end - 1].tolist()[: start + 1] == written[: start + 1] or whole <= start + 1
-        return cuts[-1]
-
-    monkeypatch.setattr(two_vocabularies.Half, "cut", counted)
     found = played(engine(max_rows=5), strategies()["before_word"])
-    assert sum(cuts) > 3
+    assert sum(CUTS[5]) > 3
     for one, other in zip(found, episodes(), strict=True):  # whichever rows are decoded together
         assert one.completion.tokens.tolist() == other.completion.tokens.tolist()
         assert one.completion.author.tolist() == other.completion.author.tolist()
@@ -290,13 +320,13 @@ def test_a_cut_turn_is_cut_for_the_junior_too(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_token_of_an_episode_is_drawn_from_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[int, list[int]] = {len(ONE): [], len(OTHER): []}
-    race_times = two_vocabularies.race_times
+    race_times = torch_writer.race_times
 
     def recorded(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
         drawn[vocabulary] += keys.tolist()
         return race_times(keys, vocabulary)
 
-    monkeypatch.setattr(two_vocabularies, "race_times", recorded)
+    monkeypatch.setattr(torch_writer, "race_times", recorded)
     played(engine(), strategies()["before_word"], 20)
     for keys in drawn.values():
         assert len(keys) > 100

@@ -1,7 +1,7 @@
 """Engines that decode a ``DecodingBatch`` step by step, and their open calls."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,9 +12,9 @@ from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Turn
 from tandemrl.rollout.open_call import CallEngine, OpenCall
-from tandemrl.rollout.partner import MakePartner, check_partnered
+from tandemrl.rollout.partner import MakePartner, Writer, check_partnered
+from tandemrl.rollout.relay import Relay
 from tandemrl.rollout.sessions import Sessions
-from tandemrl.rollout.two_vocabularies import TwoVocabularies
 from tandemrl.selection.words import vocabulary_of
 
 
@@ -52,6 +52,11 @@ class BatchEngine(CallEngine):
         self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
     ) -> DecodingBatch:
         """The empty batch of a call; see ``DecodingBatch`` and ``BatchCall``."""
+
+    def relay(self, writers: Mapping[int, Writer], requests: Sequence[Request], total: int, *, turns: bool) -> Relay:
+        """The batch of a call in which two models write by spans."""
+        words = self._spelling, self._make_partner
+        return Relay(self._decoder, requests, total, writers, *words, turns=turns)
 
     @property
     def apart(self) -> bool:
@@ -208,7 +213,7 @@ class BatchCall(OpenCall[Row]):
         return Turn(row.number, row.request.task, row.index, batch.own_tokens(row).numpy().copy(), row.stop_reason)
 
     def _go_on(self, row: Row, reply: Reply) -> None:
-        if isinstance(self._batch, TwoVocabularies) and not reply.junior_context:
+        if self.engine.apart and isinstance(self._batch, Relay) and not reply.junior_context:
             raise EngineError(
                 f"completion {row.number}: a reply has no context for the junior, which has another vocabulary; set "
                 "junior_context"

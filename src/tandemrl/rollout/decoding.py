@@ -85,7 +85,7 @@ class DecodingBatch:
         self.live = torch.empty(0, dtype=torch.bool)
         self.last = torch.empty(0, dtype=torch.int64)
         self.position = torch.empty(0, dtype=torch.int64)  # of the last token
-        self.stream, self.sampling_stream = torch.empty(0, dtype=torch.int64), SAMPLING
+        self.stream = torch.empty(0, dtype=torch.int64)
         self.written = torch.empty(0, dtype=torch.int64)
         self.shift = torch.empty(0, dtype=torch.int64)  # from the column to the counter of sampling draws
         self.author = torch.empty(0, dtype=torch.bool)
@@ -106,11 +106,7 @@ class DecodingBatch:
             drafts: whether steps may draft from now on.
         """
         samplings = [r.sampling for r in requests]
-        self.shaping = Shaping(
-            self.shaping.scaled or any(s.temperature not in (0, 1) for s in samplings),
-            self.shaping.greedy or any(s.temperature == 0 for s in samplings),
-            self.shaping.truncated or any(s.truncated for s in samplings),
-        )
+        self.shaping |= Shaping.of(requests)
         self.stop_strings |= any(s.stop for s in samplings)
         self.stops.extend(requests)
         self.starts.extend(requests, self.stops)
@@ -278,7 +274,7 @@ class DecodingBatch:
         }
         entries = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
         keys = torch.tensor([row.key for row in rows], dtype=torch.int64)
-        entries |= {"stream": stream(keys, self.sampling_stream), "author": author, "live": torch.ones_like(author)}
+        entries |= {"stream": stream(keys, SAMPLING), "author": author, "live": torch.ones_like(author)}
         entries["parameters"] = sampling_parameters(rows).to(self.device)
         if self.penalised:
             entries["seen"] = seen_tokens(texts, self.decoder.vocabulary).to(self.device)

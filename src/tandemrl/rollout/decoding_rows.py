@@ -1,6 +1,6 @@
 """What the reference engine decodes with: models, rows, the tokens of a step, and what ends a turn."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,6 +122,16 @@ class Shaping(NamedTuple):
     scaled: bool = False
     greedy: bool = False
     truncated: bool = False
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> "Shaping":
+        """What these requests ask for."""
+        drawn = [request.sampling for request in requests]
+        scaled = any(s.temperature not in (0, 1) for s in drawn)
+        return cls(scaled, any(s.temperature == 0 for s in drawn), any(s.truncated for s in drawn))
+
+    def __or__(self, other: "Shaping") -> "Shaping":
+        return Shaping(*(a or b for a, b in zip(self, other, strict=True)))
 
 
 Penalised = tuple[Bool[Tensor, "k v"], Int64[Tensor, "k v"]]

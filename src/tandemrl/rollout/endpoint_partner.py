@@ -7,12 +7,11 @@ which they are known.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from collections.abc import Collection, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
-from tandemrl.rollout.partner import Ask, Ended, Span
+from tandemrl.rollout.partner import Ask, Ended, Said
 from tandemrl.selection.draws import mix64
 from tandemrl.selection.words import Vocabulary, spell, step_words, vocabulary_of, word_starts
 
@@ -80,20 +79,69 @@ class EndpointJunior:
         self.control = tuple(surface for surface, token in tokenizer.get_vocab().items() if token not in pieces)
         self.pool = ThreadPoolExecutor(endpoint.concurrency)
 
-    def __call__(self, requests: Sequence[Request], total: int) -> "EndpointPartner":
-        """The partner of a call.
-
-        Raises:
-            EngineError: a request asks for what cannot be asked of the endpoint.
-        """
-        partner = EndpointPartner(self)
-        partner.extend(requests, total)
-        return partner
+    def __call__(self) -> "EndpointPartner":
+        """The partner of a call."""
+        return EndpointPartner(self)
 
     @property
     def fingerprint(self) -> int:
         """Of the name of the served model: what can be known of its weights."""
         return int.from_bytes(hashlib.sha256(self.model.encode()).digest()[:7], "big")
+
+    def say(self, ask: Ask, sampling: Sampling, prompt: Sequence[int], words_of: Sequence[int]) -> tuple[Said, int]:
+        """What the junior says, and how often it was asked for, until the answer began with a word.
+
+        Args:
+            prompt: what it reads before its turn.
+            words_of: the numbers of which seeds are made.
+
+        Raises:
+            EngineError: the endpoint fails.
+        """
+        if (read := _encoded(ask.text, self.vocabulary)) is None:
+            return Said(ask.number, b"", "untranslatable"), 0
+        attempts, told = self.endpoint.attempts, body_of(sampling, self.endpoint.leave_out)
+        for attempt in range(attempts):
+            seed = mix64(*words_of, len(ask.text), attempt) & 0x7FFFFFFF
+            if (said := self._attempt(ask, [*prompt, *read], told, seed)) is not None:
+                return said, attempt + 1
+        return Said(ask.number, b"", "failed"), attempts
+
+    def _attempt(self, ask: Ask, prompt: Sequence[int], told: dict[str, Any], seed: int) -> Said | None:
+        """What it says, or None if what comes is not usable."""
+        number, before, room, asked_words = ask
+        text, spent, asked = "", 0, TOKENS_PER_WORD * (asked_words or WORDS_PER_STEP) + TOKENS_MORE
+        while spent < room:
+            more = [*prompt, *self.vocabulary.encode(text)]
+            asked = min(asked, room - spent, self.context - len(more))
+            if asked <= 0:
+                break
+            body = {"model": self.model, "prompt": more, "max_tokens": asked, "seed": seed + spent, **told}
+            answer, ended = self.client.post("/completions", body, _answer)
+            spent, asked, known = spent + asked, 2 * asked, text
+            if ended:  # some servers (llama.cpp with --special) show the token that ended it, too
+                text += answer.removesuffix(next((token for token in self.control if answer.endswith(token)), ""))
+            else:
+                text += answer.rstrip(_CUT)
+            try:
+                written = text.encode()
+            except UnicodeEncodeError:  # half of a surrogate pair
+                return None
+            if _CUT in text or (before and text and not text.startswith(" ")):
+                return None
+            starts = word_starts(written, before)
+            words = step_words(written, starts) if asked_words is None else asked_words
+            own = written[: starts[words]] if len(starts) > words else written
+            if any(token in own.decode() for token in self.control):
+                return Said(number, b"", "untranslatable")
+            if len(starts) > words:
+                return Said(number, own, "word")
+            if ended:
+                whole = len(starts) == words and not text[-1:].isspace()  # the end is a proposal, and is dropped
+                return Said(number, written, "word" if whole else "eos")
+            if text == known and (not text or spent < room):
+                return None
+        return Said(number, text.encode(), "length")
 
     def close(self) -> None:
         """Give up what is still asked for. What the server is just answering is waited for."""
@@ -107,16 +155,9 @@ def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
     ``generation_config.json`` of its model, llama.cpp what is in its GGUF file, or else top_k=40 and min_p.
 
     Raises:
-        EngineError: there are penalties, which a server would count from each request on, or a setting that is not
-            neutral is to be left out.
+        EngineError: a setting that is not neutral is to be left out.
     """
     s = sampling
-    if s.penalised:
-        raise EngineError(
-            "sampling with penalties: an endpoint counts the tokens of each of its answers alone; leave out "
-            "repetition_penalty, presence_penalty and frequency_penalty, or load the junior (model.junior_endpoint.url"
-            "=null)"
-        )
     if set_anyway := [name for name in ("top_k", "min_p") if name in leave_out and getattr(s, name)]:
         raise EngineError(
             f"{set_anyway[0]}={getattr(s, set_anyway[0])}: {SECTION}.leave_out keeps it from the endpoint; sample "
@@ -127,167 +168,78 @@ def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
     return {"temperature": s.temperature, "top_p": s.top_p, **sent}
 
 
-class Answer(NamedTuple):
-    """A completion, and whether the model ended it itself."""
-
-    text: str
-    ended: bool
-
-
-class Written(NamedTuple):
-    """A span, and how often it was asked for, until the answer began with a word."""
-
-    span: Span
-    asks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """Writes one span, in a thread. prompt: what the junior reads before its turn. turn: the number of the turn."""
-
-    junior: EndpointJunior
-    sampling: Sampling
-    prompt: Sequence[int]
-    key: int
-    turn: int
-    ask: Ask
-
-    def __call__(self) -> Written:
-        """The span.
-
-        Raises:
-            EngineError: the endpoint fails.
-        """
-        ask = self.ask
-        if (read := _encoded(ask.text, self.junior.vocabulary)) is None:
-            return Written(Span(ask.number, b"", "untranslatable"))
-        attempts = self.junior.endpoint.attempts
-        for attempt in range(attempts):
-            if (span := self._attempt([*self.prompt, *read], attempt)) is not None:
-                return Written(span, attempt + 1)
-        return Written(Span(ask.number, b"", "failed"), attempts)
-
-    def _attempt(self, prompt: Sequence[int], attempt: int) -> Span | None:
-        """The span, or None if what comes is not usable."""
-        (number, before, room, asked_words), junior = self.ask, self.junior
-        seed = mix64(self.key, self.turn, len(before), attempt) & 0x7FFFFFFF
-        text, spent, asked = "", 0, TOKENS_PER_WORD * (asked_words or WORDS_PER_STEP) + TOKENS_MORE
-        while spent < room:
-            more = [*prompt, *junior.vocabulary.encode(text)]
-            asked = min(asked, room - spent, junior.context - len(more))
-            if asked <= 0:
-                break
-            body = {"model": junior.model, "prompt": more, "max_tokens": asked, "seed": seed + spent}
-            body |= body_of(self.sampling, junior.endpoint.leave_out)
-            answer = junior.client.post("/completions", body, _answer)
-            spent, asked, known = spent + asked, 2 * asked, text
-            text += self._without_end(answer.text) if answer.ended else answer.text.rstrip(_CUT)
-            try:
-                written = text.encode()
-            except UnicodeEncodeError:  # half of a surrogate pair
-                return None
-            if _CUT in text or (before and text and not text.startswith(" ")):
-                return None
-            starts = word_starts(written, before)
-            words = step_words(written, starts) if asked_words is None else asked_words
-            own = written[: starts[words]] if len(starts) > words else written
-            shown = own.decode()
-            if any(token in shown for token in junior.control):
-                return Span(number, b"", "untranslatable")
-            if len(starts) > words:
-                return Span(number, own, "word")
-            if answer.ended:
-                whole = len(starts) == words and not text[-1:].isspace()  # the end is a proposal, and is dropped
-                return Span(number, written, "word" if whole else "eos")
-            if text == known and (not text or spent < room):
-                return None
-        return Span(number, text.encode(), "length")
-
-    def _without_end(self, text: str) -> str:
-        """An answer without the token that ended it, which some servers (llama.cpp with --special) show, too."""
-        end = next((token for token in self.junior.control if text.endswith(token)), "")
-        return text.removesuffix(end)
-
-
 class EndpointPartner:
-    """A `Partner`: the spans of one call of ``generate``."""
-
-    counts = True
+    """A `Partner`: what is asked for in one call of ``generate``."""
 
     def __init__(self, junior: EndpointJunior) -> None:
         self._junior, self._total, self._failed = junior, 0, 0
-        self._rows: dict[int, Row] = {}
-        self._prompts: dict[int, Sequence[int]] = {}
-        self._waiting: dict[Future[Written], int] = {}
+        self._rows: dict[int, tuple[Row, Sequence[int]]] = {}
+        """By number: the row, and what the junior reads before its turn."""
+        self._waiting: dict[Future[tuple[Said, int]], int] = {}
         self.passes = Passes()  # how many the server takes is not known
 
-    def extend(self, requests: Sequence[Request], total: int) -> None:
+    def extend(self, requests: Sequence[Request]) -> None:
         for request in requests:
             body_of(request.sampling, self._junior.endpoint.leave_out)
         self._total += sum(len(request.keys) for request in requests)
 
-    def held(self) -> set[int]:
-        return {*self._waiting.values()}
-
-    def release(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._rows.pop(number, None)
-            self._prompts.pop(number, None)
-
     def admit(self, rows: Sequence[Row]) -> None:
-        self._rows |= {row.number: row for row in rows}
-        self._prompts |= {row.number: row.request.junior_prompt for row in rows}
+        self._rows |= {row.number: (row, row.request.junior_prompt) for row in rows}
 
     def ask(self, asks: Sequence[Ask]) -> None:
         junior = self._junior
         for ask in asks:
-            row, prompt = self._rows[ask.number], self._prompts[ask.number]
+            row, prompt = self._rows[ask.number]
             turn = row.index + len(row.request.history)
-            writer = Writer(junior, row.request.sampling, prompt, row.key, turn, ask)
-            self._waiting[junior.pool.submit(writer)] = ask.number
+            future = junior.pool.submit(junior.say, ask, row.request.sampling, prompt, (row.key, turn))
+            self._waiting[future] = ask.number
 
     def resume(self, turns: Sequence[Ended]) -> list[int]:
-        read = {turn.number: _encoded(turn.text, self._junior.vocabulary) for turn in turns}
-        for number, _, _, context in turns:
-            self._prompts[number] = [*self._prompts[number], *(read[number] or ()), *context]
-        return [number for number, tokens in read.items() if tokens is None]
+        lost = []
+        for number, text, _, context in turns:
+            read = _encoded(text, self._junior.vocabulary)
+            if read is None:
+                lost.append(number)
+            elif number in self._rows:
+                row, prompt = self._rows[number]
+                self._rows[number] = row, [*prompt, *read, *context]
+        return lost
 
-    def spans(self, *, wait: bool) -> list[Span]:
+    def spans(self, *, wait: bool) -> list[Said]:
         while True:
             done = [future for future in self._waiting if future.done()]
             if done or not wait or not self._waiting:
-                break
-            wait_for(self._waiting, return_when=FIRST_COMPLETED)
-        return [self._span(future, self._waiting.pop(future)) for future in done]
+                return [self._said(future, self._waiting.pop(future)) for future in done]
+            futures.wait(self._waiting, return_when=futures.FIRST_COMPLETED)
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        ended = set(numbers)
-        for future in [future for future, number in self._waiting.items() if number in ended]:
+    def keep(self, live: Collection[int], waiting: Collection[int]) -> None:
+        self._rows = {n: known for n, known in self._rows.items() if n in live or n in waiting}
+        for future in [future for future, number in self._waiting.items() if number not in live]:
             future.cancel()
             del self._waiting[future]
 
-    def _span(self, future: "Future[Written]", number: int) -> Span:
+    def _said(self, future: "Future[tuple[Said, int]]", number: int) -> Said:
         """What a request came to.
 
         Raises:
             EngineError: too many have failed.
         """
         try:
-            span, asks = future.result()
+            said, asks = future.result()
             why = f"no answer began with a word in {asks} attempts"
             self.passes += Passes(spans=int(asks > 0), asks=asks)
         except EngineError as error:
-            span, why = Span(number, b"", "failed"), str(error)
-        if span.end == "failed":
+            said, why = Said(number, b"", "failed"), str(error)
+        if said.end == "failed":
             self._failed += 1
             rate = self._junior.endpoint.max_failure_rate
             if self._failed > max(rate * self._total, float(rate > 0)):
-                self.forget(self._waiting.values())
+                self.keep((), ())
                 raise EngineError(
                     f"{self._failed} of {self._total} rollouts got no words from the junior, more than "
                     f"{SECTION}.max_failure_rate={rate:g}; the last one: {why}" + (_FIELDS if "HTTP 4" in why else "")
                 )
-        return span
+        return said
 
 
 def _encoded(text: bytes, vocabulary: Vocabulary) -> Sequence[int] | None:
@@ -311,8 +263,8 @@ def _contexts(response: Response) -> dict[str, int]:
     return found
 
 
-def _answer(response: Response) -> Answer:
-    """A text completion; a `http.Read`."""
+def _answer(response: Response) -> tuple[str, bool]:
+    """A text completion, and whether the model ended it itself; a `http.Read`."""
     if response.status == 404:
         raise PermanentError(f"HTTP 404: {excerpt(response.body)}; the address must end where /completions begins")
     try:
@@ -322,4 +274,4 @@ def _answer(response: Response) -> Answer:
         text = reason = None
     if not isinstance(text, str) or reason not in ("stop", "length"):
         raise RetryableError(f"not a completion: {excerpt(response.body)}")
-    return Answer(text, reason == "stop")
+    return text, reason == "stop"

@@ -1,188 +1,154 @@
-"""A junior with a vocabulary of its own that this process decodes with, in a half of its own (``two_vocabularies``)."""
+"""A junior with a vocabulary of its own that this process, or an engine of it, decodes with (``relay``)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from tandemrl.rollout.decoding_rows import Decoder, Row
+from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import Passes, Request
-from tandemrl.rollout.partner import Ask, Ended, Span, SpanEnd
-from tandemrl.rollout.two_vocabularies import Half, Received
-from tandemrl.selection import Strategy
-from tandemrl.selection.whole_words import TextTables
-from tandemrl.selection.words import Vocabulary, whole_characters, word_starts
+from tandemrl.rollout.partner import Ask, Ended, Job, Said, SpanEnd, Writer
+from tandemrl.rollout.relay import reading
+from tandemrl.rollout.spans import Span
+from tandemrl.selection import draws
+from tandemrl.selection.draws import stream
+from tandemrl.selection.words import Vocabulary, begin_words, spell, whole_characters, word_starts
 
-_NONE = torch.iinfo(torch.int64).max  # the limit of a row that waits
+
+@dataclass(slots=True)
+class Reader:
+    """A row as the junior has it.
+
+    tokens: its prompt and all that follows. counter: the number of its next draw. start: where the present turn begins.
+    since: where what it writes now begins. text: of the turn, up to there. ended: whether the junior ended the turn.
+    """
+
+    row: Row
+    tokens: list[int]
+    counter: int
+    start: int
+    since: int = 0
+    text: bytes = b""
+    ended: bool = False
+
+    def read(self, tokens: Sequence[int], text: bytes) -> None:
+        self.tokens += tokens
+        self.text += text
+        self.counter += len(tokens)
 
 
 class LocalPartner:
-    """A `Partner` that this process decodes with, in a half of its own.
+    """A `Partner` that a writer writes for.
 
     Args:
-        decoder: with the junior as model 1.
-        vocabulary, tables: of the junior.
+        writer: with the junior's model.
+        vocabulary, ends, context: of the junior: the ids that end a text, and how many tokens it can read.
         pieces: the bytes of each id of the senior's that is text.
-        context: how many tokens it can read.
-        requests: those of the senior.
-        half: makes its half.
     """
 
-    counts = False
-
     def __init__(
-        self,
-        decoder: Decoder,
-        vocabulary: Vocabulary,
-        tables: TextTables,
-        pieces: Mapping[int, bytes],
-        context: int,
-        requests: Sequence[Request],
-        total: int,
-        half: Callable[..., Half] = Half,
+        self, writer: Writer, vocabulary: Vocabulary, ends: Sequence[int], context: int, pieces: Mapping[int, bytes]
     ) -> None:
-        self._tables, self._pieces, self._context = tables, pieces, context
-        self._vocabulary, self._end = vocabulary, decoder.eos[0]
-        self._strategies: dict[int, tuple[Strategy, Strategy]] = {}
-        """By the id of the senior's: this one, and the junior's."""
-        self._requests: dict[int, tuple[Request, list[Request]]] = {}
-        """By the id of the senior's: this one, and the junior's once for each completion that is to be admitted."""
-        self._half = half(decoder, self._read(requests), total, senior=False, vocabulary=vocabulary)
-        self._ready: list[Span] = []
+        self._writer, self._vocabulary, self._ends = writer, vocabulary, ends
+        self._context, self._pieces = context, pieces
+        self.readers: dict[int, Reader] = {}
+        """By number of the row."""
+        self._ready: list[Said] = []
+        self.passes = Passes()
 
-    def extend(self, requests: Sequence[Request], total: int) -> None:
-        self._half.extend(self._read(requests), total)
-
-    def _read(self, requests: Sequence[Request]) -> list[Request]:
-        """Requests as the junior gets them, without those that the senior writes alone."""
-        new = []
-        for request in requests:
-            if (over := request.strategy.over) is None:
-                continue
-            strategies = self._strategies.setdefault(id(request.strategy), (request.strategy, over(self._tables)))
-            own = replace(
-                request,
-                prompt=request.junior_prompt,
-                strategy=strategies[1],
-                sampling=replace(request.sampling, stop=()),  # the senior's half looks for stop strings
-                history=tuple(_turn_read(turn, self._pieces, self._vocabulary, self._end) for turn in request.history),
-            )
-            self._requests[id(request)] = request, [own] * len(request.keys)
-            new.append(own)
-        return new
-
-    def held(self) -> set[int]:
-        return self._half.held()
-
-    def release(self, numbers: Iterable[int]) -> None:
-        self._half.release([*numbers])
-
-    @property
-    def passes(self) -> Passes:
-        return Passes(junior=self._half.passes.senior)
+    def extend(self, requests: Sequence[Request]) -> None:
+        """It can do what the senior can."""
 
     def admit(self, rows: Sequence[Row]) -> None:
-        first, new = len(self._half.rows), list[Row]()
         for row in rows:
-            if (known := self._requests.get(id(row.request))) is not None:
-                new.append(Row(known[1].pop(), row.key, row.number))
-                if not known[1]:
-                    del self._requests[id(row.request)]
-        self._half.admit(new)
-        self._half.paused[first:] = True  # until they are asked for
+            prompt = list(row.request.junior_prompt)
+            self.readers[row.number] = Reader(row, prompt, self._earlier(row), len(prompt))
+        self._writer.admit({row.number: row.request.junior_prompt for row in rows})
+
+    def _earlier(self, row: Row) -> int:
+        """How many draws earlier requests took at most: its tokens were others, each of at least a byte."""
+        texts = (b"".join(self._pieces.get(t, b"") for t in turn) for turn in row.request.history)
+        ends = sum(turn[-1] not in self._pieces for turn in row.request.history)
+        return ends + sum(len(whole_characters(text)) for text in texts)
 
     def ask(self, asks: Sequence[Ask]) -> None:
-        half, places = self._half, self._half.places()
-        received = []
-        for number, text, room, _ in asks:
-            i = places[number]
-            new = text[len(half.texts[number]) :]
-            tokens = half.reading(i, new)
+        jobs = []
+        for number, text, room, words in asks:
+            reader = self.readers[number]
+            new = text[len(reader.text) :]
+            tokens = reading(new, self._vocabulary, reader.text)
             if tokens is None:
-                self._close(i, Span(number, b"", "untranslatable"))
+                self._ready.append(Said(number, b"", "untranslatable"))
                 continue
-            written = int(half.written[i]) + len(tokens)
-            half.limit[i] = min(written + room, self._context - len(half.rows[i].request.prompt))
-            if half.limit[i] <= written:
-                self._close(i, Span(number, b"", "length"))
+            reader.read(tokens, new)
+            room = min(room, self._context - len(reader.tokens))
+            if room <= 0:
+                self._ready.append(Said(number, b"", "length"))
                 continue
-            half.widen(int(half.limit[i]))
-            received.append(Received(i, new, tokens))
-        half.receive(received)
+            reader.since, key = len(reader.tokens), torch.tensor([reader.row.key])
+            own, first = (int(stream(key, kind)) for kind in (draws.JUNIOR_SAMPLING, draws.JUNIOR_HANDOVER))
+            tail, opening = int.from_bytes(text[-3:]), first if text else None
+            span = Span(words, tail, reader.counter, own, self._ends[0], opening)
+            jobs.append(Job(reader.row, reader.tokens, room, span))
+        self._writer.begin(jobs)
 
-    def resume(self, turns: Sequence[Ended]) -> list[int]:
-        half, places = self._half, self._half.places()
-        lost, tails, back = list[int](), list[Received](), list[tuple[int, Ended]]()
-        for turn in turns:
-            if (i := places.get(turn.number)) is None:
-                continue  # the senior writes alone
-            row, known = half.rows[i], half.texts[turn.number]
-            row.own = int(half.written[i] + half.shift[i]) + 1  # also the number of a dropped token is not used again
-            own_end, new = row.stop_reason == "eos", turn.text[len(known) :]
-            if len(turn.text) < len(known) or (own_end and not turn.by_token):
-                tokens: tuple[int, ...] | None = () if half.cut(i, turn.text) else None
-            else:
-                tokens = half.reading(i, new)
-            if tokens is None:
-                lost.append(turn.number)
+    def spans(self, *, wait: bool) -> list[Said]:
+        self.passes += Passes(junior=len(self._writer))
+        for number, written in self._writer.step().items():
+            reader = self.readers[number]
+            reader.read(written.tokens, b"")
+            if not written.whole:
                 continue
-            end = turn.context[:1] if turn.by_token and not own_end else ()
-            tails.append(Received(i, new, (*tokens, *end)))
-            back.append((i, turn))
-        half.receive(tails)
-        begun = []
-        for i, turn in back:
-            row, last = half.rows[i], int(half.last[i])
-            row.written = int(half.written[i])
-            has_end = turn.by_token and last == turn.context[0]
-            begun.append((row, turn.context[has_end:]))
-            half.widen(row.written + len(turn.context))
-        if begun:
-            at = torch.tensor([i for i, _ in back])
-            half.begin(at, begun)
-            half.paused[at], half.limit[at] = True, _NONE
-        return lost
-
-    def spans(self, *, wait: bool) -> list[Span]:
-        half = self._half
-        if half.writes:
-            _, ended = half.step()
-            for i in half.handed:
-                self._hand(i, "word")
-            half.live |= torch.isin(half.number, torch.tensor([row.number for row in ended]))
-            places = half.places()
-            for row in ended:  # it stays, since another turn may follow
-                i = places[row.number]
-                half.paused[i], half.limit[i] = True, _NONE
-                self._hand(i, "eos" if row.stop_reason == "eos" else "length")
-        half.retire()
+            own = reader.tokens[reader.since :]
+            reader.ended = written.over is None and own[-1] in self._ends
+            text = spell(own[:-1] if reader.ended else own, self._vocabulary)
+            end: SpanEnd = "word" if written.over is not None else "eos" if reader.ended else "length"
+            reader.text += text or b""
+            self._ready.append(Said(number, text or b"", "untranslatable" if text is None else end))
         ready, self._ready = self._ready, []
         return ready
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        ended = set(numbers)
-        for i, row in enumerate(self._half.rows):
-            if row.number in ended:
-                self._half.live[i] = False
-        self._ready = [span for span in self._ready if span.number not in ended]
+    def resume(self, turns: Sequence[Ended]) -> list[int]:
+        lost = []
+        for number, text, by_token, context in turns:
+            if (reader := self.readers.get(number)) is None:
+                continue  # the senior writes alone
+            # Also the number of a dropped token is not used again.
+            counter = reader.counter + 1 + self._earlier(reader.row)
+            if len(text) < len(reader.text) or (reader.ended and not by_token):
+                readable = self.cut(reader, text)
+            else:
+                tokens = reading(text[len(reader.text) :], self._vocabulary, reader.text)
+                readable = tokens is not None
+                reader.tokens += tokens or ()
+            if not readable:
+                lost.append(number)
+                continue
+            said = by_token and reader.ended and reader.tokens[-1] == context[0]  # the end, which the context repeats
+            reader.tokens += context[said:]
+            start = len(reader.tokens)
+            self.readers[number] = Reader(reader.row, reader.tokens, counter, start)
+        return lost
 
-    def _hand(self, i: int, end: SpanEnd) -> None:
-        text = self._half.handed_text(i, ended=end == "eos")
-        span = Span(self._half.rows[i].number, text or b"", "untranslatable" if text is None else end)
-        self._ready.append(span)
+    def cut(self, reader: Reader, text: bytes) -> bool:
+        """Take back what was written beyond ``text``, to which the senior's limit has cut the turn.
 
-    def _close(self, i: int, span: Span) -> None:
-        self._half.live[i] = False
-        self._ready.append(span)
+        The cut may be inside a token. What is left of it is read, as new tokens. Returns whether it could be read.
+        """
+        pieces = self._vocabulary.pieces
+        tokens = reader.tokens[reader.start : len(reader.tokens) - reader.ended]
+        ends = [*accumulate((len(pieces[token]) for token in tokens), initial=0)]
+        kept = max(k for k, end in enumerate(ends) if text[:end] == whole_characters(text[:end]) and end <= len(text))
+        before, left = text[: ends[kept]], text[ends[kept] :]
+        more = self._vocabulary.encode(left.decode())
+        begun = begin_words([pieces.get(token, b"") for token in more], before)
+        if spell(more, self._vocabulary) != left or sum(begun) != len(word_starts(left, before)):
+            return False
+        reader.tokens[reader.start :] = [*tokens[:kept], *more]
+        return True
 
-
-def _turn_read(turn: Sequence[int], pieces: Mapping[int, bytes], junior: Vocabulary, end: int) -> tuple[int, ...]:
-    """An earlier turn in the junior's tokens, word by word, with the token ``end`` if one of the senior's ends it.
-
-    Only the strategy reads them, which draws by words; what the model reads of the turn is in its prompt.
-    """
-    text = whole_characters(b"".join(pieces.get(token, b"") for token in turn))
-    words = (text[start:stop].decode(errors="replace") for start, stop in pairwise([*word_starts(text), len(text)]))
-    tokens = tuple(token for word in words for token in junior.encode(word))
-    return (*tokens, end) if turn[-1] not in pieces or not tokens else tokens
+    def keep(self, live: Collection[int], waiting: Collection[int]) -> None:
+        self._ready = [said for said in self._ready if said.number in live]
+        self.readers = {n: reader for n, reader in self.readers.items() if n in live or n in waiting}
+        self._writer.keep(live, waiting)

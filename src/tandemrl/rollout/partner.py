@@ -1,35 +1,79 @@
-"""The contract of a junior with a vocabulary of its own: text in, text out, a run of whole words at a time."""
+"""The contracts of those who write spans of a text by turns (``relay``), by tokens or by the text."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request
+from tandemrl.rollout.spans import Span
+
+
+class Job(NamedTuple):
+    """A row to go on with. tokens: its prompt and all that follows, in the writer's vocabulary. room: how many more it
+    may have."""
+
+    row: Row
+    tokens: Sequence[int]
+    room: int
+    span: Span
+
+
+class Written(NamedTuple):
+    """Tokens of a span with their log-probs. over: the log-prob that its last word ends, where the proposal of the next
+    one was dropped. whole: whether it is done."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    over: float | None = None
+    whole: bool = True
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """A model that writes spans alone. Its length is how many it is writing, by the numbers of their rows."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, number: object) -> bool: ...
+
+    def admit(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Hear of rows that begin, by number."""
+        ...
+
+    def begin(self, jobs: Sequence[Job]) -> None: ...
+
+    def step(self) -> dict[int, Written]:
+        """Make a step in all spans, and return by number what is known of them now."""
+        ...
+
+    def keep(self, live: Collection[int], waiting: Collection[int]) -> None:
+        """Drop all rows but these. Those that wait are not being written."""
+        ...
+
 
 SpanEnd = Literal["word", "eos", "length", "untranslatable", "failed"]
-"""How a span ended: right before a word of the senior, with the text, at a limit of tokens; or it does not count, since
+"""How a text ended: right before a word of the senior, with its end, at a limit of tokens; or it does not count, since
 what the senior has written before cannot be read, or what the junior wrote is no text, or it wrote nothing usable."""
 
 
 class Ask(NamedTuple):
-    """The junior is to go on with a text, as many words as the draws give it.
+    """The junior is to go on with a text.
 
-    number: the completion. text: its turn so far. room: how many tokens the turn may still have, in the senior's
-    vocabulary. words: for a partner that ``counts``, how many words the draws give the junior; None: those up to the
-    end of a step (``selection.words.step_words``).
+    number: of the row. text: its turn so far. room: how many tokens the turn may still have, in the senior's
+    vocabulary. words: how many it is to write; None: those up to the end of a step (``selection.words.step_words``).
     """
 
     number: int
     text: bytes
     room: int
-    words: int | None = 0
+    words: int | None
 
 
 class Ended(NamedTuple):
     """A turn that has ended, and how the next one begins for the junior.
 
-    number: the completion. text: the whole turn. by_token: whether a token ended it, not a limit. context: see
+    number: of the row. text: the whole turn. by_token: whether a token ended it, not a limit. context: see
     ``Reply.junior_context``.
     """
 
@@ -39,7 +83,7 @@ class Ended(NamedTuple):
     context: Sequence[int]
 
 
-class Span(NamedTuple):
+class Said(NamedTuple):
     """What the junior wrote. The end of the turn itself is no part of ``text``."""
 
     number: int
@@ -49,63 +93,46 @@ class Span(NamedTuple):
 
 @runtime_checkable
 class Partner(Protocol):
-    """A junior, for one call of ``generate``. counts: whether it does not draw authors itself, and has to be told how
-    many words to write, or that it is to finish a step."""
+    """A junior with a vocabulary of its own: text in, text out. passes: what it cost so far, in forward passes of
+    ``junior``, or in ``asks``."""
 
-    counts: bool
+    passes: Passes
 
-    @property
-    def passes(self) -> Passes:
-        """What the spans cost so far, in forward passes of ``junior``, or in ``asks``."""
-        ...
-
-    def extend(self, requests: Sequence[Request], total: int) -> None:
-        """Hear of further requests of the call, with ``total`` completions in all.
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Hear of further requests of the call.
 
         Raises:
             EngineError: a request asks for what it cannot do.
         """
         ...
 
-    def held(self) -> set[int]:
-        """The numbers of the completions that it has not dropped yet."""
-        ...
-
-    def release(self, numbers: Iterable[int]) -> None:
-        """Forget completions that have ended: their numbers may stand for others."""
-        ...
-
     def admit(self, rows: Sequence[Row]) -> None:
-        """Hear of completions that begin. Those that the junior begins are asked for next."""
+        """Hear of rows that begin."""
         ...
 
     def ask(self, asks: Sequence[Ask]) -> None:
-        """Begin to write spans, and return without waiting for them."""
+        """Begin to write, and return without waiting."""
         ...
 
     def resume(self, turns: Sequence[Ended]) -> list[int]:
-        """Begin the next turn of some completions. Those that the junior begins are asked for next.
-
-        Returns:
-            the completions whose last turn the junior cannot read.
-        """
+        """Begin the next turn of some rows. Returns those whose last turn the junior cannot read."""
         ...
 
-    def spans(self, *, wait: bool) -> list[Span]:
-        """The spans that are ready. Each is returned once.
+    def spans(self, *, wait: bool) -> list[Said]:
+        """What is ready. Each is returned once.
 
         Args:
             wait: there is nothing else to do; return at least one if any was asked for.
         """
         ...
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Hear of completions that have ended. No span of theirs is returned any more."""
+    def keep(self, live: Collection[int], waiting: Collection[int]) -> None:
+        """Drop all rows but these. Nothing is returned any more of one that is not live."""
         ...
 
 
-MakePartner = Callable[[Sequence[Request], int], Partner]
-"""(the requests of a call, how many completions they ask for) -> the partner of this call."""
+MakePartner = Callable[[], Partner]
+"""Makes the partner of a call."""
 
 
 def check_untranslatable(reasons: Collection[str], share: float, error: type[Exception]) -> int:
@@ -125,6 +152,19 @@ def check_untranslatable(reasons: Collection[str], share: float, error: type[Exc
             "in evaluations"
         )
     return lost
+
+
+def refuse_penalties(index: int, request: Request) -> None:
+    """Refuse penalties where two models write by spans.
+
+    Raises:
+        EngineError: the message names the request and what works instead.
+    """
+    if request.sampling.penalised:
+        raise EngineError(
+            f"request {index}: sampling with penalties: two models that write by spans each count the tokens of each "
+            "span alone; leave out repetition_penalty, presence_penalty and frequency_penalty"
+        )
 
 
 def check_partnered(index: int, request: Request, *, apart: bool) -> None:
@@ -151,6 +191,7 @@ def check_partnered(index: int, request: Request, *, apart: bool) -> None:
         )
     if not request.junior_prompt:
         raise EngineError(f"request {index}: no prompt for the junior, which has another vocabulary; set junior_prompt")
+    refuse_penalties(index, request)
     if s.stop_token_ids or s.ignore_eos:
         raise EngineError(
             f"request {index}: with a junior of another vocabulary a turn ends by EOS, a stop string or a limit on "

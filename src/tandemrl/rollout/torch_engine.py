@@ -1,7 +1,6 @@
 """The reference engine: batched tandem decoding with two transformers models and their KV caches, on CPU or GPU."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
@@ -25,7 +24,7 @@ from tandemrl.rollout.engine import (
 from tandemrl.rollout.local_partner import LocalPartner
 from tandemrl.rollout.partner import MakePartner
 from tandemrl.rollout.sync import check_shapes, fingerprint
-from tandemrl.rollout.two_vocabularies import TwoVocabularies
+from tandemrl.rollout.torch_writer import TorchWriter
 from tandemrl.selection import Who
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.whole_words import text_tables
@@ -45,7 +44,7 @@ class TorchEngine(BatchEngine):
             many again may wait between two turns, in the memory of the device.
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
         host_every: see ``rollout.host_every``.
-        junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
+        junior_tokenizer: that of a junior with a vocabulary of its own (``relay``).
         partner: the junior, if it is not in this process (``endpoint_partner``).
         ends: the ids that end a text. None stands for those of the models and the tokenizer.
 
@@ -75,9 +74,12 @@ class TorchEngine(BatchEngine):
         if junior is not None and junior_tokenizer is not None:
             decoder = _decoder({1: junior}, junior_tokenizer, None)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
-            make_partner = partial(
-                LocalPartner, decoder, own, tables, token_bytes(tokenizer), context_of(junior.config)
-            )
+            pieces, context = token_bytes(tokenizer), context_of(junior.config)
+
+            def local() -> LocalPartner:
+                return LocalPartner(TorchWriter(decoder, tables), own, decoder.eos, context, pieces)
+
+            make_partner = local
         if make_partner is not None and draft_tokens:
             raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
         super().__init__(
@@ -88,6 +90,7 @@ class TorchEngine(BatchEngine):
             policy_version=policy_version,
             make_partner=make_partner,
         )
+        self._tables = None if make_partner is None else text_tables(tokenizer, self.vocabulary)
         self._adapted = frozenset(adapted_layers(senior))
         on_cuda = ours.device.type == "cuda"
         every = (CUDA_STEPS if on_cuda else 1) if host_every == "auto" else int(host_every)
@@ -139,11 +142,9 @@ class TorchEngine(BatchEngine):
         self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
     ) -> DecodingBatch:
         by_text = anything or any(request.strategy.removed is not None for request in requests)
-        if self._make_partner is None or not by_text:
+        if self._tables is None or not by_text:
             return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts, alone=self._alone)
-        spelling, partner = self._spelling, self._make_partner
-        assert spelling is not None
-        return TwoVocabularies(self._decoder, requests, total, turns=turns, vocabulary=spelling, make_partner=partner)
+        return self.relay({1: TorchWriter(self._decoder, self._tables)}, requests, total, turns=turns)
 
 
 def _decoder(

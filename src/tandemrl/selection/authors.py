@@ -1,7 +1,6 @@
 """Who wrote each token, recomputed from tokens and request keys alone, and how often authors were drawn."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -96,22 +95,18 @@ def resumed(
     Returns:
         Whether the senior writes first in each row, and the state.
     """
-    senior, state = strategy.init(keys)
-    longest = max((sum(map(len, history)) for history in histories), default=0)
-    tokens = torch.zeros(longest, len(keys), dtype=torch.int64, device=keys.device)
-    ends = torch.zeros(longest, len(keys), dtype=torch.bool, device=keys.device)
-    real = torch.zeros_like(ends)
-    for row, history in enumerate(histories):
-        own = [token for earlier in history for token in earlier]
-        tokens[: len(own), row] = torch.tensor(own, dtype=torch.int64, device=keys.device)
-        real[: len(own), row] = True
-        for end in accumulate(map(len, history)):
-            ends[end - 1, row] = True
-    for i in range(longest):
-        after = strategy.step(state, tokens[i])
-        if strategy.turn is not None and bool(ends[i].any()):
-            after = _where(ends[i], strategy.turn(after[1]), after)
-        senior, state = _where(real[i], after, (senior, state))
+    found = [_after(strategy, key, history) for key, history in zip(keys.split(1), histories, strict=True)]
+    senior, states = zip(*found, strict=True)
+    return torch.cat(senior), map_state(lambda *each: torch.cat(each), *states)
+
+
+def _after(strategy: Strategy, key: Int64[Tensor, " 1"], history: Sequence[Sequence[int]]) -> tuple[Tensor, Any]:
+    senior, state = strategy.init(key)
+    for written in history:
+        for token in written:
+            senior, state = strategy.step(state, key.new_tensor([token]))
+        if strategy.turn is not None:
+            senior, state = strategy.turn(state)
     return senior, state
 
 

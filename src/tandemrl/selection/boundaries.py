@@ -9,7 +9,7 @@ other added tokens are judged by their text. Ids that only the model has, beyond
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -54,9 +54,8 @@ def word_boundary_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor,
     Raises:
         ValueError: no id begins a word; the message names the tokenizer.
     """
-    table = _tables(tokenizer).boundary
-    _check_any(table, tokenizer, 'starts with "Ġ" or "▁", so no token begins a word')
-    return _padded(table, size)
+    starts = _vocabulary(tokenizer).starts
+    return _table(tokenizer, size, starts, 'starts with "Ġ" or "▁", so no token begins a word')
 
 
 def start_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor, " v"]:
@@ -65,7 +64,7 @@ def start_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor, " v"]:
     Special tokens end a text or a turn, or belong to no text, so none of them continues a word. The arguments and the
     error are those of ``word_boundary_table``.
     """
-    table = word_boundary_table(tokenizer, size).clone()
+    table = word_boundary_table(tokenizer, size)
     table[sorted(_special(tokenizer))] = True
     return table
 
@@ -76,9 +75,12 @@ def step_tables(tokenizer: Any, size: int | None = None) -> StepTables:
     Raises:
         ValueError: no token contains a blank line or ends in a newline; the message names the tokenizer.
     """
-    steps = _tables(tokenizer).steps
-    _check_any(steps.contains | steps.ends_newline, tokenizer, "holds a newline, so no token ends a step")
-    return StepTables(*(_padded(table, size) for table in steps))
+    texts = _texts(tokenizer)
+    contains = [i for i, text in texts.items() if "\n\n" in text]
+    ends = [i for i, text in texts.items() if text.endswith("\n")]
+    starts = [i for i, text in texts.items() if text.startswith("\n")]
+    _table(tokenizer, size, [*contains, *ends], "holds a newline, so no token ends a step")
+    return StepTables(*(_table(tokenizer, size, ids) for ids in (contains, ends, starts)))
 
 
 def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
@@ -87,96 +89,66 @@ def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
     Raises:
         ValueError: no token ends outside a word; the message names the tokenizer.
     """
-    words = _tables(tokenizer).words
-    _check_any(words.ends_outside_word, tokenizer, "ends outside a word, so no handover is ever safe")
-    return WordTables(*(_padded(table, size) for table in words))
+    texts = _texts(tokenizer)
+    in_space = [i for i, text in texts.items() if text[-1:].isspace()]
+    outside = [i for i, text in texts.items() if text and not _in_word(text[-1])]
+    missing = "ends outside a word, so no handover is ever safe"
+    return WordTables(_table(tokenizer, size, in_space), _table(tokenizer, size, outside, missing))
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """The bytes that each id stands for between two others. Special tokens, which are no text, are not in it."""
-    return dict(_tables(tokenizer).pieces)
+    return dict(_vocabulary(tokenizer).pieces)
 
 
-class Published(NamedTuple):
-    """The models that share a vocabulary, and how many of its ids begin a word by an independent count."""
+class _Vocabulary(NamedTuple):
+    """The bytes of each id that is text, the ids that begin a word; the size of a table; how many entries it has."""
 
-    family: str
-    boundaries: int
-
-
-PUBLISHED = {151_643: Published("Qwen2, Qwen2.5, Qwen3", 53_021)}
-"""Independent counts, by the size of the vocabulary without added tokens. Qwen's is the number of entries that start
-with a space in Qwen's own list of byte strings."""
-
-
-def count_boundaries(tokenizer: Any) -> tuple[int, Published | None]:
-    """How many ids begin a word, checked against ``PUBLISHED`` if it has a vocabulary of this size.
-
-    Returns:
-        The count, and the entry of ``PUBLISHED`` that it agrees with, or None if there is none.
-
-    Raises:
-        ValueError: no id begins a word, or the count differs from the published one; the message names the tokenizer.
-    """
-    count, published = int(word_boundary_table(tokenizer).sum()), PUBLISHED.get(tokenizer.vocab_size)
-    if published is not None and count != published.boundaries:
-        raise ValueError(
-            f"tokenizer {_name(tokenizer)}: {count:,} tokens begin a word; {published.family}, whose vocabulary has as "
-            f"many tokens ({tokenizer.vocab_size:,}), has {published.boundaries:,}. Its files are not as published, or "
-            "are read in another way: authors would change at other places"
-        )
-    return count, published
-
-
-class _Tables(NamedTuple):
     pieces: dict[int, bytes]
-    boundary: Bool[Tensor, " v"]
-    steps: StepTables
-    words: WordTables
+    starts: list[int]
+    size: int
+    entries: int
 
 
-_CACHE: WeakKeyDictionary[Any, dict[int, _Tables]] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()
 
 
-def _tables(tokenizer: Any) -> _Tables:
-    """The tables of a tokenizer, built once per vocabulary size (``add_tokens`` makes a tokenizer grow)."""
-    by_size = _CACHE.setdefault(tokenizer, {})
-    if len(tokenizer) not in by_size:
-        by_size[len(tokenizer)] = _build(tokenizer)
-    return by_size[len(tokenizer)]
-
-
-def _build(tokenizer: Any) -> _Tables:
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    special = _special(tokenizer)
+def _vocabulary(tokenizer: Any) -> _Vocabulary:
+    """What the files of a tokenizer say, read once (``add_tokens`` makes it grow)."""
+    known = _CACHE.get(tokenizer)
+    if known is not None and known.entries == len(tokenizer):
+        return known
+    vocabulary, special = tokenizer.get_vocab(), _special(tokenizer)
     surfaces = {index: surface for surface, index in vocabulary.items() if index not in special}
     marks = [surface[0] for surface in surfaces.values() if surface[:1] in ("Ġ", "▁")]
     byte_level = marks.count("Ġ") >= marks.count("▁")
-    mark = "Ġ" if byte_level else "▁"
-    read = _byte_level_bytes if byte_level else _sentencepiece_bytes
+    mark, read = ("Ġ", _byte_level_bytes) if byte_level else ("▁", _sentencepiece_bytes)
+    starts = [index for index, surface in surfaces.items() if surface.startswith(mark)]
     pieces = {index: read(surface) for index, surface in surfaces.items()}
-    texts = {index: piece.decode("utf-8", errors="replace") for index, piece in pieces.items()}
-
     size = max(len(tokenizer), 1 + max(vocabulary.values()))  # ids may have gaps
+    _CACHE[tokenizer] = _Vocabulary(pieces, starts, size, len(tokenizer))
+    return _CACHE[tokenizer]
 
-    def table(ids: Iterable[int]) -> Bool[Tensor, " v"]:
-        result = torch.zeros(size, dtype=torch.bool)
-        result[list(ids)] = True
-        return result
 
-    return _Tables(
-        pieces=pieces,
-        boundary=table(index for index, surface in surfaces.items() if surface.startswith(mark)),
-        steps=StepTables(
-            contains=table(index for index, text in texts.items() if "\n\n" in text),
-            ends_newline=table(index for index, text in texts.items() if text.endswith("\n")),
-            starts_newline=table(index for index, text in texts.items() if text.startswith("\n")),
-        ),
-        words=WordTables(
-            ends_in_space=table(index for index, text in texts.items() if text[-1:].isspace()),
-            ends_outside_word=table(index for index, text in texts.items() if text and not _in_word(text[-1])),
-        ),
-    )
+def _texts(tokenizer: Any) -> dict[int, str]:
+    return {index: piece.decode(errors="replace") for index, piece in _vocabulary(tokenizer).pieces.items()}
+
+
+def _table(tokenizer: Any, size: int | None, ids: Sequence[int], missing: str = "") -> Bool[Tensor, " v"]:
+    """A table that is True at some ids.
+
+    Args:
+        size: the least size.
+        missing: why there must be some: "none of its tokens ...".
+    """
+    table = torch.zeros(max(size or 0, _vocabulary(tokenizer).size), dtype=torch.bool)
+    if missing and not ids:
+        raise ValueError(
+            f"tokenizer {_name(tokenizer)}: none of its {len(table)} tokens {missing}. Choose another "
+            "selection.strategy."
+        )
+    table[list(ids)] = True
+    return table
 
 
 def _special(tokenizer: Any) -> set[int]:
@@ -217,17 +189,6 @@ def _in_word(character: str) -> bool:
     return (
         category[0] in "LMN" or category in ("Pc", "Pd", "Cf") or character in _INSIDE_WORDS or character == _UNFINISHED
     )
-
-
-def _padded(table: Bool[Tensor, " v"], size: int | None) -> Bool[Tensor, " w"]:
-    return torch.cat([table, table.new_zeros(max((size or 0) - len(table), 0))])
-
-
-def _check_any(table: Bool[Tensor, " v"], tokenizer: Any, what: str) -> None:
-    if not table.any():
-        raise ValueError(
-            f"tokenizer {_name(tokenizer)}: none of its {len(table)} tokens {what}. Choose another selection.strategy."
-        )
 
 
 def _name(tokenizer: Any) -> str:

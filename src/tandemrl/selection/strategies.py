@@ -46,10 +46,9 @@ class Strategy(NamedTuple):
     at ids of ``starts`` only, and must not tell these apart: the dropped token leaves no trace.
 
     With ``removed``, words are a property of the text, for models of two vocabularies (``whole_words``). Nobody draws
-    these ids: their logits are masked before truncation, by engine and trainer. An engine takes a step back where a
-    token is dropped. ``over`` gives the same strategy for the ids of the other vocabulary, by its tables. With
-    ``by_steps``, authors change at the first word after a blank line, and within a turn nowhere else: one who writes a
-    run of words elsewhere is told so, and else how many words there are.
+    these ids: their logits are masked before truncation, by engine and trainer. With ``by_steps``, authors change at
+    the first word after a blank line, and within a turn nowhere else: one who writes a run of words elsewhere is told
+    so, and else how many words there are.
 
     With ``shared_draws``, the completions of a group have the same author draws (`per_group`).
     """
@@ -60,7 +59,6 @@ class Strategy(NamedTuple):
     turn: Callable[[Any], tuple[Tensor, Any]] | None = None
     starts: Bool[Tensor, " v"] | None = None
     removed: Bool[Tensor, " v"] | None = None
-    over: Callable[[Any], "Strategy"] | None = None
     by_steps: bool = False
     shared_draws: bool = False
 
@@ -360,22 +358,13 @@ def per_group(strategy: Strategy) -> Strategy:
     Rewards of a group are compared with their mean. So how much luck the draws were, say a hard word for the junior,
     cancels in the advantage, as far as completions take the same course.
     """
-    over = strategy.over
-    return strategy._replace(
-        init=partial(_init_by_group, strategy.init),
-        over=None if over is None else partial(_over_by_group, over),
-        shared_draws=True,
-    )
+    return strategy._replace(init=partial(_init_by_group, strategy.init), shared_draws=True)
 
 
 def _init_by_group(
     init: Callable[[Tensor], tuple[Tensor, Any]], request_keys: Int64[Tensor, " b"]
 ) -> tuple[Tensor, Any]:
     return init(group_of(request_keys))
-
-
-def _over_by_group(over: Callable[[Any], Strategy], tables: Any) -> Strategy:
-    return per_group(over(tables))
 
 
 def annealed(make: Callable[[float], Strategy], schedule: Callable[[int], float]) -> Callable[[int], Strategy]:

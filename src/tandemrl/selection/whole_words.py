@@ -75,7 +75,7 @@ def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
     """
-    return before_text_word(prob_senior, id_tables(starts))._replace(removed=None, over=None)
+    return before_text_word(prob_senior, id_tables(starts))._replace(removed=None)
 
 
 _NEWLINE = 0x0A
@@ -136,7 +136,6 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
         turn=partial(_word_turn, prob_senior),
         starts=texts.starts,
         removed=texts.removed,
-        over=partial(before_text_word, prob_senior),
     )
 
 
@@ -159,7 +158,6 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
         turn=_text_sentence_turn,
         starts=texts.starts,
         removed=texts.removed,
-        over=partial(text_sentence, first),
         by_steps=True,
     )
 
@@ -168,8 +166,7 @@ def in_two_vocabularies(strategy: Strategy, texts: TextTables) -> Strategy:
     """A strategy that changes authors between turns at most, for models of two vocabularies, which both read along."""
     if strategy.writers == "senior":
         return strategy  # nothing has to be read
-    over = partial(in_two_vocabularies, strategy)
-    return strategy._replace(writers="both", starts=texts.starts, removed=texts.removed, over=over)
+    return strategy._replace(writers="both", starts=texts.starts, removed=texts.removed)
 
 
 class TextTails:

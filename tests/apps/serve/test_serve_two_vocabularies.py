@@ -224,7 +224,7 @@ def test_a_junior_behind_an_endpoint_writes_its_words(
 
         serve(settings(tiny_pair / "senior", other_junior, *more), monkeypatch, use)
     choices, refused = found
-    assert "an endpoint counts the tokens of each of its answers alone" in refused["message"]
+    assert "each count the tokens of each span alone" in refused["message"]
     assert all(ids[: len(pair[1](TOLD)["input_ids"])] == pair[1](TOLD)["input_ids"] for ids in read)
     for choice in choices:
         edges = np.flatnonzero(np.diff([-1, *choice["authorship"], -1])).tolist()

@@ -191,7 +191,7 @@ def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
         "ignore_eos": replace(asked[0], sampling=Sampling(max_tokens=8, ignore_eos=True)),
         "frequency_penalty": replace(asked[0], sampling=Sampling(max_tokens=8, frequency_penalty=0.1)),
         "strategies such as before_word in all steps": by_gaps,
-        "differ in where words begin": replace(asked[0], strategy=before_word(0.5, torch.ones_like(starts))),
+        "not where words begin": replace(asked[0], strategy=before_word(0.5, torch.ones_like(starts))),
     }.items():
         with pytest.raises(EngineError, match=why):
             one_vocabulary.generate([asked[1], refused])
@@ -199,7 +199,7 @@ def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
 
 def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_engine: Any, tmp_path: Path) -> None:
     penalised = replace(requests(folders)[0], sampling=Sampling(max_tokens=8, presence_penalty=0.5))
-    with pytest.raises(EngineError, match="counts the tokens of each span alone; leave out repetition_penalty"):
+    with pytest.raises(EngineError, match="count the tokens of each span alone; leave out repetition_penalty"):
         vllm_engine.generate([penalised])
     senior, junior = folders
 
