@@ -48,10 +48,9 @@ def compare(
         judgement,
         show_interval,
         step_of_texts,
-        to_json,
+        write_contrasts,
     )
     from tandemrl.evals.compare import compare as contrasts_of
-    from tandemrl.files import write_text
 
     if not 0 < level < 1:
         raise CompareError(f"--level {level}: expected a number between 0 and 1, e.g. 0.95")
@@ -94,5 +93,5 @@ def compare(
     Console().print(table)
     if out is not None:
         sides = {"schema": 1, "a": str(a), "b": str(b), "level": level, "config": differing}
-        write_text(out, json.dumps(sides | {"contrasts": to_json(contrasts)}, indent=2, ensure_ascii=False) + "\n")
+        write_contrasts(out, contrasts, sides)
         typer.echo(f"written to {out}")

@@ -8,6 +8,7 @@ something about the method (``stats.seed_interval``). The verdict is "A > B" onl
 no correction for several rows: of twenty rows without any true difference, one excludes 0 by chance.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from tandemrl.evals import PHASES, EvalError, Sample, differences, is_headline, 
 from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import is_of, measure_sets, silent_sets
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval, standard_error
+from tandemrl.files import write_text
 
 Verdict = Literal["A > B", "A < B", "no difference shown"]
 Values = Mapping[str, Mapping[str, float]]
@@ -238,6 +240,11 @@ def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
         | {"difference": contrast.difference._asdict(), "per_seed": [each._asdict() for each in contrast.per_seed]}
         for contrast in contrasts
     ]
+
+
+def write_contrasts(file: Path, contrasts: Sequence[Contrast], about: Mapping[str, Any]) -> None:
+    """Write contrasts, and what they are of, as JSON."""
+    write_text(file, json.dumps({**about, "contrasts": to_json(contrasts)}, indent=2, ensure_ascii=False) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------------------- files
