@@ -28,7 +28,7 @@ except ImportError:  # pragma: no cover - exercised by `make test-core` without 
 
 
 class Author(IntEnum):
-    """Who wrote a token. One channel carries both "is it trained on" and "who wrote it"."""
+    """Who wrote a token, which decides whether it is trained on (``losses.weights``)."""
 
     CONTEXT = -1
     JUNIOR = 0

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 
 class EngineKind(NamedTuple):
-    """What an engine can do. All can drop what an author proposes (``Strategy.starts``), or replay finds that they do
-    not.
+    """What an engine can do. Whether it can drop what an author proposes is its ``EngineInfo.drops``.
 
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. apart: the junior may draft, and may have a vocabulary of its own. steps: its steps are those of

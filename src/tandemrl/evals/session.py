@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, SandboxConfig
+from tandemrl.config.components import ENGINES
 from tandemrl.config.plain import plain
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row
@@ -222,8 +223,11 @@ class Session:
                 f"the junior {self.junior} is behind an endpoint",
                 "or load it (model.junior_endpoint.url=null)",
             )
-        if phase.both and (rollout.draft_tokens != 0 or not rollout.kind.apart):
-            return f"needs rollout.engine=torch and rollout.draft_tokens=0, since {other}; {fix}"
+        if phase.both and rollout.draft_tokens != 0:
+            return f"needs rollout.draft_tokens=0, since {other}; {fix}"
+        if phase.both and not rollout.kind.apart:
+            able = " or ".join(kind.name for kind in ENGINES.values() if kind.apart)
+            return f"needs rollout.engine={able}, since {other}; {fix}"
         if not phase.one_vocabulary and self.has_episodes and (why := self._acting[1]) is not None:
             return f"needs both in the environment: {why}"
         if phase.one_vocabulary or (not phase.both and self.endpoint is not None):  # which gives no log-probs of a text

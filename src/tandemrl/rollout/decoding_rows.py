@@ -45,7 +45,7 @@ class Row:
     start: int = 0
     """Column of the output arrays where the present turn begins."""
     told: int = 0
-    """How many columns of the output arrays ``DecodingBatch.tell`` has told of."""
+    """How many columns of the output arrays ``DecodingBatch.news`` has told of."""
     written: int = 0
     """How many columns of the output arrays the row has filled. It is not updated while a turn is being written."""
     own: int = 0
