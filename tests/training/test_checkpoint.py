@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from helpers import qwen3, tokenizer
 from tandemrl.config import Config, load
 from tandemrl.files import recover, write_text
-from tandemrl.training.checkpoint import CheckpointError, DamagedError
+from tandemrl.training.checkpoint import CheckpointError, DamagedError, runs, tensors
 from tandemrl.training.checkpoint import storage as checkpoint
 from tandemrl.training.checkpoint.export import export_hf
 from tandemrl.training.checkpoint.identity import check_same_config
@@ -259,6 +260,26 @@ def test_training_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:
         assert same(everything(part), everything(resumed[name]))
         assert len(part.optimizer.state) == 2  # embedding and bias: neither the unused nor the frozen parameter
     assert resumed["policy"].module.head.weight is resumed["policy"].module.embed.weight
+
+
+def test_a_moved_run_keeps_the_lines_that_were_copied_along(tmp_path: Path) -> None:
+    state, checkpoint = {"written": {"metrics.jsonl": 4, "samples.jsonl": 3}}, tmp_path / "a" / "checkpoints" / "step_2"
+    (tmp_path / "b").mkdir()
+    assert runs.written_before(checkpoint, state, tmp_path / "b") == {}
+    (tmp_path / "b" / "metrics.jsonl").write_text("abc\ndef\n")
+    (tmp_path / "b" / "samples.jsonl").write_text("ab\n")
+    assert runs.written_before(checkpoint, state, tmp_path / "b") == state["written"]
+    (tmp_path / "b" / "samples.jsonl").write_text("abcdef\n")
+    with pytest.raises(CheckpointError, match=r"samples\.jsonl: cut, changed or gone"):
+        runs.written_before(checkpoint, state, tmp_path / "b")
+
+
+def test_moments_are_where_a_fused_optimiser_counts_its_steps() -> None:
+    properties = TensorProperties(dtype=torch.float32)
+    parameter = torch.empty(3, device="meta")
+    for size in (torch.Size([]), torch.Size([3])):
+        entry = TensorStorageMetadata(properties, size, chunks=[])
+        assert tensors._like(parameter, entry).device == parameter.device
 
 
 def test_an_optimiser_that_has_not_stepped_is_saved_and_restored_as_such(tmp_path: Path) -> None:

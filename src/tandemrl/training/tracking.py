@@ -122,7 +122,7 @@ class Tracker:
             self._first_step = step
         done = 1 if self._first_step is None else step - self._first_step + 1
         self.say(summary_line(step, self._config.train.steps, values, (now - self._started) / done))
-        for finished in [each for each in self._bars if each <= step]:
+        for finished in [each for each in list(self._bars) if each <= step]:  # rollouts a step ahead may add one
             self._progress.remove_task(self._bars.pop(finished))
 
     def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> None:

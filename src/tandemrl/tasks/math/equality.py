@@ -297,11 +297,24 @@ def _equal_formulas(gold: str, answer: str, symbolic: bool) -> bool:
     plain = [TEXT.sub(r"\g<text>", side).strip(" ().") for side in (gold, answer)]
     if any(TEXT.search(side) or _WORDS.fullmatch(word) for side, word in zip((gold, answer), plain, strict=True)):
         return _squeezed(plain[0].lower()) == _squeezed(plain[1].lower())
-    if based := _BASED.fullmatch(gold):
-        return answer == based[1]
+    mine, theirs = _in_base(gold), _in_base(answer)
+    if mine is not None and theirs is None:
+        return answer == gold.partition("_")[0]  # it may leave out the base that the ground truth has
+    if theirs is not None:
+        value = number(gold)
+        return mine == theirs if mine is not None else value is not None and value.value == theirs[0]
     if (a := number(gold)) is not None and (b := number(answer)) is not None:
         return numbers_equal(a, b)
     return relations(gold) == relations(answer) and _by_math_verify(gold, answer, symbolic)
+
+
+def _in_base(text: str) -> tuple[int, int] | None:
+    """Value and base of a number such as ``4210_7``, or None for another text."""
+    match = _BASED.fullmatch(text)
+    try:
+        return (int(match[1], int(match[2])), int(match[2])) if match else None
+    except ValueError:  # a digit that the base does not have
+        return None
 
 
 def _by_math_verify(gold: str, answer: str, symbolic: bool) -> bool:
@@ -318,5 +331,5 @@ def _squeezed(text: str) -> str:
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
 
 
-_BASED = re.compile(r"([0-9][0-9A-Za-z]*)_\{?[0-9]+\}?")
+_BASED = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
 _WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|(?i:yes|no|odd)|[A-Z](?: ?[A-Z])*")

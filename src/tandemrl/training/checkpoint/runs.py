@@ -150,7 +150,7 @@ def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> None:
     check_same_config(config, setup.config, accepted)
     state = storage.load(path, world)
     progress.written = storage.in_every_process(
-        lambda: _written(path, state, output) if world.main else {}, path, world
+        lambda: written_before(path, state, output) if world.main else {}, path, world
     )
     changed = check_same_identity(run, state["identity"], path, accepted)
     storage.load_parts(path, models.trained, world)
@@ -176,15 +176,16 @@ def _way_out(path: Path) -> str:
     )
 
 
-def _written(path: Path, state: Mapping[str, Any], output: Path) -> dict[str, int]:
+def written_before(path: Path, state: Mapping[str, Any], output: Path) -> dict[str, int]:
     """How many bytes of metrics.jsonl and samples.jsonl belong to a checkpoint.
 
-    A run that continues in another folder than its checkpoint's begins new files there.
+    A run that continues in another folder than its checkpoint's begins new files there, unless they were copied along.
 
     Raises:
         DamagedError: a file is missing, is shorter, or has no end of a line there.
     """
-    if path.resolve().parent.parent != output.resolve():
+    moved = path.resolve().parent.parent != output.resolve()
+    if moved and not any((output / name).is_file() and (output / name).stat().st_size for name in state["written"]):
         return {}
     for name, size in state["written"].items():
         with open(output / name, "rb") if (output / name).is_file() else io.BytesIO() as file:

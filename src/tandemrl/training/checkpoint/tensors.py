@@ -92,7 +92,7 @@ def _like(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
     dtype = entry.properties.dtype
     if entry.size == parameter.shape and parameter.ndim:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(entry.size, dtype=dtype)
+    return torch.zeros(entry.size, dtype=dtype, device=parameter.device)  # a fused optimiser's step counts there
 
 
 def _listed(names: set[str]) -> str:
