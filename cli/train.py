@@ -47,7 +47,8 @@ def train(
     from tandemrl.training import loop as training
     from tandemrl.training.faults import Stopped
 
-    context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
+    # After an error, once it is printed; not as the interpreter ends.
+    context.find_root().call_on_close(lambda: destroy_world(resolved.parallel.timeout_s))
     output = resolved.output_dir
     try:
         training.train(resolved, resume=training.checkpoint.Resume(resume, accepted), stated=stated)

@@ -111,7 +111,7 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     checks["fsdp 2 -> tp 2"] = same(whole(policy), two_steps)
     checkpoint.save(output, 4, {"n": 4}, Config(), 2, parts={"policy": policy}, world=world)  # keeps 3 and 4
     export_hf(policy.module, tokenizer(), output / "hf" / "tp", world=world)
-    destroy_world()
+    destroy_world(60.0)
     return checks | {"two steps": two_steps}
 
 
@@ -156,7 +156,7 @@ def four(output: Path) -> tuple[bool, dict[str, Tensor]]:
     other = trained(4, world, steps=0)
     checkpoint.load_parts(output / "checkpoints" / "step_1", {"policy": other}, world)
     equal = same(whole(other), before)
-    destroy_world()
+    destroy_world(60.0)
     return equal, before
 
 

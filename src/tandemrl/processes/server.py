@@ -1,9 +1,9 @@
-"""Runs a server beside this process, such as a judge's, which ends with it."""
+"""Runs a server beside this process, such as a judge's. It ends when this process does, however this process ends."""
 
 import contextlib
-import ctypes
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandemrl.processes import keeper
+
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """The beginnings of environment variables with which torchrun gives a process its place. A server does not get them."""
 LOG_TAIL = 2000
 """How many characters of the end of its output an error shows."""
-GRACE_S = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
-_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -25,7 +24,7 @@ def serving(command: str, log: Path, *, key: str, error: type[Exception]) -> Ite
     """A context in which ``command`` runs in the background, without a shell. Its output is appended to ``log``.
 
     It has no terminal and gets no signals of this job. At the end of the context, also after an error, its process
-    group gets SIGTERM and then SIGKILL. If this process is killed (SIGKILL), Linux sends SIGTERM to the server.
+    group gets SIGTERM and then SIGKILL. If this process is killed (SIGKILL), a keeper does the same.
 
     Args:
         key: the key of the config that names the command, for messages.
@@ -37,27 +36,23 @@ def serving(command: str, log: Path, *, key: str, error: type[Exception]) -> Ite
     Raises:
         error: the command cannot be read, or there is no such program.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def end_with_parent() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
+    try:
+        words = shlex.split(command)
+    except ValueError as problem:
+        raise error(f"{key}={command}: not readable as a command: {problem}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise error(f"{key}={command}: no such program; install it, give its path, or leave out {key}")
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)}
-    try:
-        with open(log, "ab") as output:
-            process = subprocess.Popen(
-                shlex.split(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
-    except (ValueError, IndexError, OSError) as problem:
-        raise error(f"{key}={command}: no command that can be started: {problem}") from None
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", keeper.__file__, str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
 
     def check() -> None:
         if process.poll() is not None:
@@ -70,6 +65,6 @@ def serving(command: str, log: Path, *, key: str, error: type[Exception]) -> Ite
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
             os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+                process.wait(keeper.GRACE_S + 5.0)
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -35,7 +35,6 @@ class Shards(NamedTuple):
 
 
 WHOLE = Shards()
-LAST_S = 60.0  # for the end of a process group
 
 
 class ParallelError(RuntimeError):
@@ -210,13 +209,17 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def destroy_world() -> None:
+def destroy_world(limit_s: float) -> None:
     """Destroy the process group that ``init_world`` made, if it made one.
 
     In a run of one process, a process group is not ours: vLLM makes one for an engine in the same process.
+
+    Args:
+        limit_s: end this process if it takes longer, ``parallel.timeout_s``. What is left of a group that lost a
+            process may hang; after a success, the others may wait for rank 0, which is still writing.
     """
     if launched() > 1 and dist.is_initialized():
-        faulthandler.dump_traceback_later(LAST_S, exit=True)  # what is left of a group that lost a process may hang
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
 

@@ -21,7 +21,7 @@ from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import by_words, halves, make_retriever, reciprocal_ranks
-from tandemrl.rollout.envs.semantic import make_relevance
+from tandemrl.rollout.envs.semantic import is_cross_encoder, make_relevance
 
 DOCS = [
     {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
@@ -205,6 +205,13 @@ def test_a_cross_encoder_reads_pairs(sentence_models: None, tmp_path: Path, labe
     documents = [{"id": str(i), "text": text} for i, text in enumerate(TEXTS)]
     assert found(config, "fox of france", 4, documents) == [str(i) for i in np.argsort(expected)[::-1]]
     assert found(config, "fox of france", 4, []) == []
+
+
+def test_a_classifier_without_one_score_is_refused() -> None:
+    kind = ["BertForSequenceClassification"]
+    assert is_cross_encoder(BertConfig(architectures=kind, num_labels=2))
+    with pytest.raises(BrokenEnvironmentError, match=r"3 labels .* set retrieval\.model to"):
+        is_cross_encoder(BertConfig(architectures=kind, num_labels=3))
 
 
 def test_an_embedding_model(sentence_models: None, tmp_path: Path) -> None:

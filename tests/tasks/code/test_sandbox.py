@@ -485,6 +485,25 @@ def source() -> str:
     return str(Path(sandbox.__file__).parents[3])
 
 
+@pytest.mark.parametrize(("part", "said"), [(b'{"a": ', "does not answer"), (b"1" * 99, "too long")])
+def test_a_reply_that_stops_or_goes_on_and_on_is_given_up(part: bytes, said: str):
+    """A program that stops the runner in the middle of its reply must not hang the scoring."""
+    replies, theirs = os.pipe()
+
+    class Stopped(Template):
+        def fork(self) -> tuple[int, int, int]:
+            os.write(theirs, part)
+            return os.open(os.devnull, os.O_WRONLY), replies, os.open(os.devnull, os.O_RDONLY)
+
+    process = sandbox._Process(Stopped(), reply_bytes=50)
+    try:
+        with pytest.raises(OSError, match=said):
+            process.ask([], 0.1)
+    finally:
+        os.close(theirs)
+        process.end()
+
+
 def test_an_interrupted_run_leaves_nothing(template):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
     box = Sandbox(LIMITS, template=template)

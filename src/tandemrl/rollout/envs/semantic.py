@@ -100,8 +100,18 @@ def _model(path: str, device: str) -> Relevance:
 
 
 def is_cross_encoder(config: Any) -> bool:
-    """Whether the model of a transformers configuration is used as a cross-encoder, and not as an embedding model."""
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    """Whether the model of a transformers configuration is used as a cross-encoder, and not as an embedding model.
+
+    Raises:
+        BrokenEnvironmentError: it is a classifier of more labels than have one score.
+    """
+    crossing = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if crossing and config.num_labels > 2:
+        raise BrokenEnvironmentError(
+            f"a sequence classifier with {config.num_labels} labels has no one score of a text; set retrieval.model to "
+            "one with 1 or 2 labels, or to an embedding model"
+        )
+    return crossing
 
 
 def _cross_encoder(model: Any) -> Relevance:

@@ -5,8 +5,8 @@ The *template* is started once and forks a *supervisor* for each sandbox, which 
 hold. For its test it forks a fresh process, which executes the program, and kills whatever is left of it. The expected
 result of a test never comes in here, except for `check`.
 
-Messages in both directions are JSON in the frames of `multiprocessing.connection`. The runner ends after its test, at
-the message ``null``, or when no requests can come any more.
+Requests are JSON in the frames of `multiprocessing.connection`, replies are lines of JSON. The runner ends after its
+test, at the message ``null``, or when no requests can come any more.
 """
 
 import atexit
@@ -236,7 +236,7 @@ def _supervise(requests: int, replies: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    asked, answers = Connection(requests, writable=False), Connection(replies, readable=False)
+    asked, answers = Connection(requests, writable=False), open(replies, "wb", buffering=0)  # noqa: SIM115
     limits = json.loads(asked.recv_bytes())
     sys.path += limits["packages"]
     interpreter, supervisor = os.path.realpath("/proc/self/exe"), os.getpid()
@@ -290,7 +290,7 @@ class Runner(NamedTuple):
     """
 
     requests: Connection
-    replies: Connection
+    replies: io.FileIO
     store: int
     limits: dict[str, Any]
     sweep: Callable[[], None]
@@ -302,7 +302,9 @@ class Runner(NamedTuple):
         os._exit(0)
 
     def _send(self, message: Any) -> None:
-        self.replies.send_bytes(json.dumps(message).encode())
+        view = memoryview(json.dumps(message).encode() + b"\n")
+        while view:
+            view = view[self.replies.write(view) :]
 
     def _receive(self) -> Any:
         """The next message, or None at the end."""

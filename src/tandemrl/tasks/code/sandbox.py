@@ -218,7 +218,7 @@ class Sandbox:
             raise SandboxError(f"programs can only be run on Linux, this is {sys.platform}")
         config = self._config
         libraries, packages = _python()
-        self._process = process = _Process(self._template)
+        self._process = process = _Process(self._template, reply_bytes=8 * config.output_mb * 2**20 + 2**20)
         limits = {
             "home": process.home,
             "libraries": libraries,
@@ -241,11 +241,15 @@ class Sandbox:
 
 
 class _Process:
-    """The processes of one sandbox, and the empty directory that they start from."""
+    """The processes of one sandbox, and the empty directory that they start from.
 
-    def __init__(self, template: Template) -> None:
-        requests, replies, self._errors = template.fork()
-        self._requests, self._replies = Connection(requests, readable=False), Connection(replies, writable=False)
+    Args:
+        reply_bytes: the upper bound of a reply, in which JSON writes a byte of output as up to 6.
+    """
+
+    def __init__(self, template: Template, *, reply_bytes: int) -> None:
+        requests, self._replies, self._errors = template.fork()
+        self._requests, self._reply_bytes = Connection(requests, readable=False), reply_bytes
         self.home = tempfile.mkdtemp(prefix="tandemrl-sandbox-")
         self.supervisor: int | None = None
 
@@ -253,14 +257,22 @@ class _Process:
         """Send messages and wait for the reply.
 
         Raises:
-            OSError: the process does not read, or does not answer in time.
+            OSError: the process does not read, or does not answer in time, or its reply is too long.
             EOFError: it is gone.
         """
+        deadline = time.monotonic() + limit_s
         for message in messages:
             self._requests.send_bytes(json.dumps(message).encode())
-        if not self._replies.poll(limit_s):
-            raise TimeoutError("the sandbox does not answer")
-        return json.loads(self._replies.recv_bytes())
+        reply = bytearray()
+        while not reply.endswith(b"\n"):
+            if not wait([self._replies], max(0.0, deadline - time.monotonic())):
+                raise TimeoutError("the sandbox does not answer")
+            if not (part := os.read(self._replies, 2**20)):
+                raise EOFError
+            reply += part
+            if len(reply) > self._reply_bytes:
+                raise OSError("the sandbox's reply is too long")
+        return json.loads(reply)
 
     def end(self) -> str:
         """Wait until all processes are gone, and return the end of what they wrote as errors."""
@@ -273,7 +285,7 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.supervisor, signal.SIGKILL)
         self._requests.close()
-        self._replies.close()
+        os.close(self._replies)
         os.close(self._errors)
         try:
             shutil.rmtree(self.home, ignore_errors=True)
