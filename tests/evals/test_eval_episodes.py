@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from helpers import agent_tokenizer, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl import evals
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.evals import Sample, author_runs, authors_of
+from tandemrl.evals import Sample, author_runs, authors_of, remote
+from tandemrl.processes.http import Response, RetryableError
 from tandemrl.rewards.calls import is_metric
+from tandemrl.rollout.envs.tools import schema_of
 from tandemrl.selection import first_turn, replay
 
 
@@ -271,6 +274,41 @@ def test_an_environment_of_this_process_scores_its_episodes(agents, tmp_path):
     assert any(sample.turns > 1 for sample in samples)
     for sample in samples:
         assert sample.score == sum(sample.transcript["state"]["heard"]) % 5 / 5
+
+
+# ---------------------------------------------------------------------------------------------------------- endpoints
+
+
+def test_calls_of_an_endpoint_are_read_as_well_as_they_can_be():
+    """Without an id or arguments, with arguments that are no text, and with keys that nobody asked for."""
+    given = '{"a": 1, "b": 2}'
+    calls = [
+        {"id": "x", "index": 0, "function": {"name": "add", "arguments": given, "strict": True}},
+        {"function": {"name": "add"}},
+        {"id": None, "type": "function", "function": {"name": "add", "arguments": json.loads(given)}},
+        {"id": "y"},
+    ]
+    reply = {"choices": [{"message": {"content": None, "tool_calls": calls}}], "usage": {"completion_tokens": 5}}
+    said = remote._said(Response(200, json.dumps(reply).encode()))
+    assert (said.content, said.tokens, said.cut) == ("", 5, False)
+    episode, schemas = remote._Episode(0, Row("p/0", (), "p", "", {}), 0), {"add": schema_of(small_world.add)}
+    message = episode.hear(said, SimpleNamespace(schemas=schemas))
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": json.loads(given)}] * 2
+    assert len(message["invalid_calls"]) == 2
+    assert episode.calls == ["x", "call_1_2", "call_1_1", "y"]  # those that cannot be made come last
+    again = [(call["id"], call["type"], call["function"]) for call in episode.conversation[-1]["tool_calls"]]
+    assert again == [
+        ("x", "function", {"name": "add", "arguments": given}),
+        ("call_1_1", "function", {"name": "add", "arguments": "{}"}),
+        ("call_1_2", "function", {"name": "add", "arguments": given}),
+        ("y", "function", {"name": "", "arguments": "{}"}),
+    ]
+
+
+def test_a_call_of_an_endpoint_that_is_no_object_is_asked_for_again():
+    reply = {"choices": [{"message": {"tool_calls": ["add"]}}], "usage": {"completion_tokens": 5}}
+    with pytest.raises(RetryableError, match="does not say what it wrote"):
+        remote._said(Response(200, json.dumps(reply).encode()))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

@@ -29,6 +29,7 @@ from tandemrl.models.loading import (
     load_tokenizer,
     prepare,
     refusal,
+    resolve_device,
     stored_eos_token_ids,
     vocabulary_check,
 )
@@ -58,6 +59,17 @@ def test_a_model_without_tokenizer_files_is_said_to_have_none(folder: Path, tmp_
     assert load_model(bare) is not None
     with pytest.raises(ModelError, match=rf"{bare}: no tokenizer is there, only a model; copy its files"):
         load_tokenizer(bare)
+
+
+def test_a_cuda_device_beyond_those_present_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [str(resolve_device(name)) for name in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for name, number in (("cuda:7", 7), ("cuda", 2)):
+        with pytest.raises(ModelError, match=rf"model\.device=cuda:{number}: this machine has 2 CUDA device\(s\)"):
+            resolve_device(name)
 
 
 class Program:

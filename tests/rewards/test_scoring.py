@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ import pytest
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards import routing
+from tandemrl.rewards import routing, scoring
 from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.routing import score_text
@@ -146,6 +147,45 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
         scores = scorer.score(boxed(*answers))
     assert [score.answer for score in scores] == answers
     assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(12)]
+
+
+class TakenBetween(list):
+    """It was not empty when a thread looked, and is when it takes from it."""
+
+    def __bool__(self):
+        return True
+
+
+def test_another_thread_may_take_the_last_idle_process(worker):
+    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
+        scorer._processes._idle = TakenBetween()
+        assert [score.value for score in scorer.score(boxed("a > 1", "a > 6"))] == [1.0, 0.0]
+        scorer._processes._idle = [*scorer._processes._idle]  # which close() can empty
+
+
+class Interrupted(ThreadPoolExecutor):
+    """Its batch is interrupted, and again while its threads end."""
+
+    shutdowns = 0
+
+    def map(self, *_):
+        raise KeyboardInterrupt
+
+    def shutdown(self, *args, **options):
+        super().shutdown(*args, **options)
+        self.shutdowns += 1
+        if self.shutdowns == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_batch_after_two_interrupts_is_scored(worker, monkeypatch):
+    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
+        with monkeypatch.context() as patch:
+            patch.setattr(scoring, "ThreadPoolExecutor", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                scorer.score(boxed("a > 1"))
+        assert [score.value for score in scorer.score(boxed("a > 1", "a > 6"))] == [1.0, 0.0]
+        assert scorer.timeouts == 0
 
 
 def test_repeated_answers_are_graded_once_but_counted_each(worker):

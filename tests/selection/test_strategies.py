@@ -278,6 +278,25 @@ def test_several_turns_are_the_naive_computation_also_when_resumed(
         assert [int(senior[i]) for senior in told[: len(own)]] == want
 
 
+def test_all_rows_are_resumed_together() -> None:
+    """One step for each place of the longest history. A turn without tokens is a turn, too."""
+    told: list[int] = []
+    drawn = turn(0.5)
+
+    def step(state: DrawnState, token: Tensor) -> tuple[Tensor, DrawnState]:
+        told.append(len(token))
+        return drawn.step(state, token)
+
+    keys = some_keys(64)
+    histories = [[[1] * (i % 3), [2, 3]][: i % 4] for i in range(64)]
+    senior, state = resumed(drawn._replace(step=step), keys, histories)
+    assert told == [64] * 6  # 4 tokens and the ends of 2 turns
+    turns = [len(history) for history in histories]
+    assert state.draws.tolist() == [1 + count for count in turns]
+    number = zip(keys.tolist(), turns, strict=True)
+    assert senior.tolist() == [oracle.uniform(key, count) < 0.5 for key, count in number]
+
+
 def test_an_author_per_turn_is_drawn_from_the_numbers_of_its_key() -> None:
     """The same uniforms, whatever prob_senior is: number k is that of turn k."""
     keys = some_keys(2000)

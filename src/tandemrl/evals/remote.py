@@ -5,7 +5,7 @@ The limit on its tokens is applied to the endpoint's own counts, that on the env
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -155,16 +155,24 @@ def _said(response: Response) -> _Said:
     """What a chat completion says. This is a `http.Read`."""
     message, whole = chat_message(response), response.json()
     try:
-        calls = [_call(call["id"], **call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [_call(call) for call in message.get("tool_calls") or ()]
         cut = whole["choices"][0].get("finish_reason") == "length"
         return _Said(sound(message.get("content") or ""), calls, int(whole["usage"]["completion_tokens"]), cut)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"it does not say what it wrote and how many tokens (usage.completion_tokens): {error!r}"
         raise RetryableError(f"{what} in {excerpt(response.body)}") from None
 
 
-def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": sound(id), "type": "function", "function": {"name": sound(name), "arguments": sound(arguments)}}
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as endpoints take it, with what is missing empty and without what else it holds."""
+    function = call.get("function") or {}
+    name, arguments = function.get("name") or "", function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {
+        "id": sound(str(call.get("id") or "")),
+        "type": "function",
+        "function": {"name": sound(str(name)), "arguments": sound(text)},
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- an episode
@@ -196,7 +204,7 @@ class _Episode:
     def hear(self, said: _Said, remote: "_Remote") -> Message:
         """Add a turn of the model to the conversation, and return it as the environment gets it."""
         self.said.append(said)
-        content, calls, found = said.content, said.calls, dict[str, list[Any]]()
+        content, calls, found = said.content, self._with_ids(said.calls), dict[str, list[Any]]()
         if calls:
             checked = [checked_turn({"tool_calls": [_parsed(call)]}, remote.schemas) for call in calls]
             for key in ("tool_calls", "invalid_calls"):
@@ -207,14 +215,14 @@ class _Episode:
             read = parse_turn(content, remote.schemas)
             found = {key: read[key] for key in ("tool_calls", "invalid_calls") if key in read}
             if found and "invalid_calls" not in found:
-                content, made = read["content"], [call["function"] for call in read["tool_calls"]]
-                calls = [
-                    _call(f"call_{len(self.said)}_{i}", each["name"], json.dumps(each["arguments"]))
-                    for i, each in enumerate(made)
-                ]
+                content, calls = read["content"], self._with_ids(map(_call, read["tool_calls"]))
             self.calls = [call["id"] for call in calls]  # one that cannot be read has no id: all are answered in words
         self.conversation.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
         return {"role": "assistant", "content": content, **{key: each for key, each in found.items() if each}}
+
+    def _with_ids(self, calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The calls, those without an id under one that no other has."""
+        return [{**call, "id": call["id"] or f"call_{len(self.said)}_{i}"} for i, call in enumerate(calls)]
 
     def answer(self, messages: Sequence[Message]) -> None:
         """Add the environment's answers to the conversation, that of each call under the call's id.

@@ -44,7 +44,7 @@ def resolve_device(device: str) -> torch.device:
     this process (torchrun's ``LOCAL_RANK``).
 
     Raises:
-        ModelError: it is not a torch device, or this machine has no CUDA device.
+        ModelError: it is not a torch device, or this machine has no such CUDA device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,6 +54,10 @@ def resolve_device(device: str) -> torch.device:
         raise ModelError(f"model.device={device}: not a torch device; use auto, cpu or cuda") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"model.device={device}: torch {torch.__version__} sees no CUDA device; use model.device=cpu")
+    if resolved.type == "cuda" and (resolved.index or 0) >= (present := torch.cuda.device_count()):
+        raise ModelError(
+            f"model.device={resolved}: this machine has {present} CUDA device(s); choose one of them, or cpu"
+        )
     return resolved
 
 

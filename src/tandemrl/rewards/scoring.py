@@ -361,14 +361,16 @@ class _Processes:
         ]
         tasks = dict(zip(keys, limits, strict=True))
         most = self._reward.workers or max(1, min(cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
-        with ThreadPoolExecutor(most) as threads:
-            try:
-                answers = dict(zip(tasks, threads.map(self._answer, tasks, tasks.values()), strict=True))
-            except BaseException:  # an interrupted process would answer the next batch with this one's outcome
-                self._interrupted = True
-                threads.shutdown(cancel_futures=True)
-                self._interrupted = False
-                raise
+        try:
+            with ThreadPoolExecutor(most) as threads:
+                try:
+                    answers = dict(zip(tasks, threads.map(self._answer, tasks, tasks.values()), strict=True))
+                except BaseException:  # an interrupted process would answer the next batch with this one's outcome
+                    self._interrupted = True
+                    threads.shutdown(cancel_futures=True)
+                    raise
+        finally:  # also if another interrupt came while the threads ended
+            self._interrupted = False
         return [answers[key] for key in keys]
 
     def close(self) -> None:
@@ -388,8 +390,12 @@ class _Processes:
 
     def _child(self) -> Child:
         """A process that is ready for a task: an idle one, or a new one."""
-        while self._idle:
-            if (child := self._idle.pop()).running():
+        while True:
+            try:
+                child = self._idle.pop()
+            except IndexError:  # other threads take from it, too
+                break
+            if child.running():
                 return child
             child.kill()
         child = Child(self._command)

@@ -1,6 +1,7 @@
 """Who wrote each token, recomputed from tokens and request keys alone, and how often authors were drawn."""
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -95,18 +96,15 @@ def resumed(
     Returns:
         Whether the senior writes first in each row, and the state.
     """
-    found = [_after(strategy, key, history) for key, history in zip(keys.split(1), histories, strict=True)]
-    senior, states = zip(*found, strict=True)
-    return torch.cat(senior), map_state(lambda *each: torch.cat(each), *states)
-
-
-def _after(strategy: Strategy, key: Int64[Tensor, " 1"], history: Sequence[Sequence[int]]) -> tuple[Tensor, Any]:
-    senior, state = strategy.init(key)
-    for written in history:
-        for token in written:
-            senior, state = strategy.step(state, key.new_tensor([token]))
-        if strategy.turn is not None:
-            senior, state = strategy.turn(state)
+    nothing, end = -1, -2  # in place of a token id: beyond the row's history, and where a turn of it ends
+    after_turn = () if strategy.turn is None else (end,)
+    told = [[token for written in history for token in (*written, *after_turn)] for history in histories]
+    senior, state = strategy.init(keys)
+    for column in keys.new_tensor([*zip_longest(*told, fillvalue=nothing)]):
+        after = strategy.step(state, column.clamp(min=0))
+        if strategy.turn is not None and bool((column == end).any()):
+            after = _where(column == end, strategy.turn(state), after)
+        senior, state = _where(column != nothing, after, (senior, state))
     return senior, state
 
 

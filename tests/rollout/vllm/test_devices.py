@@ -32,6 +32,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=64)
     for place, name, fake in (
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 4),
         (vllm_backend, "platform_device", lambda: "cuda"),
         (vllm_engine.Backend, "start", start),
         (vllm_engine.AutoConfig, "from_pretrained", lambda *_, **__: sizes),
