@@ -141,5 +141,5 @@ def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     batches, _, page = result.stdout.partition("\n\n")
     assert batches.startswith("batch plan per step: 16 prompts -> ")
-    assert page.startswith("plan of 2 process(es) on h200 ")
+    assert page.startswith("plan of 2 process(es) on h200, ")
     assert page.strip().endswith("time: 500 steps of 36 s (median of 1) are 5 hours")

@@ -84,11 +84,11 @@ def test_the_ends_of_a_pair_are_those_of_both(tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("mode", "drafts"), [("lazy", 0), ("draft", 4)])
-def test_so_it_does_on_vllm(tmp_path, mode, drafts):
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_so_it_does_on_vllm(tmp_path, drafts):
     pytest.importorskip("vllm", reason="needs the vllm extra")
     folder = save_pair(tmp_path, "list")
-    own = VllmConfig(multiprocess=True, kv_cache_gb=0.25, enforce_eager=True, mode=mode)
+    own = VllmConfig(multiprocess=True, kv_cache_gb=0.25, enforce_eager=True)
     config = RolloutConfig(engine="vllm", draft_tokens=drafts, vllm=own)
     sources = [ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior")]
     engine = make_engine(config, *sources, load_tokenizer(folder / "senior"), longest=128)

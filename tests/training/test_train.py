@@ -365,7 +365,7 @@ def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
     for folder in (out, out / "checkpoints" / "step_2"):  # both say what trained, and do not train something else
         stored = load(folder / "config.yaml")
         assert stored.functions.strategy.signature == signature(mine["strategy"])
-        assert "<lambda> (test_train.py:" in stored.functions.recipe.name
+        assert stored.functions.recipe.name == "recipe mine"
         with pytest.raises(ConfigError, match=r"functions\.recipe: .* passed is none"):
             train(stored, quiet=True)
     assert train(stored, **mine, quiet=True) == out
