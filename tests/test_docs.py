@@ -147,7 +147,7 @@ def test_the_architecture_lists_the_public_names() -> None:
 
 @pytest.mark.parametrize("page", DOCUMENTS)
 def test_every_key_that_a_document_names_is_one_of_the_configuration(page: str) -> None:
-    """`train.lr`, `rollout.vllm.mode=draft`; not files such as `loss.py`, nor patterns of users' own."""
+    """`train.lr`, `rollout.engine=vllm`; not files such as `loss.py`, nor patterns of users' own."""
     known = {key.key for key in leaves(Config())}
     sections = {key.rpartition(".")[0] for key in known}
     tops = {section.partition(".")[0] for section in sections} - {""}

@@ -174,5 +174,9 @@ def test_a_system_s_workflow_on_its_own_columns(commands: list[str], here: Path)
         assert {each["example_id"].partition("/")[0] for each in written} <= sources
     if agent:
         short = ["eval.profile=custom", "eval.max_tokens=12", *AGENT]
-        shown = run(["eval", "qa", "--model", f"{out}/hf/best", "--config", str(out), "--limit", "2", *short])
-        assert "em" in shown
+        found = ["--model", f"{out}/hf/best", "--config", str(out), "--limit", "2", "--out", "evaluated"]
+        run(["eval", "qa", *found, *short])
+        [result] = Path("evaluated").glob("*.json")
+        measured = json.loads(result.read_text())["metrics"]["macro"]
+        assert measured["problems"] == 2
+        assert 0 <= measured["em"] <= measured["f1"] <= 1

@@ -72,7 +72,8 @@ def stored_shapes(path: str | Path) -> Shapes:
     for file in weight_files(path):
         try:
             with safe_open(file, framework="np") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                names = tensors.keys()  # it cannot be iterated itself
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         except SafetensorError as error:
             raise ModelError(
                 f"{file}: no whole safetensors file ({error}); copy or download it again, or `git lfs pull`"

@@ -2,9 +2,9 @@
 
 A row's author is asked for as many words as the draws give it. What it proposes beyond them is dropped, and the other
 one goes on. With one vocabulary, tokens are handed over. With two, the senior's tokens are spelled, a ``Partner`` goes
-on with the text, and the senior's tokenizer reads what that writes (``selection.words``).
-What a model wrote itself is never tokenised again. The draws of a junior with a
-vocabulary of its own have streams of their own (``selection.draws``).
+on with the text, and the senior's tokenizer reads what that writes (``selection.words``). What a model wrote itself is
+never tokenised again. The draws of a junior with a vocabulary of its own have streams of their own
+(``selection.draws``).
 
 Each turn of an episode is a text of its own. Its end and the observation come to each model in its own tokens.
 """

@@ -100,7 +100,7 @@ def check(prompt: str, test: str, function: str) -> None:
     The candidate is a stand-in that asks the process of `as_function` through descriptors 3 and 4, so the program
     cannot touch the test: it neither sees it nor can it return an object that is equal to everything.
     """
-    requests, replies = open(3, "wb", buffering=0), open(4, "rb")  # noqa: SIM115
+    requests, replies = open(3, "wb", buffering=0), open(4, "rb")  # noqa: SIM115 - for life
 
     def candidate(*arguments: Any) -> Any:
         requests.write(json.dumps([to_wire(argument) for argument in arguments]).encode() + b"\n")
@@ -236,7 +236,7 @@ def _supervise(requests: int, replies: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    asked, answers = Connection(requests, writable=False), open(replies, "wb", buffering=0)  # noqa: SIM115
+    asked, answers = Connection(requests, writable=False), open(replies, "wb", buffering=0)  # noqa: SIM115 - for life
     limits = json.loads(asked.recv_bytes())
     sys.path += limits["packages"]
     interpreter, supervisor = os.path.realpath("/proc/self/exe"), os.getpid()
