@@ -23,7 +23,7 @@ quickstart: .venv/.core
 	$(BIN)/python examples/quickstart.py
 
 test: check
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow and not browser" $(WORKERS) --jaxtyping-packages=$(TYPED)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow and not browser" $(WORKERS) --tb=short --jaxtyping-packages=$(TYPED)
 
 # The core alone: no vllm, and none of the optional parts (beartype, wandb).
 test-core: .venv-core/.core

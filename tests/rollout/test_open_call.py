@@ -33,7 +33,7 @@ def same(found: Sequence[Completion], alone: Sequence[Completion]) -> None:
         assert (one.key, one.stop_reason) == (other.key, other.stop_reason)
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.author.tolist() == other.author.tolist()
-        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, rtol=1e-5, atol=1e-5)
 
 
 KINDS = {
@@ -98,6 +98,27 @@ def test_numbers_stand_for_new_sequences_once_they_were_taken() -> None:
             found += ended(call, numbers)
     assert len(seen) < 12
     same(found, [each for request in batch for each in flat(running.generate([request]))])
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_a_sequence_that_was_taken_may_still_have_its_place(draft_tokens: int) -> None:
+    """A place is given up with others, and what a strategy knows of it may not go before."""
+    running = engine(draft_tokens=draft_tokens)
+
+    def request(key: int, tokens: int, strategy: Strategy) -> Request:
+        return Request((2, 3), (key,), Sampling(max_tokens=tokens, ignore_eos=True), strategy)
+
+    stays, goes, comes = bernoulli(0.5), bernoulli(0.25), bernoulli(0.75)
+    first = [request(i, 4 if i < 4 else 60, stays) for i in range(19)]
+    late, new = request(19, 9, goes), request(20, 40, comes)
+    with running.open() as call:
+        numbers, left = call.submit([*first, late]), set(range(20))
+        found = ended(call, numbers[:4], left) + ended(call, numbers[-1:], left)
+        assert numbers[-1] in call._batch.held()
+        left |= set(again := call.submit([new]))
+        assert again[0] < 4
+        found += ended(call, again, left) + ended(call, numbers[4:-1], left)
+    same(found, [each for r in [*first[:4], late, new, *first[4:]] for each in flat(running.generate([r]))])
 
 
 def test_a_model_that_joins_between_two_turns_reads_what_was_written() -> None:

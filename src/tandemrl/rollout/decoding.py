@@ -69,6 +69,7 @@ class DecodingBatch:
         """How many steps were taken so far, a draft being one."""
         self.caches: dict[int, KVCache] = {}
         self.selection = LiveSelection()  # by number
+        self._released = set[int]()  # of rows that nobody asks for again
         self.penalised = self.stop_strings = False
         self.shaping = Shaping()
         self.stops = StopTable(decoder)
@@ -151,8 +152,8 @@ class DecodingBatch:
             self.alone.close()
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Forget rows that have ended."""
-        self.selection.release(numbers)
+        """Forget rows that have ended, once they have left their places: until then, steps ask for their state."""
+        self._released.update(numbers)
 
     def text(self, row: Row) -> list[int]:
         """The prompt of a row, and what follows it up to its last turn."""
@@ -201,6 +202,9 @@ class DecodingBatch:
                 extend(model, cache, [*begun], starts, further)
         for row in new:
             row.kept = {}
+        left = self._released - self.held()
+        self._released -= left
+        self.selection.release([*left])
         author = self.selection.admit(
             torch.tensor([row.number for row in new]),
             [row.request.strategy for row in new],

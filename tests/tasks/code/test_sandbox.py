@@ -448,10 +448,12 @@ def test_an_answer_of_colliding_hashes_is_none(kind):
 def test_a_killed_sandbox_is_replaced_once(template, deaths):
     """By whatever killed it, its test is run once more; if that kills it too, it was the program."""
     with Sandbox(LIMITS, template=template) as box, ThreadPoolExecutor(1) as threads:
-        running = threads.submit(box.run, f"import time; time.sleep({3**deaths}); print('done')", Stdin(""))
+        # Its three children tell that the program itself is running, and not yet the sandbox's own start.
+        program = f"import os, time\nalone = all(os.fork() for _ in range(3))\ntime.sleep({3**deaths})"
+        running = threads.submit(box.run, f"{program}\nif alone: print('done')", Stdin(""))
         dead: set[int] = set()
         for _ in range(deaths):
-            wait_until(lambda dead=dead: len(template.descendants()) == 3 and not dead & {*template.descendants()})
+            wait_until(lambda dead=dead: len(template.descendants()) == 6 and not dead & {*template.descendants()})
             dead = dead | {*template.descendants()}
             os.kill(min(template.descendants()), signal.SIGKILL)  # the supervisor, which came first
         status, output, _, message = running.result()
