@@ -7,22 +7,26 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+import uvicorn
 from clients import DEFAULT, authors, events, strategy_of
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
 from tandemrl.apps.serve import engine_app, engine_server
-from tandemrl.apps.serve.address import listen, url_of
+from tandemrl.apps.serve.address import listen, run, url_of
 from tandemrl.apps.serve.asked import Asked, Reader, TextStyle
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
@@ -594,17 +598,50 @@ def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engin
         thread.submit(replace(request_of(1), prompt=(10**6,)))
 
 
-def test_an_engine_that_breaks_is_an_error_of_the_server(words: Any, engine: TorchEngine) -> None:
-    class Broken(Slow):
-        def open(self) -> Any:
-            raise EngineError("it is broken")
+@pytest.mark.parametrize("error", [EngineError("it is broken"), RuntimeError("no memory")])
+def test_a_call_that_fails_fails_the_requests_in_it_and_no_later_one(
+    words: Any, engine: TorchEngine, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    class Breaks(Slow):
+        broken: Exception | None = error
 
-    with TestClient(serving(Broken(engine), words), base_url="http://127.0.0.1") as asking:
-        response = asking.post(COMPLETIONS, json={"prompt": "ab"})
-        assert (response.status_code, response.json()["error"]["message"]) == (500, "it is broken")
-        stream = events(asking.post(COMPLETIONS, json={"prompt": "ab", "stream": True}).content)
-        assert stream[0]["error"]["message"] == "it is broken"
-        assert asking.post(COMPLETIONS, json={"prompt": "ab"}).status_code == 500  # and it still answers
+        @contextmanager
+        def open(self) -> Any:
+            with super().open() as call:
+                step = call.step
+
+                def breaks() -> Any:
+                    if self.broken is not None and len(self.joined) < 2:  # it waits for the other request
+                        time.sleep(0.01)
+                        return []
+                    if self.broken is not None and call.written:
+                        raise self.broken
+                    return step()
+
+                call.step = breaks
+                yield call
+
+    breaks = Breaks(engine)
+    breaks.go_on()
+    message = str(error) if isinstance(error, EngineError) else "the engine failed: RuntimeError: no memory"
+    with TestClient(serving(breaks, words), base_url="http://127.0.0.1") as asking, ThreadPoolExecutor() as pool:
+        body = {"prompt": "ab cd", "max_tokens": 12, "ignore_eos": True}
+        one, streamed = (pool.submit(asking.post, COMPLETIONS, json=body | {"stream": s}) for s in (False, True))
+        failed = {"message": message, "type": "Internal Server Error", "param": None, "code": 500}
+        assert (one.result().status_code, one.result().json()) == (500, {"error": failed})
+        assert [each for each in events(streamed.result().content) if "error" in each] == [{"error": failed}]
+        assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+        breaks.broken = None
+        [choice] = ask(asking, seed=3)["choices"]
+    assert choice["token_ids"] == reference(engine, words("ab cd")["input_ids"], 3).tokens.tolist()
+
+
+def test_connections_stay_open_longer_than_clients_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config))
+    with socket.socket() as listening:
+        run(Starlette(), listening)
+    assert served[0].timeout_keep_alive > 2 * httpx.Limits().keepalive_expiry
 
 
 # -------------------------------------------------------------------------------------------------- the command

@@ -4,11 +4,17 @@ import errno
 import socket
 from collections.abc import Collection
 
+import uvicorn
+from starlette.applications import Starlette
+
 from tandemrl.apps.asgi import LOOPBACK
 from tandemrl.rollout.engine import EngineError
 
 API_KEY = "VLLM_API_KEY"
 """The environment variable of the key that clients have to send."""
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: well beyond the 5 s after which httpx's pool drops one, so that no client
+writes into a connection that the server is about to close."""
 
 
 def hosts_of(host: str, allowed: Collection[str] = ()) -> Collection[str]:
@@ -39,3 +45,9 @@ def listen(host: str, port: int) -> socket.socket:
 def url_of(host: str, listening: socket.socket) -> str:
     """The address of a server that listens at a host."""
     return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+
+
+def run(app: Starlette, listening: socket.socket) -> None:
+    """Answer at a socket until it is interrupted."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+    uvicorn.Server(config).run(sockets=[listening])

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -12,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tandemrl.apps.asgi import limited, refused_host
-from tandemrl.apps.serve.address import hosts_of, listen, url_of
+from tandemrl.apps.serve.address import hosts_of, listen, run, url_of
 from tandemrl.data.documents import with_title
 from tandemrl.rollout.envs.bm25 import Corpus
 
@@ -72,4 +71,4 @@ def serve(index: Path, *, host: str, port: int) -> None:
     with listen(host, port) as listening:
         url = url_of(host, listening)
         print(f"serving {index}: retrieval.retriever=search retrieval.url={url} (Ctrl-C ends it)", flush=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])
+        run(app, listening)

@@ -76,7 +76,7 @@ def application(
             Route("/version", routes.version),
         ],
         middleware=[Middleware(_Gate, hosts=hosts, key=api_key)],
-        exception_handlers={HTTPException: _http_error, EngineError: _engine_error},
+        exception_handlers={HTTPException: _http_error, EngineError: _failed, Exception: _failed},
         lifespan=lifespan,
     )
 
@@ -94,8 +94,9 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error_body(said, error.status_code, kind=kind), error.status_code)
 
 
-async def _engine_error(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(error_body(str(error), 500, kind="Internal Server Error"), 500)
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    said = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return JSONResponse(error_body(said, 500, kind="Internal Server Error"), 500)
 
 
 class _Gate:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import uvicorn
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, url_of
+from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, run, url_of
 from tandemrl.apps.serve.asked import SAMPLED, OtherReader, Reader
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
@@ -115,13 +114,12 @@ def serve(
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     where = junior_dtype or model.dtype if endpoint is None else f"at {endpoint.url}"
     models = f"{model.senior} ({model.dtype}) and its junior {junior} ({where})"
     with listen(host, port) as listening, suppress(KeyboardInterrupt):
         locked = "without" if key is None else "with"
         print(f"serving {models} at {url_of(host, listening)}/v1, {locked} an API key", flush=True)
-        server.run(sockets=[listening])
+        run(app, listening)
     engine.close()
 
 

@@ -1,5 +1,6 @@
 """An engine in a thread of its own, for requests that come one by one. Each joins the open call with its next step."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from tandemrl.rollout.call import Call, Finished, NewTokens
-from tandemrl.rollout.engine import Completion, Request
+from tandemrl.rollout.engine import Completion, EngineError, Request
 from tandemrl.rollout.open_call import CallEngine
 
 OnTokens = Callable[[int, list[int], list[float]], None]
@@ -30,7 +31,8 @@ class Job:
 
 
 class EngineThread:
-    """Writes what is submitted. The call stays open as long as there is something to write.
+    """Writes what is submitted. The call stays open as long as there is something to write. If it fails, so do the jobs
+    in it, by an ``EngineError``; those that come later get a new call.
 
     Args:
         engine: the engine, which nothing else may use.
@@ -84,11 +86,12 @@ class EngineThread:
                         self._step(call)
                         self._let_in(call)
             except Exception as error:
+                logging.getLogger(__name__).exception("the engine failed; the requests that it was writing are ended")
                 with self._lock:
                     failed, self._running = self._running, []
                 for job in {first, *failed}:  # the first is not among them if no call could be opened
                     if not job.done.done():
-                        job.done.set_exception(error)
+                        job.done.set_exception(_of_engine(error))
 
     def _let_in(self, call: Call) -> None:
         """Let all join that wait."""
@@ -106,7 +109,7 @@ class EngineThread:
         try:
             job.numbers = call.submit([job.request])
         except Exception as error:
-            job.done.set_exception(error)
+            job.done.set_exception(_of_engine(error))
             return
         job.left = set(job.numbers)
         with self._lock:
@@ -125,3 +128,8 @@ class EngineThread:
             with self._lock:
                 self._running.remove(job)
             job.done.set_result(call.take(job.numbers))
+
+
+def _of_engine(error: Exception) -> EngineError:
+    said = f"the engine failed: {type(error).__name__}: {error}"
+    return error if isinstance(error, EngineError) else EngineError(said)
