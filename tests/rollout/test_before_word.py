@@ -239,8 +239,7 @@ def test_the_gradient_is_that_of_the_expected_reward(sampling: Sampling, recipe:
     for counted in (True, False):
         kept = batch if counted else dataclasses.replace(batch, word_ends=None)
         weights = token_weights(batch.author, junior_weight=0.0)
-        ends = torch.ones_like(scores.end_logprobs)
-        entries, (logprobs, weights) = with_word_ends(kept, (scores.logprobs, scores.end_logprobs), (weights, ends))
+        entries, weights, (logprobs,) = with_word_ends(kept, weights, (scores.logprobs, scores.end_logprobs))
         loss, metrics = policy_loss(
             RECIPES[recipe]._replace(reduction="sequence_mean_token_sum"),
             entries,

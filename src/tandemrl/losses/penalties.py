@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
-from tandemrl.losses.reduce import require_one_of
+from tandemrl.losses.sums import require_one_of
 from tandemrl.losses.surrogates import log_ratio
 
 KLKind = Literal["k1", "k2", "k3"]

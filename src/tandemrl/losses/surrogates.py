@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from tandemrl.losses.reduce import divisor, sequence_sum
+from tandemrl.losses.sums import divisor, sequence_sum
 
 RatioLevel = Literal["token", "sequence"]
 

@@ -1,16 +1,24 @@
-"""How much each token counts in the loss, by who wrote it.
+"""Which entries of the loss are trained on, and how much each counts.
+
+An entry is a token, weighted by who wrote it, or the end of a word: what a senior chose where the junior took over
+(``Strategy.starts``). There, the text has the likelihood P·q: P is the probability that the senior proposes any token
+that begins a word, and q the junior's of the token that stands instead. P depends on the senior's weights, so the
+gradient has a term ∇log P. It goes through the whole loss chain as a token of the senior does: with a ratio, a clip and
+an importance weight of its own, the rollout's advantage and the weight 1. It counts in Σw, but is no token of the
+response (``normalise_by="response"``). ``loss.word_ends=false`` leaves these entries out.
 
 The losses treat senior and junior differently in one other place: ``policy_loss`` adds the λ_jun term over the junior's
 tokens if ``junior_kl_coef`` is not 0. Everywhere else they use ``author`` only to tell responses from context
-(``reduce``, ``totals``, ``token_rewards``). The trainer counts the same weights per rollout
-(``training/experience.py``).
+(``reduce``, ``totals``, ``token_rewards``).
 """
 
+from dataclasses import replace
+
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Int8, Shaped
 from torch import Tensor
 
-from tandemrl.types import Author
+from tandemrl.types import Author, Batch
 
 
 def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[Tensor, " t"]:
@@ -25,3 +33,57 @@ def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[
     senior = (author == Author.SENIOR).to(torch.float32)
     junior = (author == Author.JUNIOR).to(torch.float32)
     return senior + junior_weight * junior
+
+
+def sequence_weights(
+    senior: Float[Tensor, " s"], junior: Float[Tensor, " s"], ends: Float[Tensor, " s"], *, junior_weight: float
+) -> Float[Tensor, " s"]:
+    """Σw of sequences: the sum of ``token_weights`` and of the ends of words.
+
+    Args:
+        senior, junior: how many tokens of each sequence they wrote.
+        ends: how many ends of words each sequence has.
+    """
+    return senior + ends + junior_weight * junior
+
+
+def with_word_ends(
+    batch: Batch, weights: Float[Tensor, " t"], *channels: tuple[Shaped[Tensor, " t"], Shaped[Tensor, " e"]]
+) -> tuple[Batch, Float[Tensor, " n"], list[Shaped[Tensor, " n"]]]:
+    """A batch whose ``word_ends`` are entries behind its tokens, for ``policy_loss`` and ``kl_penalty``.
+
+    The entries have the author CONTEXT, since they are no tokens, and the advantage of the token at their place. The
+    batch is no longer sorted by sequence. A batch without ``word_ends`` is returned as it is.
+
+    Args:
+        weights: those of the tokens. The result has those of all entries.
+        channels: further channels, each of the tokens and of the ends, to be joined in the same way.
+    """
+    ends = batch.word_ends
+    if ends is None:
+        return batch, weights, [tokens for tokens, _ in channels]
+
+    def at(channel: Tensor) -> Tensor:
+        return torch.cat([channel, channel[ends.places]])
+
+    def joined(tokens: Tensor | None, own: Tensor | None) -> Tensor | None:
+        return None if tokens is None or own is None else torch.cat([tokens, own])
+
+    none = torch.zeros_like(ends.behaviour_logprobs)
+    extended = replace(
+        batch,
+        tokens=at(batch.tokens),
+        positions=at(batch.positions),
+        sequence_ids=at(batch.sequence_ids),
+        author=torch.cat([batch.author, torch.full_like(ends.places, Author.CONTEXT, dtype=torch.int8)]),
+        advantages=at(batch.advantages),
+        behaviour_logprobs=torch.cat([batch.behaviour_logprobs, ends.behaviour_logprobs]),
+        old_logprobs=joined(batch.old_logprobs, ends.old_logprobs),
+        ref_logprobs=joined(batch.ref_logprobs, ends.ref_logprobs),
+        junior_logprobs=joined(batch.junior_logprobs, none),
+        old_values=None,
+        returns=None,
+        taken_over=None,
+        word_ends=None,
+    )
+    return extended, torch.cat([weights, torch.ones_like(none)]), [torch.cat(each) for each in channels]

@@ -95,9 +95,9 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
         torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
     )
     ends = torch.tensor([float(r.word_ends if config.loss.word_ends else 0) for r in rollouts])
-    weights = (senior + ends + config.loss.junior_weight * junior) * used
+    weights = losses.sequence_weights(senior, junior, ends, junior_weight=config.loss.junior_weight) * used
     idle, advantages = torch.zeros_like(used), None
-    if recipe.advantage is not None and rollouts and not config.loss.kl_in_reward:
+    if recipe.advantage is not None and not config.loss.kl_in_reward:
         advantages = losses.compute_advantages(recipe, rewards, group_ids, weights)
         idle = losses.idle(recipe, advantages, weights, setup.coefficients)
     return Experience(
@@ -135,43 +135,32 @@ def _prompts(config: Config) -> int:
 
 
 def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
-    """Pack the rollouts to compute into mini-batches of ``train.mini_batch_prompts`` prompts."""
-    prompts = _prompts(setup.config)
+    """Pack the rollouts to compute into mini-batches of ``train.mini_batch_prompts`` prompts.
+
+    Every data rank gets equally many micro-batches, within the token budget.
+    """
+    prompts, train, world = _prompts(setup.config), setup.config.train, setup.world
     mini_batches = []
-    for i in range(setup.config.train.prompts_per_step // prompts):
+    for i in range(train.prompts_per_step // prompts):
         here = experience.group_ids // prompts == i
         forwarded = experience.forwarded & here
-        micro = pack_mini_batch(setup, experience.rollouts, forwarded.nonzero().squeeze(1))
+        rows = forwarded.nonzero().squeeze(1)
+        chosen = [experience.rollouts[row] for row in rows.tolist()]
+        lengths, groups = [len(r.tokens) for r in chosen], [r.group for r in chosen]
+        bins = micro_batches(lengths, train.tokens_per_micro_batch, parts=world.data_size, groups=groups)
+        micro = []
+        for own in bins[world.data_rank :: world.data_size]:
+            # a rank without work still joins the collectives
+            batch = pack([chosen[k] for k in own], setup.device) if own else pack_tokens([[0]], setup.device)
+            batch = batch if setup.config.loss.word_ends else replace(batch, word_ends=None)
+            micro.append(MicroBatch(rows[own or [0]], batch))
         # Every process has all rollouts, so that nothing needs to be added up over them.
         counts = (
-            losses.totals(experience.weights[rows], experience.response_tokens[rows])
-            for rows in (experience.used & here, forwarded)
+            losses.totals(experience.weights[used], experience.response_tokens[used])
+            for used in (experience.used & here, forwarded)
         )
         mini_batches.append(MiniBatch(micro, *counts))
     return mini_batches
-
-
-def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
-    """This data rank's micro-batches of some rollouts, within the token budget. Every rank gets equally many.
-
-    Args:
-        rows: the numbers of the rollouts to pack.
-    """
-    chosen, world = [rollouts[i] for i in rows.tolist()], setup.world
-    bins = micro_batches(
-        [len(r.tokens) for r in chosen],
-        setup.config.train.tokens_per_micro_batch,
-        parts=world.data_size,
-        groups=[r.group for r in chosen],
-    )
-    packed = [
-        MicroBatch(rows[b], pack([chosen[i] for i in b], setup.device))
-        if b
-        else MicroBatch(rows[:1], pack_tokens([[0]], setup.device))  # a rank without work still joins the collectives
-        for b in bins[world.data_rank :: world.data_size]
-    ]
-    trained = setup.config.loss.word_ends
-    return packed if trained else [m._replace(batch=replace(m.batch, word_ends=None)) for m in packed]
 
 
 def fill_channels(mini_batches: MiniBatches, channels: Callable[[MicroBatch], dict[str, Any]]) -> MiniBatches:
@@ -230,8 +219,7 @@ def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experi
 
 def token_kl(setup: RunSetup, batch: Batch) -> tuple[Tensor, Tensor]:
     """w·k1 of every token and every end of a word, the KL penalty before its coefficient; and their sequences."""
-    weights, ends = weights_of(setup, batch), 0 if batch.word_ends is None else len(batch.word_ends.places)
-    batch, (weights,) = losses.with_word_ends(batch, (weights, weights.new_ones(ends)))
+    batch, weights, _ = losses.with_word_ends(batch, weights_of(setup, batch))
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights), batch.sequence_ids
@@ -244,13 +232,11 @@ def add_group_advantages(
 
     All response tokens of a rollout get the advantage of the whole rollout.
     """
-    kl, known = experience.kl, experience.advantages
-    rewards = experience.rewards if kl is None else experience.rewards - kl_coef * kl
-    advantages = (
-        losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
-        if known is None or kl is not None
-        else known
-    )
+    advantages = experience.advantages
+    if advantages is None:
+        assert experience.kl is not None
+        rewards = experience.rewards - kl_coef * experience.kl
+        advantages = losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
 
     def per_token(m: MicroBatch) -> Tensor:
         spread = advantages[m.rows].to(setup.device)[m.batch.sequence_ids]

@@ -86,9 +86,9 @@ def update_policy(
         select = (weight > 0) | senior | ((batch.author >= 0) & (coefficients.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
             scores = setup.scores(models.policy, batch, select)
-        ends = torch.ones_like(scores.end_logprobs)
         pairs = zip(scores[:2], scores[2:], strict=True)
-        batch, (logprobs, entropy, weight, senior) = with_word_ends(batch, *pairs, (weight, ends), (senior, ends > 0))
+        ends = torch.ones_like(scores.end_logprobs, dtype=torch.bool)  # all are the senior's
+        batch, weight, (logprobs, entropy, senior) = with_word_ends(batch, weight, *pairs, (senior, ends))
         plain = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs  # before the step's updates
         difference.append((plain - batch.behaviour_logprobs)[senior])
         loss, parts = policy_loss(
