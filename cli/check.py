@@ -39,18 +39,14 @@ class Line(NamedTuple):
 
 
 def check(
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A model folder or hub id: count the tokens of its vocabulary that begin a word.")
-    ] = None,
     senior: Annotated[
         str | None, typer.Option(help="A model folder or hub id: what works with it and --junior, by their tokenizers.")
     ] = None,
-    junior: Annotated[str | None, typer.Option(help="The other model of the pair.")] = None,
+    junior: Annotated[str | None, typer.Option(help="The other model of the pair; default: the senior itself.")] = None,
 ) -> None:
     """Show the environment and what to install. Exit code 0 if training on the CPU can work, else 1."""
-    if (senior is None) != (junior is None):
-        missing = "--senior" if senior is None else "--junior"
-        raise typer.BadParameter("a pair has two models: name both", param_hint=missing)
+    if senior is None and junior is not None:
+        raise typer.BadParameter("a pair has two models: name both", param_hint="--senior")
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -58,13 +54,12 @@ def check(
     old = sys.version_info < (3, 11)
     lines = [Line("python", platform.python_version(), "install Python 3.11 or later" if old else "", old)]
     lines += [*map(_package, (*CORE, *OPTIONAL)), _accelerator(), _vllm(), *_sandbox()]
-    lines += [] if tokenizer is None else [_boundaries(tokenizer)]
-    lines += [] if senior is None or junior is None else _pair(senior, junior)
+    lines += [] if senior is None else _pair(senior, junior or senior)
     table = Table(title="tandemrl environment", title_justify="left")
     for title in ("part", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for line in lines:
-        table.add_row(*map(Text, (line.name, line.status, line.remedy)))  # Text: [extras] are no markup
+        table.add_row(*map(Text, line[:3]))  # Text: [extras] are no markup
     Console().print(table)
     broken = [line.name for line in lines if line.fatal]
     typer.echo(f"not ready: {', '.join(broken)}" if broken else "ready")
@@ -127,44 +122,21 @@ def _sandbox() -> list[Line]:
     ]
 
 
-def _loaded(path: str) -> Any:
-    """The tokenizer at a path, or why there is none."""
-    from tandemrl.models.attention import ModelError
-    from tandemrl.models.loading import load_tokenizer
-
-    try:
-        return load_tokenizer(path)
-    except (ModelError, ValueError) as error:
-        return f"broken: {error}"
-
-
-def _boundaries(path: str) -> Line:
-    """The line about the places where authors may change with ``selection.strategy: word``."""
-    from tandemrl.selection.boundaries import word_boundary_table
-
-    name, found = f"tokenizer {path}", _loaded(path)
-    if isinstance(found, str):
-        return Line(name, found, fatal=True)
-    try:
-        count = int(word_boundary_table(found).sum())
-    except ValueError as error:
-        return Line(name, f"broken: {error}", fatal=True)
-    return Line(name, f"{count:,} tokens begin a word")
-
-
 def _pair(senior: str, junior: str) -> list[Line]:
     """The lines about two models: how many tokens of each begin a word, have they one vocabulary, and what works."""
-    from tandemrl.models.loading import differing_entries
+    from tandemrl.models.attention import ModelError
+    from tandemrl.models.loading import differing_entries, load_tokenizer
     from tandemrl.selection.boundaries import token_bytes
     from tandemrl.selection.words import count_starts
 
     lines, tokenizers = list[Line](), []
     for name, path in ((f"senior {senior}", senior), (f"junior {junior}", junior)):
-        if isinstance(found := _loaded(path), str):
-            lines.append(Line(name, found, fatal=True))
+        try:
+            tokenizers.append(load_tokenizer(path))
+        except (ModelError, ValueError) as error:
+            lines.append(Line(name, f"broken: {error}", fatal=True))
             continue
-        tokenizers.append(found)
-        begin, inside = count_starts(token_bytes(found).values())
+        begin, inside = count_starts(token_bytes(tokenizers[-1]).values())
         lines.append(Line(name, f"{begin:,} tokens begin a word; a word begins inside of {inside:,}"))
     if len(tokenizers) < 2:
         return lines

@@ -1,11 +1,13 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from tandemrl.cli.lines import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,9 +44,6 @@ Profile = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")]
 Out = Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of every completion.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, …")]
-Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 
 app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_args_is_help=True)
 
@@ -65,29 +64,19 @@ def _command(name: str) -> Callable[..., None]:
         profile: Profile = None,
         limit: Limit = None,
         out: Out = Path("eval"),
-        seed: Seed = None,
-        device: Device = None,
-        dtype: Dtype = None,
     ) -> None:
+        from rich.console import Console
+
         from tandemrl.cli.heartbeat import progress_bars
         from tandemrl.evals import evaluate, left_out
 
-        options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
-        resolved, stated = _resolved(model, config, overrides or (), data, k=k, samples=samples, options=options)
-        chosen = junior if junior is not None else resolved.model.junior
-        resolved = replace(resolved, model=replace(resolved.model, junior=chosen))
+        resolved, stated = _resolved(model, config, overrides, data, k=k, samples=samples, profile=profile)
+        resolved = replace(resolved, model=replace(resolved.model, junior=junior or resolved.model.junior))
+        phases = None if name == "all" else (name,)
         with progress_bars("loading", err=True) as progress:
             results = evaluate(
-                resolved,
-                model=model,
-                out=out,
-                phases=None if name == "all" else (name,),
-                limit=limit,
-                stated=stated,
-                progress=progress,
+                resolved, model=model, out=out, phases=phases, limit=limit, stated=stated, progress=progress
             )
-        from rich.console import Console
-
         settings = f"profile {resolved.eval.profile}, {resolved.eval.samples} samples per problem"
         if name == "all":
             Console().print(summary_table(f"all phases ({settings})", results))
@@ -135,9 +124,6 @@ def qa(
     profile: Profile = None,
     limit: Limit = None,
     out: Out = Path("eval"),
-    seed: Seed = None,
-    device: Device = None,
-    dtype: Dtype = None,
 ) -> None:
     """Questions about documents (MuSiQue). One model searches and answers; EM, F1, citations … by number of hops.
 
@@ -153,16 +139,14 @@ def qa(
     from tandemrl.tasks.qa.predictions import by_group, official, write_predictions
     from tandemrl.tasks.qa.predictions import predictions as predicted
 
-    if endpoint is None and (model is None or api_key_env is not None):
-        raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env needs --endpoint URL")
-    options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
+    source = Endpoint(endpoint, model, api_key_env) if endpoint is not None else model
+    if source is None or (endpoint is None and api_key_env is not None):
+        raise ConfigError("give --model, or --endpoint URL" if source is None else "--api-key-env needs --endpoint URL")
     own = None if endpoint is not None else model
-    resolved, stated = _resolved(own, config, overrides or (), data, k=k, samples=samples, options=options)
+    resolved, stated = _resolved(own, config, overrides, data, k=k, samples=samples, profile=profile)
     if not resolved.rollout.environment_kind.turns:
         resolved = replace(resolved, rollout=replace(resolved.rollout, environment="multihop"))
     resolved = replace(resolved, model=replace(resolved.model, junior=None))
-    source = model if endpoint is None else Endpoint(endpoint, model, api_key_env)
-    assert source is not None  # refused above
     with progress_bars("loading", err=True) as progress:
         done = evaluate(
             resolved, model=source, out=out, phases=("pass-at-k",), limit=limit, stated=stated, progress=progress
@@ -196,7 +180,6 @@ def verifier(
 ) -> None:
     """A judge or a scorer on HardVerify-Math. Correct answers that it accepts, wrong ones that it rejects."""
     from rich.console import Console
-    from rich.text import Text
 
     from tandemrl.config import load, stated_keys
     from tandemrl.tasks.math.verifier import DEFAULTS, Verdicts, bench_verifier
@@ -205,10 +188,9 @@ def verifier(
     resolved = load(config, [*(DEFAULTS if config is None else ()), *typed])
     stated = None if config is None else stated_keys(typed)
     counts = bench_verifier(resolved, data, limit=limit, out=out, stated=stated)
-    table = _table(None, ["problems from"], [name.replace("_", " ") for name in Verdicts._fields])
-    for source, row in counts.items():
-        table.add_row(Text(source), *map(str, row))
-    Console().print(table)
+    columns = [name.replace("_", " ") for name in Verdicts._fields]
+    rows = [(source, *map(str, row)) for source, row in counts.items()]
+    Console().print(table(None, ["problems from"], columns, rows))
     if out is not None:
         typer.echo(f"written to {out}")
 
@@ -216,12 +198,12 @@ def verifier(
 def _resolved(
     model: str | None,
     config: str | None,
-    overrides: Sequence[str],
+    overrides: Sequence[str] | None,
     data: Sequence[str] | None,
     *,
     k: str | None,
     samples: int | None,
-    options: Mapping[str, object],
+    profile: str | None,
 ) -> "tuple[Config, Collection[str] | None]":
     """The configuration that the options of a command ask for, and the keys of it that have to be used (None: all).
 
@@ -236,91 +218,68 @@ def _resolved(
 
     if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
         raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
-    chosen: dict[str, object] = {"eval.k": k and f"[{k}]", "eval.samples": samples, **options}
-    if samples is not None and k is None:
-        chosen["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
-    no_training = ["train.eval_every=0", "data.monitor=[]"]  # whose own evaluations need other k and samples
-    assignments = [*no_training, *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
-    if options.get("eval.profile") not in (None, "custom"):  # in place of that of the config and its sampling
-        assignments += [f"eval.{key}={'null' if value is None else value}" for key, value in CUSTOM_SAMPLING.items()]
-    stated, own = stated_keys(overrides), run_of_model(model) if config is None and model is not None else None
+    chosen: dict[str, object] = {"train.eval_every": 0, "data.monitor": []}  # which need other k and samples
+    if profile not in (None, "custom"):  # in place of that of the config and its sampling
+        chosen |= {f"eval.{key}": "null" if value is None else value for key, value in CUSTOM_SAMPLING.items()}
+    if samples is not None:
+        chosen |= {"eval.samples": samples, "eval.k": [each for each in (1, 2, 4, 8) if each <= samples]}
+    chosen |= {} if k is None else {"eval.k": f"[{k}]"}
+    typed, own = stated_keys(overrides or ()), run_of_model(model) if config is None and model is not None else None
     source = config or (None if own is None else str(own))
-    if not data and source is None and "data.eval" not in stated:
+    if not data and source is None and "data.eval" not in typed:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
-    asked = config is not None or options.get("eval.profile") is not None or "eval.profile" in stated
-    sampling = {} if asked else _own_sampling(model, own)
-    resolved = load(source, [*assignments, *(f"eval.{key}={value}" for key, value in sampling.items()), *overrides])
+    asked = config is not None or profile is not None or "eval.profile" in typed
+    chosen |= _own_sampling(model, own) if not asked else {} if profile is None else {"eval.profile": profile}
+    resolved = load(source, [*(f"{key}={value}" for key, value in chosen.items()), *(overrides or ())])
     if not asked:
         used, where = profile_of(resolved.eval).sampling, "the defaults" if model is None else f"{model}, no run"
         drawn = f"at most {used.max_tokens} tokens, temperature {used.temperature:g}, top_p {used.top_p:g}"
         typer.echo(f"{drawn}, top_k {used.top_k} (from {where if own is None else own}); others: --profile, --config")
     resolved = replace(resolved, data=replace(resolved.data, eval=tuple(data or resolved.data.eval)))
-    return resolved, None if source is None else stated
+    return resolved, None if source is None else typed
 
 
 def _own_sampling(model: str | None, run: Path | None) -> dict[str, object]:
-    """Keys of ``eval`` for the sampling of a model's own run, or of a model of no run."""
+    """Keys for the sampling of a model's own run, or of a model of no run."""
     from tandemrl.config import load
     from tandemrl.evals import sampling_of_model
 
-    if run is None:
-        return {"profile": "custom", **sampling_of_model(model)}
-    config = load(run)
-    # tiny is the default, with which a run says nothing: its own limit is that of its rollouts
-    return {"profile": "custom", "max_tokens": config.rollout.max_tokens} if config.eval.profile == "tiny" else {}
+    said = {} if run is not None else sampling_of_model(model)
+    if run is not None and (config := load(run)).eval.profile == "tiny":
+        # the default, with which a run says nothing: its own limit is that of its rollouts
+        said = {"max_tokens": config.rollout.max_tokens}
+    return {f"eval.{key}": value for key, value in ({"profile": "custom"} | said if said else {}).items()}
 
 
 def summary_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> "Table":
     """A table of the most important metrics: a row per metric, a column per set, and macro if there are several."""
-    from rich.text import Text
-
-    table = _table(title, ["phase", "metric"], _columns(next(iter(results.values()))["metrics"]))
+    sets = _columns(next(iter(results.values()))["metrics"])
+    rows = list[tuple[str, ...]]()
     for phase, result in results.items():
-        columns = _columns(result["metrics"])
+        columns = _columns(result["metrics"]).values()
         shown = [name for name in result["metrics"]["macro"] if _is_summary(phase, name)]
-        for name in shown:
-            cells = [Text(_cell(values, name)) for values in columns.values()]
-            table.add_row(Text(phase), Text(name), *cells, end_section=name == shown[-1])
-    return table
+        rows += [*((phase, name, *(_cell(values, name) for values in columns)) for name in shown), ()]
+    return table(title, ["phase", "metric"], sets, rows)
 
 
 def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Table":
     """A table with a row per headline metric and a column per group of problems. The first column is for all problems,
     and has the intervals."""
-    from rich.text import Text
-
     from tandemrl.evals import is_headline
 
-    table = _table(title, ["metric"], [name.replace("=", " ") for name in groups])
+    rows = []
     for metric in ("problems", *(name for name in groups["all"] if is_headline(name) and not name.endswith(_BOUNDS))):
-        cells = [_cell(values, metric) for values in groups.values()]
-        table.add_row(Text(metric), Text(cells[0]), *(Text(cell.partition(" [")[0]) for cell in cells[1:]))
-    return table
+        first, *others = (_cell(values, metric) for values in groups.values())
+        rows.append((metric, first, *(cell.partition(" [")[0] for cell in others)))
+    return table(title, ["metric"], [name.replace("=", " ") for name in groups], rows)
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
     """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value."""
-    from rich.text import Text
-
     columns = {**metrics["by_set"], "macro": metrics["macro"]}
-    table = _table(title, ["metric"], columns)
-    for metric in metrics["macro"]:
-        if not metric.endswith(_BOUNDS):
-            table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
-    return table
-
-
-def _table(title: str | None, left: Iterable[str], right: Iterable[str]) -> "Table":
-    """A table without rows: names on the left, numbers on the right."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left")
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    return table
+    names = [name for name in metrics["macro"] if not name.endswith(_BOUNDS)]
+    rows = [(name, *(_cell(values, name) for values in columns.values())) for name in names]
+    return table(title, ["metric"], columns, rows)
 
 
 def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:

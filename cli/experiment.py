@@ -47,15 +47,9 @@ def _add(experiment: Experiment) -> None:
         from tandemrl.cli.lines import echo
 
         chosen = experiment if arms is None else experiment.only([part.strip() for part in arms.split(",")])
-        changes: dict[str, Any] = {
-            "overrides": (*chosen.overrides, *(overrides or ())),
-            "pairs": pair and tuple(pair),
-            "seeds": _numbers(seeds),
-            "problems": problems,
-            "samples": samples,
-            "device": device,
-        }
-        chosen, folder = replace(chosen, **_given(changes)), out or Path("runs") / name
+        given = _given(pairs=pair, seeds=seeds, problems=problems, samples=samples, device=device)
+        chosen = replace(chosen, **given, overrides=(*chosen.overrides, *(overrides or ())))
+        folder = out or Path("runs") / name
         with heartbeat(typer.echo, lambda: last_written(folder)):
             results = run_experiment(chosen, folder, workers=workers, command=_command(), say=echo)
         for claim in results["claims"]:
@@ -75,59 +69,49 @@ for each in EXPERIMENTS.values():
 def retrievers(
     overrides: Overrides = None,
     out: Out = None,
-    retriever: Annotated[
+    retrievers: Annotated[
         list[str] | None,
-        typer.Option(help="bm25, golden, semantic, hybrid or hops; repeatable, each is compared with the first."),
+        typer.Option(
+            "--retriever",
+            help="bm25, golden, semantic, hybrid or hops; repeatable, each is compared with the first.",
+        ),
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="A folder or hub id, in place of tiny pairs; repeatable.")
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="A folder or hub id, in place of tiny pairs; repeatable.")
     ] = None,
     junior: Annotated[str | None, typer.Option(help="The junior of every --model.")] = None,
     data: Annotated[list[str] | None, typer.Option(help="Questions for every --model.")] = None,
     config: Annotated[str | None, typer.Option(help="The config of every evaluation.")] = None,
-    pair: Annotated[list[str] | None, typer.Option(help="hops, hops_jargon; repeatable.")] = None,
+    pairs: Annotated[list[str] | None, typer.Option("--pair", help="hops, hops_jargon; repeatable.")] = None,
     seeds: Seeds = None,
     problems: Problems = None,
     samples: Samples = None,
     device: Device = None,
 ) -> None:
     """The same questions to every model, with each retriever. Nothing is trained."""
+    given = _given(**{name: value for name, value in locals().items() if name != "out"})
     from tandemrl.apps.experiments.retrievers import Benchmark, run_retrievers
     from tandemrl.cli.heartbeat import heartbeat, last_written
     from tandemrl.cli.lines import echo
 
-    asked: dict[str, Any] = {
-        "retrievers": retriever,
-        "models": model,
-        "junior": junior,
-        "data": data,
-        "config": config,
-        "overrides": overrides,
-        "pairs": pair,
-        "seeds": _numbers(seeds),
-        "problems": problems,
-        "samples": samples,
-        "device": device,
-    }
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in _given(asked).items()
-    }
     folder = out or Path("runs/retrievers")
     with heartbeat(typer.echo, lambda: last_written(folder)):
         run_retrievers(Benchmark(**given), folder, say=echo)
     typer.echo(f"report: {folder}/report.html")
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value}
+def _given(*, seeds: str | None, **options: Any) -> dict[str, Any]:
+    """The options that were given, as an experiment takes them.
 
-
-def _numbers(seeds: str | None) -> tuple[int, ...] | None:
+    Raises:
+        ConfigError: the seeds are no numbers.
+    """
     from tandemrl.config import ConfigError
 
     if seeds is not None and not all(part.strip().isdigit() for part in seeds.split(",")):
         raise ConfigError(f"--seeds {seeds}: expected whole numbers with commas between them, e.g. 0,1,2")
-    return None if seeds is None else tuple(map(int, seeds.split(",")))
+    options["seeds"] = [int(part) for part in seeds.split(",")] if seeds else None
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value}
 
 
 def _command() -> str:

@@ -1,10 +1,15 @@
-"""Lines for a terminal, broken between words."""
+"""Lines and tables for a terminal."""
 
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def echo(text: str, *, indent: int = 4, err: bool = False) -> None:
@@ -28,3 +33,19 @@ def wrapped(text: str, columns: int, indent: int) -> str:
         for line in text.splitlines()
     )
     return "\n".join(lines)
+
+
+def table(title: str | None, left: Iterable[str], right: Iterable[str], rows: Iterable[Iterable[str]]) -> "Table":
+    """A table with names on the left and numbers on the right. A row without cells is a line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left")
+    for name in left:
+        made.add_column(name, no_wrap=True)
+    for name in right:
+        made.add_column(Text(name), justify="right", no_wrap=True)
+    for row in rows:
+        cells = [Text(cell) for cell in row]  # in which brackets are no markup
+        made.add_row(*cells) if cells else made.add_section()
+    return made

@@ -2,31 +2,29 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from tandemrl.config import Config
+
 
 def play(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="e.g. selection.strategy=sentence, to begin with; model.dtype=bfloat16; rollout.engine=vllm",
+        ),
+    ] = None,
     senior: Annotated[
         str | None, typer.Option(help="HF folder or hub id; default: the tiny pair of the library.")
     ] = None,
     junior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: the senior itself.")] = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Generate by vLLM; default: by the torch engine.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
-    template_arguments: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
-        ),
-    ] = None,
-    strategy: Annotated[str, typer.Option(help="The one to begin with; may be custom: module:name.")] = "word",
-    parameters: Annotated[
-        str, typer.Option(metavar="MAPPING", help="Those of a custom strategy, e.g. '{opening: 12}'.")
-    ] = "{}",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
     """Write with senior and junior in the browser."""
@@ -39,28 +37,22 @@ def play(
         from tandemrl.apps.play.app import application
     except ImportError as error:
         raise ConfigError(f"tandemrl play: {error.name} is missing; {pip_install('play')}") from None
-    from dataclasses import replace
-
     from transformers import AutoConfig
 
     from tandemrl.apps.play.duo import Duo
     from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.cli.heartbeat import heartbeat
-    from tandemrl.config import RolloutConfig, load
+    from tandemrl.config import load
     from tandemrl.config.compatibility import Facts, check
     from tandemrl.data.rows import DataError
-    from tandemrl.data.templates import arguments_of, template_variables
+    from tandemrl.data.templates import template_variables
     from tandemrl.models.loading import context_of, junior_tokenizer_of, load_model, load_tokenizer, resolve_device
     from tandemrl.rewards.protocol import GraderError
     from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
     from tandemrl.rollout.schedule import schedule_of
 
-    arguments = arguments_of(template_arguments)
-    chosen = [f"selection.strategy={strategy}", f"selection.parameters={parameters}"]
-    config = load(overrides=chosen)
-    selection, rollout = config.selection, RolloutConfig(engine="vllm" if vllm else "torch")
-    if vllm:
-        rollout = replace(rollout, vllm=replace(rollout.vllm, multiprocess=True))
+    config = given(overrides, READ, ["rollout.vllm.multiprocess=true"])
+    selection, rollout, arguments = config.selection, config.rollout, config.data.template_arguments
     if senior is None and junior is not None:
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
     listening = listen(port)
@@ -77,11 +69,11 @@ def play(
         typer.echo(f"the page offers none of the pair's own problems: {error}")
         problems = Problems(load(), [EXAMPLE])
     partner = junior or senior
-    on = str(resolve_device(device))
+    on, dtype = str(resolve_device(config.model.device)), config.model.dtype
     tokenizer = load_tokenizer(senior)
     other = junior_tokenizer_of(senior, partner)
     if other is not None:
-        check(replace(config, rollout=rollout), Facts(apart=True, asked=True))
+        check(config, Facts(apart=True, asked=True))
     template_variables(tokenizer, arguments)  # refuses what the chat template does not read
     models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
     longest = min(longest, *map(context_of, models))
@@ -100,6 +92,24 @@ def play(
     with listening:
         typer.echo(f"open http://127.0.0.1:{listening.getsockname()[1]} (Ctrl-C ends it)")
         server.run(sockets=[listening])
+
+
+READ = ("model.device", "model.dtype", "rollout.engine", "rollout.vllm.", "selection.", "data.template_arguments")
+"""The keys that the page reads."""
+
+
+def given(overrides: Sequence[str] | None, read: tuple[str, ...], before: Sequence[str] = ()) -> "Config":
+    """The config of a command that reads some keys only, with what comes before the user's assignments.
+
+    Raises:
+        ConfigError: another key is assigned.
+    """
+    from tandemrl.config import ConfigError, load
+
+    if unread := next((each for each in overrides or () if not each.startswith(read)), None):
+        names = ", ".join(f"{name}*" if name.endswith(".") else name for name in read)
+        raise ConfigError(f"{unread!r} has no effect here: the keys that are read are {names}")
+    return load(overrides=[*before, *(overrides or ())])
 
 
 def listen(port: int) -> socket.socket:

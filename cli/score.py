@@ -23,7 +23,10 @@ def score(
     out: Annotated[Path | None, typer.Option(help="JSONL file for the scores, a line per response.")] = None,
 ) -> None:
     """Score stored responses as training would. Prints the means by data source."""
+    from rich.console import Console
+
     from tandemrl.apps.score import score_file
+    from tandemrl.cli.lines import table
     from tandemrl.config import load, stated_keys, warn_of_reward_function
 
     stated = None if config is None else stated_keys(overrides or ())
@@ -31,18 +34,10 @@ def score(
     warn_of_reward_function(resolved)
     summary = score_file(resolved, data, responses, out=out, stated=stated)
 
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    table.add_column("mean of")
-    for source in summary.by_set:
-        table.add_column(Text(source), justify="right")
-    for name in dict.fromkeys(name for means in summary.by_set.values() for name in means):
-        shown = "{:.0f}" if name == "responses" else "{:.4f}"
-        table.add_row(Text(name), *(shown.format(means.get(name, 0.0)) for means in summary.by_set.values()))
-    Console().print(table)
+    names = dict.fromkeys(name for means in summary.by_set.values() for name in means)
+    figures = ((name, "{:.0f}" if name == "responses" else "{:.4f}") for name in names)
+    rows = [(name, *(form.format(means.get(name, 0.0)) for means in summary.by_set.values())) for name, form in figures]
+    Console().print(table(None, ["mean of"], summary.by_set, rows))
     rate = summary.responses / summary.seconds
     typer.echo(f"{summary.responses} responses in {summary.seconds:.1f} s ({rate:.0f} per second)")
     if out is not None:

@@ -8,7 +8,7 @@ import typer
 def serve(
     senior: Annotated[str, typer.Option(help="HF folder or hub id.")],
     junior: Annotated[str, typer.Option(help="HF folder or hub id. With another vocabulary: --engine torch.")],
-    keys: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
@@ -24,12 +24,6 @@ def serve(
         int | None,
         typer.Option(min=2, help="Tokens of prompt and response together. Default: the models'."),
     ] = None,
-    template_arguments: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
-        ),
-    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     allowed_host: Annotated[
@@ -44,29 +38,27 @@ def serve(
     """An OpenAI-compatible server. Both models generate the responses, which name the author of each token."""
     import importlib.util
 
-    from tandemrl.config import ConfigError, load
+    from tandemrl.cli.play import given
+    from tandemrl.config import ConfigError
     from tandemrl.config.hints import pip_install
-    from tandemrl.data.templates import arguments_of
 
-    engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
-    for key in keys or ():
-        if not key.startswith(("model.", "rollout.", "selection.")):
-            raise ConfigError(f"{key!r}: expected keys of model, rollout and selection, e.g. model.device=cuda")
     try:
         from tandemrl.apps.serve import engine_server
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
-    given = {"model.senior": senior, "model.junior": junior, "rollout.engine": engine}
+    engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
+    before = [f"model.senior={senior}", f"model.junior={junior}", f"rollout.engine={engine}"]
     if engine == "vllm":
         of_vllm = {"junior_dtype": junior_dtype, "junior_device": junior_device}
-        given |= {f"rollout.vllm.{name}": value for name, value in of_vllm.items() if value is not None}
+        before += [f"rollout.vllm.{name}={value}" for name, value in of_vllm.items() if value is not None]
+    config = given(overrides, ("model.", "rollout.", "selection.", "data.template_arguments"), before)
     engine_server.serve(
-        load(overrides=[*(f"{key}={value}" for key, value in given.items()), *(keys or ())]),
+        config,
         host=host,
         port=port,
         allowed_hosts=allowed_host or (),
         api_key=api_key,
-        template_arguments=arguments_of(template_arguments),
+        template_arguments=config.data.template_arguments,
         context=context,
         junior_dtype=junior_dtype,
         junior_device=junior_device,

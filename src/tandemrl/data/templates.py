@@ -8,21 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from tandemrl.config import ConfigError, DataConfig, load
+from tandemrl.config import ConfigError, DataConfig
 
 DEFAULT_ARGUMENTS: Mapping[str, Any] = DataConfig().template_arguments
 """``data.template_arguments`` of a config that says nothing about them."""
 
 _OURS = ("messages", "tools", "add_generation_prompt")
-
-
-def arguments_of(text: str | None) -> Mapping[str, Any]:
-    """The template arguments that a command was given, with the defaults: a mapping in YAML, or None for none.
-
-    Raises:
-        ConfigError: it is not a mapping.
-    """
-    return load(overrides=[] if text is None else [f"data.template_arguments={text}"]).data.template_arguments
 
 
 def template_of(tokenizer: Any, tools: Sequence[Any] = ()) -> str:

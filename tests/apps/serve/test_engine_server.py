@@ -665,8 +665,8 @@ def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyP
     ("options", "message"),
     [
         (["rollout.draft_tokens=none"], "rollout.draft_tokens=none"),
-        (["--", "--max-model-len", "4"], "'--max-model-len': expected keys of model, rollout and selection"),
-        (["train.steps=4"], "expected keys of model, rollout and selection"),
+        (["--", "--max-model-len", "4"], "'--max-model-len' has no effect here: the keys that are read are model"),
+        (["train.steps=4"], "has no effect here: the keys that are read are model.*, rollout.*, selection.*"),
         (["selection.strategy=words"], "selection.strategy=words: must be one of word"),
     ],
 )
