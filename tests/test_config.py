@@ -125,7 +125,7 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"bad\.yaml, line 3: not readable as YAML: .*; compare its indentation"):
         load(bad)
     bad.write_bytes(b"train:\n  steps: 3  # caf\xe9\n")
-    with pytest.raises(ConfigError, match=r"bad\.yaml, line 2: not UTF-8; save the file as UTF-8"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not readable as YAML in UTF-8: .* #x00e9: invalid cont"):
         load(bad)
     bad.write_text("# nothing\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml is empty; write what differs"):
@@ -214,6 +214,11 @@ def test_a_text_is_taken_as_it_stands_and_all_else_is_yaml(override: str, key: s
         ("data: {prompt_suffix: '???'}", "data.prompt_suffix", "???"),
         ("data: {train: [no, 1e3]}", "data.train", ["no", "1e3"]),
         ("data: {template_arguments: {date: 2026-01-02, n: 1e5, t: 12:3o}}", "data.template_arguments.t", "12:3o"),
+        (
+            "data: {template_arguments: {a: [+1, .5, -2., True, ' 1', ١]}}",
+            "data.template_arguments.a",
+            [1, 0.5, -2.0, True, " 1", "١"],
+        ),
         ("reward: {scorers: {0123: boxed}, weights: {yes: 1e-1}}", "reward.weights.yes", 0.1),
         ("train: &t {steps: '50', lr: 1.}\njudge: {}", "train.steps", 50),
         ("train: {lr: 1_000}", "train.lr", 1000.0),

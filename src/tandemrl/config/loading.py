@@ -7,6 +7,7 @@ line, and the code revision. All three are stored with every checkpoint and resu
 import difflib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -45,7 +46,7 @@ def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence
         sources.append(("the mapping", tree_of(path)))
     elif path is not None:
         file = str(find_config(path))
-        source = read(_text(file), file)
+        source = read(Path(file).read_bytes(), file)
         if not source:
             raise ConfigError(f"{file} is empty; write what differs from the defaults (see `tandemrl config`)")
         sources.append((file, source))
@@ -55,16 +56,12 @@ def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
         sources.append((item, _assigned(item)))
-    config = Config()
-    unset: set[str] = set()
+    config, unset = Config(), set[str]()
     for where, source in sources:
         if not isinstance(source, dict):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
         _drop_removed(source, where)
-        values = _typed(source, Config, where)
-        missing = {key for key, value in flatten(values).items() if isinstance(value, Written)}
-        unset = (unset - flatten(source).keys()) | missing
-        config = _changed(config, values)
+        config = _changed(config, source, where, unset)
     if config.train.epochs is not None:  # which makes the number of steps
         unset.discard("train.steps")
     if unset:
@@ -178,23 +175,6 @@ def _closest(name: str, packaged: Collection[str]) -> str:
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{file}, line {line}: not UTF-8; save the file as UTF-8") from None
-
-
-def _parent(source: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """The mapping that a dotted key is in, or an empty one, and its name there."""
-    *sections, name = key.split(".")
-    parent: Any = source
-    for section in sections:
-        parent = parent.get(section) if isinstance(parent, dict) else None
-    return (parent if isinstance(parent, dict) else {}), name
-
-
 _WANDB = "Weights & Biases reads its own variable, {}"
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "parallel.offload": (False, "its name is parallel.offload_parameters"),
@@ -225,15 +205,15 @@ def _drop_removed(source: Any, where: str) -> None:
         ConfigError: a removed key has another value.
     """
     for key, (default, instead) in REMOVED_KEYS.items():
-        parent, name = _parent(source, key)
-        if name not in parent:
+        *sections, name = key.split(".")
+        parent = reduce(lambda tree, section: tree.get(section) if isinstance(tree, dict) else None, sections, source)
+        if not isinstance(parent, dict) or name not in parent:
             continue
-        try:
-            ignored = free(parent.pop(name)) == default
-        except ConfigError:  # it can be read in two ways: then it is not the default
-            ignored = False
-        if not ignored:
-            raise ConfigError(f"{where}: {key} was removed in 0.2; leave it out: {instead}")
+        value = parent.pop(name)
+        with suppress(ConfigError):  # it can be read in two ways: then it is not the default
+            if free(value) == default:
+                continue
+        raise ConfigError(f"{where}: {key} was removed in 0.2; leave it out: {instead}")
 
 
 ELSEWHERE = {
@@ -276,37 +256,37 @@ def _meant(typed: str, close: Sequence[str], *, is_section: bool) -> str:
     return next(chain(others, *((elsewhere, close) if is_section else (close, elsewhere))), "")
 
 
-def _typed(tree: dict[str, Any], schema: type, where: str, prefix: str = "") -> dict[str, Any]:
-    """A mapping of sections with values of the types of their keys. ``???``, which leaves a value to the user, stays.
+def _changed(section: Any, tree: Mapping[str, Any], where: str, unset: set[str], prefix: str = "") -> Any:
+    """A section of a config with the values of a tree. A mapping gets the entries of the new one.
+
+    Args:
+        unset: the keys whose value is left to the user (``???``); one is added here, and taken out once it is set.
 
     Raises:
         ConfigError: a key is unknown, or a value of another type. The message names it, and what is allowed.
     """
-    known, values = get_type_hints(schema), {}
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        if key not in known:
-            typed_key = next(iter(flatten({dotted: value})), dotted)
-            close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
+    known, changes = get_type_hints(type(section)), dict[str, Any]()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            typed_key = next(iter(flatten({key: value})), key)
+            close = [f"{prefix}{each}" for each in difflib.get_close_matches(name, known, n=1)]
             meant = _meant(typed_key, close, is_section=isinstance(value, Mapping))
             hint = f" Did you mean {meant}?" if meant else ""
-            raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
-        inner = known[key]
-        if isinstance(value, dict) and (section := _section(inner)):
-            values[str(key)] = _typed(value, section, where, f"{dotted}.")
-        elif is_dataclass(inner):
-            names = ", ".join(field.name for field in fields(inner))
-            raise ConfigError(f"{where}: {dotted} is a section; set one of: {names}")
-        elif value == "???" and (value.plain or "string" not in expected(inner)):
-            values[str(key)] = value
+            raise ConfigError(f"{where}: unknown key {key!r}.{hint} Allowed here: {', '.join(sorted(known))}")
+        kind, old = known[name], getattr(section, name)
+        inner: Any = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+        if inner is not None and isinstance(value, dict):
+            changes[str(name)] = _changed(old or inner(), value, where, unset, f"{key}.")
+        elif is_dataclass(kind):
+            names = ", ".join(field.name for field in fields(kind))
+            raise ConfigError(f"{where}: {key} is a section; set one of: {names}")
+        elif value == "???" and (value.plain or "string" not in expected(kind)):
+            unset.add(key)
         else:
-            values[str(key)] = _value(value, inner, where, dotted)
-    return values
-
-
-def _section(kind: Any) -> Any:
-    """The section that a key of this type has, if not null, or None."""
-    return next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+            unset.discard(key)
+            changes[str(name)] = _merged(old, _value(value, kind, where, key))
+    return replace(section, **changes)
 
 
 def _value(value: Any, kind: Any, where: str, key: str) -> Any:
@@ -326,17 +306,6 @@ def _value(value: Any, kind: Any, where: str, key: str) -> Any:
         quotes = "; put a text in quotes" if "string" in expected(kind) else ""
         shown = where if is_override else f"{where}: {key}={value}"
         raise ConfigError(f"{shown}: expected {expected(kind)}{meant}{quotes}") from None
-
-
-def _changed(section: Any, values: Mapping[str, Any]) -> Any:
-    """A section of a config with some values changed. A mapping gets the entries of the new one."""
-    changes = {}
-    for name, value in values.items():
-        if isinstance(value, Written):  # `???`
-            continue
-        old, kind = getattr(section, name), _section(get_type_hints(type(section))[name])
-        changes[name] = _changed(old or kind(), value) if kind and isinstance(value, dict) else _merged(old, value)
-    return replace(section, **changes)
 
 
 def _merged(old: Any, new: Any) -> Any:

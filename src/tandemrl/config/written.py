@@ -4,10 +4,8 @@ YAML alone reads 0123 as 83 and yes as true. Here a scalar stays the text that w
 ``typed`` reads it as what its key takes.
 """
 
-import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -37,8 +35,8 @@ Tree = Any
 """What a YAML text says: dicts and lists of `Written`, keys included."""
 
 
-def read(text: str, where: str) -> Tree:
-    """The tree of a YAML text.
+def read(text: str | bytes, where: str) -> Tree:
+    """The tree of a YAML text, or of the bytes of a file.
 
     Raises:
         ConfigError: it is not YAML, or has a key twice in one mapping or a tag; the message begins with ``where``.
@@ -48,11 +46,11 @@ def read(text: str, where: str) -> Tree:
         return Written("", plain=True) if node is None else _tree(node)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark
-        line = f", line {at.line + 1}" if at is not None and not where.endswith(text) else ""
+        line = f", line {at.line + 1}" if at is not None and isinstance(text, bytes) else ""
         fix = "compare its indentation, brackets and quotes with the lines above; a text may need quotes"
         raise ConfigError(f"{where}{line}: not readable as YAML: {error.problem}; {fix}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where}: not readable as YAML in UTF-8: {' '.join(str(error).split())}") from None
 
 
 def _tree(node: yaml.Node) -> Tree:
@@ -146,11 +144,16 @@ def _number(text: str) -> float:
     return float(text)
 
 
+_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_DECIMAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+
+
 def free(value: Tree) -> Any:
-    """A value whose key takes anything: true, false, null and numbers as JSON writes them, and texts.
+    """A value whose key takes anything: null, true, false and numbers as YAML 1.2 has them, and texts.
 
     Raises:
-        ConfigError: YAML reads it as a number or a truth value although it does not look like one.
+        ConfigError: YAML 1.1 reads it as a number or a truth value, and 1.2 as another, or as a text.
     """
     if isinstance(value, list):
         return [free(each) for each in value]
@@ -160,8 +163,10 @@ def free(value: Tree) -> Any:
         return str(value)
     if value.null:
         return None
-    with suppress(ValueError):
-        return json.loads(value, parse_constant=_none)
+    if value in _TRUTHS:
+        return _TRUTHS[value]
+    if number := int if _WHOLE.fullmatch(value) else float if _DECIMAL.fullmatch(value) else None:
+        return number(value)
     if _resolver().resolve(yaml.ScalarNode, str(value), (True, False)).rpartition(":")[2] in ("bool", "int", "float"):
         raise ConfigError(f"{value} can be read in two ways; put a text in quotes, or write true, false or digits only")
     if value.commented:
