@@ -144,7 +144,7 @@ def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior:
     ("options", "refusal"),
     [
         ([], "selection.strategy=word: must be before_word, since senior and junior have two vocabularies"),
-        (["rollout.engine=vllm", "selection.strategy=solo"], "rollout.engine=vllm: must be torch, since senior and junior have two"),
+        (["rollout.engine=vllm", "selection.strategy=solo"], "rollout.engine=vllm: must be torch, since senior"),
     ],
 )
 def test_the_command_refuses_it_before_models_are_loaded(
