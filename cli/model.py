@@ -16,7 +16,7 @@ app = typer.Typer(help="Build models.", no_args_is_help=True)
 @app.command()
 def tiny(
     pair: Annotated[
-        str, typer.Argument(help="plain, jargon, jargon_two_tokenizers, repair, hops or hops_jargon.")
+        str, typer.Argument(help="plain, jargon, jargon_two_tokenizers, repair, hops, hops_jargon, calculator.")
     ] = "plain",
     out: Annotated[
         Path | None,
@@ -31,9 +31,9 @@ def tiny(
 ) -> None:
     """Unpack a tiny senior/junior pair, or train it. Those of seed 0 come with the library."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
-    from tandemrl.tasks.generated import hops
+    from tandemrl.tasks.generated.rows import AGENTS
 
-    out = out or Path(f"runs/tiny-{pair}" if pair in hops.PAIRS else "runs/tiny")
+    out = out or Path(f"runs/tiny-{pair}" if pair in AGENTS else "runs/tiny")
     with _shown(f"warm start of the {pair} pair", out) as progress:
         manifest = build_tiny_pair(out, pair=pair, seed=seed, train=train, progress=progress)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())

@@ -140,7 +140,7 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("quickstrt", r"'quickstrt' not found \(did you mean quickstart\?\); packaged configs: countdown, "),
+        ("quickstrt", r"'quickstrt' not found \(did you mean quickstart\?\); packaged configs: calculator, "),
         ("gsm8k", r"'gsm8k' not found \(did you mean gsm8k_tandem\?\); packaged configs: "),
         ("runs/mien/config.yaml", r"'runs/mien/config\.yaml': no such file; did you mean runs/mine/config\.yaml\?$"),
         ("runs", r"'runs': a folder without a config\.yaml, so not that of a run; packaged configs: "),

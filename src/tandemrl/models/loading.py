@@ -348,7 +348,8 @@ def check_folder(path: str | Path) -> None:
         build = f"; build it: {command}" if tiny == "tiny" else ""
         near = hint(folder)
         mistyped = near if folder.parent.is_dir() and folder.name not in ("senior", "junior") else ""
-        raise ModelError(f"{path}: no such folder{export or mistyped or build or near}")
+        fix = export or mistyped or build or near or "; name a model's folder, such as runs/NAME/hf/best"
+        raise ModelError(f"{path}: no such folder{fix}")
     kind = "a file; expected the folder of a model" if folder.is_file() else "neither a model nor a tokenizer is there"
     kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else kind
     raise ModelError(f"{path}: {kind}{export}")

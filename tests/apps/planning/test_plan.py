@@ -40,9 +40,9 @@ def test_packaged_shapes_have_the_published_numbers_of_parameters(model: str, co
     assert parameters(architecture(model)) == count
 
 
-@pytest.mark.parametrize("pair", ["tiny", "tiny-hops"])
+@pytest.mark.parametrize("pair", ["tiny", "tiny-hops", "tiny-calculator"])
 def test_the_tiny_pairs_are_those_that_are_made(pair: str) -> None:
-    vocabulary = WARM_STARTS["plain"]["base"].vocab_size if pair == "tiny" else len(hops_tokenizer())
+    vocabulary = WARM_STARTS["plain"]["base"].vocab_size if pair == "tiny" else len(hops_tokenizer(pair[5:]))
     for who in ("senior", "junior"):
         shape = packaged()[f"runs/{pair}/{who}"]
         assert shape["vocab_size"] == vocabulary

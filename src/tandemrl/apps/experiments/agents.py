@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tandemrl import evals
-from tandemrl.config import load
+from tandemrl.config import Config
 from tandemrl.data.rows import Row
 from tandemrl.evals.measures import Sample
 from tandemrl.models.loading import prepare
@@ -18,10 +18,9 @@ from tandemrl.selection import solo
 
 
 def solo_episodes(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, config: Config
 ) -> list[Sample]:
-    """Run and grade one episode per row at temperature 1, with the settings of the packaged config ``hops_grpo``."""
-    config = load("hops_grpo")
+    """Run and grade one episode per row at temperature 1, in the environment and with the limits of a config."""
     environment = make_environment(config)
     assert environment is not None
     engine = TorchEngine(prepare(copy.deepcopy(model)), None, tokenizer, max_rows=512)

@@ -1,10 +1,12 @@
-"""Scripted episodes of the multi-hop worlds, imperfect on purpose, from which the tiny agents learn to use their tools.
+"""Scripted episodes, imperfect on purpose, from which the tiny agents learn to use their tools.
 
-An author notes what it has found, with the id of the document, and asks for the next hop; at last it completes with the
-ids of its notes. What goes wrong is what reinforcement learning can remove: queries for a wrong relation, stopping
-early, citations that are left out or swapped.
+In the multi-hop worlds an author notes what it has found, with the id of the document, and asks for the next hop; at
+last it completes with the ids of its notes. What goes wrong is what reinforcement learning can remove: queries for a
+wrong relation, stopping early, citations that are left out or swapped. With a calculator an author asks for a sum and
+boxes what it is told; what goes wrong: it guesses, or adds where it should take away.
 """
 
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +15,38 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from tandemrl.apps.experiments.hops_tokenizer import CALL, CITED, COMPLETE, COMPLETED, NEXT, SEARCH, SEARCHED
-from tandemrl.config import RetrievalConfig
+from tandemrl.apps.experiments.hops_tokenizer import (
+    BOX,
+    BOXED,
+    CALCULATE,
+    CALL,
+    CITED,
+    COMPLETE,
+    COMPLETED,
+    NEXT,
+    SEARCH,
+    SEARCHED,
+)
+from tandemrl.config import load
 from tandemrl.data.documents import HEADER
 from tandemrl.data.rows import Row, encode_prompts
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.tasks.generated.calculator import PAIRS as CALCULATOR_PAIRS
+from tandemrl.tasks.generated.calculator import calculator, expression_of, problems
 from tandemrl.tasks.generated.hops import ALIASES, DOCUMENTS, RELATIONS, World, hops_row, world
-from tandemrl.tasks.generated.synthetic import Stage
+from tandemrl.tasks.generated.rows import AGENTS
+from tandemrl.tasks.generated.synthetic import Numbers, Problem, Stage, row_of
 
 WORLD_WEIGHT = 0.1
 """The loss weight of a token that the environment said. A model that can guess such tokens learns faster to read on."""
 JARGON_RATE = 0.6
 """The share of jargon among the episodes that the jargon senior is trained further on; the others are plain."""
+
+GUESS_RATE, SIGN_SLIPS = 0.3, 0.15
+"""How often an author with a calculator guesses instead of calling it, and takes away what should be added, or adds."""
 
 
 class Slips(NamedTuple):
@@ -93,24 +114,26 @@ def demonstrate(
     return [*steps, Step(f"{note}{CALL}{COMPLETE}{person}{CITED}{NEXT.join(kept)}{COMPLETED}", None)]
 
 
+def demonstrate_calculator(problem: Problem, rng: random.Random) -> list[Step]:
+    """Write a scripted episode of a sum."""
+    numbers = problem.numbers
+    if rng.random() < GUESS_RATE:
+        return [Step(f"{BOX}{max(0, numbers.answer + rng.randint(-20, 20))}{BOXED}", None)]
+    signs = [-1 if rng.random() < SIGN_SLIPS else 1 for _ in numbers.deltas]
+    asked = expression_of(Numbers(numbers.start, tuple(map(operator.mul, signs, numbers.deltas))))
+    result = calculator(asked)
+    return [Step(f"{CALL}{CALCULATE}{asked}{SEARCHED}", result), Step(f"{BOX}{result}{BOXED}", None)]
+
+
 def lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, *, stage: Stage = "base") -> Iterator[Lesson]:
-    """Yield episodes in worlds of the train split without end, as the token ids that reinforcement learning uses."""
-    environment = MultihopEnvironment(RetrievalConfig(retriever="hops"))
+    """Yield episodes of the train split without end, as the token ids that reinforcement learning uses."""
+    environment = make_environment(load(AGENTS[pair]))
+    assert environment is not None
     schemas, eos = environment.tool_schemas(), int(tokenizer.eos_token_id)
     rendering = Rendering(tokenizer, schemas, eos_token_ids=[eos], result_tokens=512)
-    search_tool = environment.retrieve_documents.__name__
     rng = random.Random(f"demonstrations/{pair}/{stage}/{seed}")
-    while True:
-        told = world("train", rng)
-        row = hops_row(pair, "train", 0, told)
-        jargon = stage == "senior" and rng.random() < JARGON_RATE
-        steps = demonstrate(
-            told,
-            partial(environment.retrieve_documents, row=row),
-            rng,
-            JARGON_SLIPS if jargon else PLAIN_SLIPS,
-            jargon=jargon,
-        )
+    shown = _calculations(rng) if pair in CALCULATOR_PAIRS else _searches(environment, pair, rng, stage)
+    for row, steps in shown:
         prompts, _ = encode_prompts(
             [row],
             tokenizer,
@@ -122,7 +145,7 @@ def lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, *, stage: 
         weights = [0.0] * len(tokens)
         for turn, result in steps:
             written = [*tokenizer(turn)["input_ids"], eos]
-            message = {"role": "tool", "name": search_tool, "content": result}
+            message = {"role": "tool", "name": environment.tools[0].__name__, "content": result}
             answer = () if result is None else rendering.context([message], ended=True).tokens
             tokens += [*written, *answer]
             weights += [1.0] * len(written) + [WORLD_WEIGHT] * len(answer)
@@ -130,6 +153,24 @@ def lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, *, stage: 
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def _calculations(rng: random.Random) -> Iterator[tuple[Row, list[Step]]]:
+    for problem in problems("train", rng):
+        yield row_of(CALCULATOR_PAIRS[0], "train", 0, 0, problem), demonstrate_calculator(problem, rng)
+
+
+def _searches(
+    environment: Environment, pair: str, rng: random.Random, stage: Stage
+) -> Iterator[tuple[Row, list[Step]]]:
+    assert isinstance(environment, MultihopEnvironment)
+    while True:
+        told = world("train", rng)
+        row = hops_row(pair, "train", 0, told)
+        jargon = stage == "senior" and rng.random() < JARGON_RATE
+        search = partial(environment.retrieve_documents, row=row)
+        yield row, demonstrate(told, search, rng, JARGON_SLIPS if jargon else PLAIN_SLIPS, jargon=jargon)
+
 
 _FIRST = re.compile(rf"{HEADER}(\S+)\n(.+)")
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the tiny agents: a closed vocabulary of whole words. An episode takes about a hundred tokens.
+"""The tokenizers of the tiny agents: closed vocabularies of whole words. An episode takes about a hundred tokens.
 
 A name is one token wherever it stands, since the space belongs to the word before it. The beginnings and ends of calls
 and documents are one or two tokens. Anything else is encoded as bytes, so any text can be encoded. Authors can hand
@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandemrl.data.documents import HEADER
+from tandemrl.tasks.generated import calculator, synthetic
 from tandemrl.tasks.generated.hops import ALIASES, JARGON, SYSTEM
 
 EOS, PAD, START = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
@@ -25,6 +26,15 @@ CITED = '", "cited_doc_ids": ["'
 NEXT = '", "'
 COMPLETED = '"]}}\n</tool_call>'
 
+CALCULATE = ' "calculator", "arguments": {"expression": "'
+BOX, BOXED = "\\boxed{", "}"
+
+_CALCULATOR_PIECES = (
+    *(CALL, CALCULATE, SEARCHED, BOX, BOXED, "user\n", "assistant\n", "tool\n", " Tools:", " calculator", "\n"),
+    *(*synthetic.NAMES, *(f" {noun}" for noun in synthetic.NOUNS)),
+    *(f"{verb} " for verb in (*synthetic.GAIN_VERBS, *synthetic.LOSS_VERBS)),
+    *(" has ", ", ", ". How many?", " + ", " - ", "-", *"0123456789"),
+)
 _PIECES = (
     *(CALL, SEARCH, SEARCHED, COMPLETE, CITED, NEXT, COMPLETED),
     *("system\n", "user\n", "assistant\n", "tool\n", SYSTEM, " Tools:", " retrieve_documents", " complete"),
@@ -47,14 +57,15 @@ CHAT_TEMPLATE = """\
 {% endif %}"""
 
 
-def hops_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of both pairs of agents."""
+def hops_tokenizer(pair: str = "hops") -> PreTrainedTokenizerFast:
+    """The tokenizer of a pair of agents; both pairs that search have the same."""
+    known = _CALCULATOR_PIECES if pair in calculator.PAIRS else (*_PIECES, *ALIASES, *JARGON)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def surface(text: str) -> str:
         return "".join(piece for piece, _ in to_bytes.pre_tokenize_str(text))
 
-    pieces = sorted((*_PIECES, *ALIASES, *JARGON), key=lambda piece: (-len(piece), piece))  # the longest match first
+    pieces = sorted(known, key=lambda piece: (-len(piece), piece))  # the longest match first
     specials = (PAD, START, EOS)
     surfaces = dict.fromkeys((*specials, *sorted(to_bytes.alphabet()), *map(surface, pieces)))
     vocabulary = {token: index for index, token in enumerate(surfaces)}

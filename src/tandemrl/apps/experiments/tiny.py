@@ -3,8 +3,9 @@
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
 sloppy model (see ``tasks.generated.synthetic``); the ``jargon`` senior is then trained further. They have a real chat
 template, tokenizer and file layout, so that what runs on the pair runs on a large model.
-The pairs ``hops`` and ``hops_jargon`` are agents that search in generated worlds (``tasks.generated.hops``); the junior
-of ``hops`` was trained for half as long.
+The pairs ``hops`` and ``hops_jargon`` are agents that search in generated worlds (``tasks.generated.hops``), those of
+``calculator`` have sums worked out (``tasks.generated.calculator``). The junior of ``hops`` and of ``calculator`` was
+trained for half as long.
 """
 
 import copy
@@ -42,9 +43,10 @@ from tandemrl.apps.experiments.warm_start import (
     solution_batch,
     warm_start,
 )
+from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
 from tandemrl.tasks.generated import hops
-from tandemrl.tasks.generated.rows import generated_rows
+from tandemrl.tasks.generated.rows import AGENTS, generated_rows
 from tandemrl.tasks.generated.synthetic import Stage, examples, slips, uses_jargon
 
 SPECIAL_TOKENS = (PAD, START, EOS)
@@ -86,6 +88,7 @@ WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "repair": {"base": replace(_MUON, eval_rows=1024)},
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
     "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
+    "calculator": {"base": WarmStart(steps=400), "junior": WarmStart(steps=200)},
 }
 """For each pair, how the base of both models is trained, how the senior continues if it does, and how the junior is
 trained if it is not the base. Where its ``vocab_size`` is another, the junior has a tokenizer of its own, which was
@@ -207,8 +210,8 @@ def pair_identity(*, pair: str, seed: int, steps: int | None = None) -> dict[str
 
     def of(part: Part, recipe: WarmStart) -> dict[str, Any]:
         """The hyperparameters, and a fingerprint of the texts."""
-        texts: Any = lessons if pair in hops.PAIRS else examples
-        arguments = (hops_tokenizer(), pair, seed) if pair in hops.PAIRS else (pair, seed)
+        texts: Any = lessons if pair in AGENTS else examples
+        arguments = (hops_tokenizer(pair), pair, seed) if pair in AGENTS else (pair, seed)
         sample = repr(list(itertools.islice(texts(*arguments, stage="base" if part == "junior" else part), 64)))
         return asdict(recipe) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
 
@@ -235,8 +238,8 @@ def train_tokenizer(
         texts: how many solutions of each stage it is trained on.
         part: who has it; the junior saw the texts of the base alone.
     """
-    if pair in hops.PAIRS:
-        return hops_tokenizer()
+    if pair in AGENTS:
+        return hops_tokenizer(pair)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -311,13 +314,14 @@ _Model = tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]
 
 def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> dict[str, float]:
     """What the models can do alone before reinforcement learning. The junior counts only if it is another model."""
-    of_agents = rows[0].data_source.removeprefix("synthetic/") in hops.PAIRS
-    jargon = hops.uses_jargon if of_agents else uses_jargon
+    config = AGENTS.get(rows[0].data_source.removeprefix("synthetic/"))
+    jargon = hops.uses_jargon if config else uses_jargon
 
     def written(model: _Model) -> list[tuple[str, bool]]:
         """The texts of a model, each with whether it is right."""
-        if of_agents:
-            return [(episode.text, bool(episode.correct)) for episode in solo_episodes(*model, rows, seed)]
+        if config:
+            episodes = solo_episodes(*model, rows, seed, config=load(config))
+            return [(episode.text, bool(episode.correct)) for episode in episodes]
         texts = solo_texts(*model, rows, seed)
         return [(text, text.endswith(f"\\boxed{{{row.ground_truth}}}")) for row, text in zip(rows, texts, strict=True)]
 
@@ -344,7 +348,7 @@ def _batches(
     tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage
 ) -> Iterator[WarmStartBatch]:
     """Yield batches of a stage without end."""
-    if pair in hops.PAIRS:
+    if pair in AGENTS:
         episodes = lessons(tokenizer, pair, seed, stage=stage)
         while True:
             yield lesson_batch(list(itertools.islice(episodes, size)), int(tokenizer.pad_token_id))

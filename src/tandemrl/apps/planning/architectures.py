@@ -2,8 +2,8 @@
 
 ``architectures.json`` describes by hub id the models that packaged configs name, and their relatives. It holds the
 numbers that decide their shapes, from the ``config.json`` that each model's authors publish beside the weights.
-``runs/tiny`` and ``runs/tiny-hops`` are the pairs that ``tandemrl model tiny`` makes, ``runs/smollm2-pair`` is that of
-``tandemrl model smollm2``.
+``runs/tiny``, ``runs/tiny-hops`` and ``runs/tiny-calculator`` are pairs that ``tandemrl model tiny`` makes,
+``runs/smollm2-pair`` is that of ``tandemrl model smollm2``.
 """
 
 import json

@@ -212,7 +212,7 @@ def discover(folder: str | Path) -> Records:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ReportError(f"{root}: no such folder{hint(root)}")
+        raise ReportError(f"{root}: no such folder{hint(root) or '; name one with runs or evaluations'}")
     runs: dict[Key, list[RunRecord]] = {}
     evaluations: dict[Key, list[EvaluationRecord]] = {}
     results, places = Results(), dict[tuple[object, ...], Path]()

@@ -6,9 +6,11 @@ from typing import Any
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError, Row, record_of_row
-from tandemrl.tasks.generated import hops, word_problems
+from tandemrl.tasks.generated import calculator, hops, word_problems
 from tandemrl.tasks.generated.synthetic import PAIRS, SPLITS, generate
 
+AGENTS: Mapping[str, str] = dict.fromkeys(hops.PAIRS, "hops_grpo") | dict.fromkeys(calculator.PAIRS, "calculator")
+"""The pairs that act in an environment, each with a packaged config of it."""
 SYNTHETIC_ROWS: Mapping[str, int] = {"train": 2048, "heldout": 512}
 
 
@@ -37,6 +39,7 @@ def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[
         raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
     generators = dict.fromkeys(PAIRS, generate) | dict.fromkeys(hops.PAIRS, hops.generate)
     generators |= dict.fromkeys(word_problems.PAIRS, word_problems.generate)
+    generators |= dict.fromkeys(calculator.PAIRS, calculator.generate)
     if pair not in generators:
         raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(generators)}")
     return generators[pair](pair, split, count, seed)

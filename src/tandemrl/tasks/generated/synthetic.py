@@ -247,11 +247,12 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
         raise DataError(f"synthetic:{pair}:{split} has {len(space)} distinct problems; asked for {count}")
     rng = random.Random(f"rows/{pair}/{split}/{seed}")
     return [
-        _row(pair, split, seed, index, tell(numbers, rng)) for index, numbers in enumerate(rng.sample(space, count))
+        row_of(pair, split, seed, index, tell(numbers, rng)) for index, numbers in enumerate(rng.sample(space, count))
     ]
 
 
-def _row(pair: str, split: Split, seed: int, index: int, problem: Problem) -> Row:
+def row_of(pair: str, split: Split, seed: int, index: int, problem: Problem) -> Row:
+    """A problem as a row."""
     return Row(
         example_id=f"synthetic/{pair}/{split}/{index}",
         messages=({"role": "user", "content": problem.question},),
