@@ -1,13 +1,15 @@
-"""What our web servers (``tandemrl play`` and ``serve``) refuse before they read it: requests to a
-Host that is not this machine, and bodies without end. The module imports nothing but the standard library."""
+"""What our web servers (``tandemrl play``, ``serve`` and that of an index) have in common: what they refuse before they
+read it: requests to a Host that is not this machine, and bodies without end."""
 
 import ipaddress
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -52,22 +54,60 @@ def refused_host(scope: Mapping[str, Any], names: Collection[str]) -> str | None
     return None if not hosts or (len(hosts) == 1 and is_ours(hosts[0], names)) else ", ".join(hosts)
 
 
-def limited(receive: Receive, limit: int, error: Callable[[int, str], Exception]) -> Receive:
-    """``receive``, until the body of a request has more than ``limit`` bytes.
+class Door:
+    """The middleware that refuses requests to other hosts, and bodies of more than ``limit`` bytes.
 
     Args:
-        receive: the function of the ASGI server.
-        error: makes the exception of a status (413) and a message, which is then raised and the application turns into
-            a response.
+        hosts: the names of this machine.
+        hint: what to do about another name.
+        refusal: makes the response of a status and a message. That a body is too long is an ``HTTPException`` (413)
+            inside of the application.
+        admits: whether a request may pass, by its scope.
     """
-    size = 0
 
-    async def counted() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise error(413, f"the body of a request may have at most {limit} bytes")
-        return message
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: Collection[str],
+        limit: int,
+        hint: str,
+        refusal: Callable[[int, str], Response],
+        admits: Callable[[Scope], bool] = lambda scope: True,
+    ) -> None:
+        self._app, self._hosts, self._limit, self._hint = app, hosts, limit, hint
+        self._refusal, self._admits = refusal, admits
 
-    return counted
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise HTTPException(413, f"the body of a request may have at most {self._limit} bytes")
+            return message
+
+        answer = self._app
+        if scope["type"] == "http":
+            if (host := refused_host(scope, self._hosts)) is not None:
+                answer = self._refusal(400, f"Host {host!r} is not answered; {self._hint}")
+            elif not self._admits(scope):
+                answer = self._refusal(401, "Unauthorized")
+        await answer(scope, counted, send)
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        HTTPException: it is none.
+    """
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise HTTPException(400, "the body: expected a JSON object")
+    return body

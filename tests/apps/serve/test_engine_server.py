@@ -27,10 +27,9 @@ from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
 from tandemrl.apps.serve import engine_app, engine_server
 from tandemrl.apps.serve.address import listen, run, url_of
-from tandemrl.apps.serve.asked import Asked, Reader, TextStyle
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
-from tandemrl.apps.serve.requests import parse
+from tandemrl.apps.serve.requests import Asked, Reader, TextStyle
 from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
 from tandemrl.cli.main import app as command
 from tandemrl.rollout import decoding
@@ -61,15 +60,14 @@ def engine(words: Any) -> TorchEngine:
 
 def serving(engine: Any, words: Any, **options: Any) -> Any:
     api_key = options.pop("api_key", None)
-    settings: dict[str, Any] = dict(defaults={}, template_arguments={}, calls=True, ends=frozenset({EOS}))
+    settings: dict[str, Any] = dict(strategy_of=strategy_of, selection=DEFAULT, defaults={}, template_arguments={})
+    settings |= dict(calls=True, ends=frozenset({EOS}))
     reader = Reader(words, engine.context, **settings | options)
     return application(
         EngineThread(engine),
         reader,
         Speaker(words, "hermes"),
         model="pair",
-        strategy_of=strategy_of,
-        selection=DEFAULT,
         hosts={"127.0.0.1"},
         api_key=api_key,
     )
@@ -208,17 +206,18 @@ def test_a_conversation_writes_what_one_request_would(client: TestClient, engine
         tandem = {"conversation": told["conversation"]}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/detokenize"])
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_that_is_too_long_is_refused(
-    client: TestClient, path: str, announced: bool, monkeypatch: pytest.MonkeyPatch
+    engine: TorchEngine, words: Any, announced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_app, "MAX_BODY", 1000)
     body = json.dumps({"prompt": "a" * 2000}).encode()
-    pieces = body if announced else (body[i : i + 100] for i in range(0, len(body), 100))
-    response = client.post(path, content=pieces, headers={"content-type": "application/json"})
-    assert response.status_code == 413
-    assert response.json()["error"]["message"] == "the body of a request may have at most 1000 bytes"
+    with TestClient(serving(engine, words), base_url="http://127.0.0.1") as asking:
+        for path in (COMPLETIONS, CHAT, GENERATE, "/detokenize"):
+            pieces = body if announced else (body[i : i + 100] for i in range(0, len(body), 100))
+            response = asking.post(path, content=pieces, headers={"content-type": "application/json"})
+            assert response.status_code == 413
+            assert response.json()["error"]["message"] == "the body of a request may have at most 1000 bytes"
 
 
 def test_a_conversation_that_was_refused_or_broke_off_still_goes_on(client: TestClient) -> None:
@@ -295,13 +294,13 @@ def test_token_ids_without_limits_and_by_one_author(engine: TorchEngine, words: 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"token_ids": []}, "prompt: expected"),
+        ({"token_ids": []}, "prompt: expected a text or token ids"),
         ({"token_ids": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
-        ({"stream": True}, "stream: not possible here"),
+        ({"stream": True}, "stream: expected false, since it is not possible here"),
         ({"sampling_params": []}, "sampling_params: expected an object"),
         (
             {"sampling_params": {"logprobs": 5}},
-            "sampling_params.logprobs: only the written token's is known; ask for 1",
+            "sampling_params.logprobs: expected 1, since only the written token's is known",
         ),
     ],
 )
@@ -348,7 +347,7 @@ def test_pieces_of_a_text_are_the_text(text: str, style: dict[str, Any], shown: 
 def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> None:
     tokens = np.frombuffer(b"ab!", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(3), np.zeros(3), reason)
-    speaker, asked = Speaker(Letters(), "hermes"), Asked(False, parse({}, DEFAULT), (), TextStyle(), True)
+    speaker, asked = Speaker(Letters(), "hermes"), Asked(False, (), 0, DEFAULT, TextStyle(), True)
     choice = speaker.choice(asked, 0, one)
     assert choice["text"] == text
     stream = TextStream(Letters(), asked.style, {33})
@@ -367,7 +366,7 @@ def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> 
 )
 def test_calls_are_read_as_they_are_written(words, stream: bool, text: str, content: Any, arguments: Any) -> None:
     schema = {"type": "function", "function": {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}}
-    asked = Asked(True, parse({}, DEFAULT), (), TextStyle(), stream, tools={"look": schema})
+    asked = Asked(True, (), 0, DEFAULT, TextStyle(), stream, tools={"look": schema})
     tokens = np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(len(tokens)), np.zeros(len(tokens)), "eos")
     speaker = Speaker(Letters(), "hermes")
@@ -429,15 +428,16 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
         ({"prompt": ""}, "prompt: expected a text or token ids"),
         ({"prompt": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
         ({"max_tokens": 10**6}, "max_tokens: the context (max_model_len) is"),
-        ({"max_tokens": 0}, "max_tokens: expected a whole number from 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens: expected a whole number from 1 to"),
         ({"temperature": -1}, "temperature must be"),
-        ({"top_k": 1.5}, "top_k: expected a number"),
+        ({"temperature": float("nan")}, "temperature: expected a number"),
+        ({"top_k": 1.5}, "top_k: expected a whole number"),
         ({"stop": [""]}, "stop: expected a string or a list"),
         ({"stop_token_ids": [-1]}, "stop_token_ids [-1] are outside"),
         ({"logprobs": 1}, "only the written token's is known"),
         ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this server"),
         ({"tandem": {"conversation": "new"}}, "only /v1/chat/completions has messages"),
-        ({"tandem": {"max_gap_tokens": 0}}, "tandem: max_gap_tokens must be at least 1"),
+        ({"tandem": {"max_gap_tokens": 0}}, "tandem.max_gap_tokens: expected a whole number from 1"),
         ({"stream": "yes"}, "stream: expected true or false"),
         ({"n": 5000}, "n: expected a whole number from 1 to 1024"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
@@ -445,7 +445,8 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, body: dict[str, Any], reason: str) -> None:
-    response = client.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 2} | body)
+    asked = json.dumps({"prompt": "ab", "max_tokens": 2} | body)  # NaN, too
+    response = client.post(COMPLETIONS, content=asked, headers={"content-type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (400, 400, "Bad Request")
     assert reason in error["message"]
@@ -565,10 +566,10 @@ def test_what_comes_later_joins_the_open_call_and_is_told_apart(engine: TorchEng
     def hear(seed: int) -> Any:
         return lambda number, tokens, logprobs: told.setdefault((seed, number), []).extend(tokens)
 
-    first = thread.submit(request_of(1))
+    first = thread.submit([request_of(1)])
     assert slow.begun.wait(60)
-    others = [thread.submit(request_of(seed, samples=2), hear(seed)) for seed in (10, 20, 30)]
-    thread.cancel(others[1:2])  # it has not begun
+    others = [thread.submit([request_of(seed), request_of(seed + 1)], hear(seed)) for seed in (10, 20, 30)]
+    thread.cancel(others[1])  # it has not begun
     slow.go_on()
     [one] = first.done.result(60)
     for job, seed in ((others[0], 10), (others[2], 30)):
@@ -583,19 +584,19 @@ def test_what_comes_later_joins_the_open_call_and_is_told_apart(engine: TorchEng
 def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engine: TorchEngine) -> None:
     slow = Slow(engine)
     thread = EngineThread(slow)
-    gate = thread.submit(request_of(0))
+    gate = thread.submit([request_of(0)])
     assert slow.begun.wait(60)
-    twin, other = thread.submit(request_of(1)), thread.submit(request_of(1, samples=2))
+    twin, other = thread.submit([request_of(1)]), thread.submit([request_of(1, samples=2)])
     slow.wait_for(3)
-    thread.cancel([other])
+    thread.cancel(other)
     slow.go_on()
     gate.done.result(60)
     twin.done.result(60)
     assert slow.aborted == {mix64(2)}
-    thread.cancel([other])  # it has ended
+    thread.cancel(other)  # it has ended
     thread.close()
     with pytest.raises(EngineError, match="outside the vocabulary"):
-        thread.submit(replace(request_of(1), prompt=(10**6,)))
+        thread.submit([request_of(1), replace(request_of(1), prompt=(10**6,))])
 
 
 @pytest.mark.parametrize("error", [EngineError("it is broken"), RuntimeError("no memory")])

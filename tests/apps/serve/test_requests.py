@@ -1,5 +1,6 @@
 """What a request says of who writes, and the conversations that it may continue."""
 
+import copy
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +9,12 @@ import pytest
 from clients import DEFAULT, authors, strategy_of, written
 
 from helpers import EOS as EOS_SURFACE
-from helpers import IDS
+from helpers import IDS, tokenizer
 from tandemrl.apps.asgi import is_ours
+from tandemrl.apps.fields import Refused
 from tandemrl.apps.serve.address import hosts_of
-from tandemrl.apps.serve.conversations import Conversation, Conversations, Refused
-from tandemrl.apps.serve.requests import parse
+from tandemrl.apps.serve.conversations import Conversation, Conversations
+from tandemrl.apps.serve.requests import Asked, Reader
 from tandemrl.apps.serve.texts import Authors
 from tandemrl.selection.draws import mix64
 
@@ -20,38 +22,47 @@ EOS = IDS[EOS_SURFACE]
 OPENING: list[Any] = [{"role": "system", "content": "abc"}, {"role": "user", "content": "de f"}]
 
 
+def read(body: dict[str, Any], known: Conversation | None = None) -> Asked:
+    how: dict[str, Any] = dict(strategy_of=strategy_of, selection=DEFAULT, defaults={}, template_arguments={})
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    )
+    return Reader(words, 64, **how, calls=True, ends={EOS}).read(body, chat="messages" in body, known=known)
+
+
 def test_a_request_without_a_seed_gets_one() -> None:
-    one, two = (parse({"prompt": "a"}, DEFAULT).seed for _ in range(2))
+    one, two = (read({"prompt": "a"}).seed for _ in range(2))
     assert 0 <= one != two < 2**53
-    assert parse({"prompt": "a", "seed": -1}, DEFAULT).seed >= 0  # none, as in vLLM
-    for seed in (0, 3, 2**63 - 2):
-        parsed = parse({"prompt": "a", "seed": seed, "n": 2}, DEFAULT)
-        assert (parsed.seed, parsed.samples) == (seed, 2)
-        assert [parsed.key(i) for i in range(4)] == [mix64(seed), mix64(seed + 1)] * 2
+    assert read({"prompt": "a", "seed": -1}).seed >= 0  # none, as in vLLM
+    for seed in (0, 3, 2**63 - 1024):
+        asked = read({"prompt": ["a", "b"], "seed": seed, "n": 2})
+        assert asked.seed == seed
+        assert [request.keys for request in asked.requests] == [(mix64(seed), mix64(seed + 1))] * 2
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"seed": "3"}, "seed: expected a whole number from 0 to"),
-        ({"seed": 2**63 - 1, "n": 2}, "seed"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs: expected nothing, since"),
+        ({"response_format": {"type": "json_object"}}, "response_format: expected text"),
+        ({"tool_choice": "required"}, "tool_choice: expected none or auto"),
+        ({"seed": "3"}, "seed: expected a whole number from -1 to"),
+        ({"seed": 2**63, "n": 2}, "seed"),
         ({"n": True}, "n: expected a whole number from 1 to"),
         ({"prompt": ["a", "b"]}, "send `seed`"),
         ({"tandem": []}, "tandem: expected an object"),
-        ({"tandem": {"p": 1}}, "tandem: unknown field 'p'; known: strategy, prob_senior"),
-        ({"tandem": {"prob_senior": "1"}}, "tandem.prob_senior: expected float"),
-        ({"tandem": {"strategy": "words"}}, "tandem.strategy: 'words' is none of word, word_aligned"),
-        ({"tandem": {"solo": "both"}}, "tandem.solo: 'both' is none of senior, junior"),
-        ({"tandem": {"solo": "senior", "prob_senior": 0.5}}, "tandem.solo"),
-        ({"tandem": {"max_gap_tokens": 2**70}}, "tandem.max_gap_tokens: expected at most 2147483648"),
+        ({"tandem": {"p": 1}}, "tandem.p: unknown field; known: strategy, prob_senior"),
+        ({"tandem": {"prob_senior": "1"}}, "tandem.prob_senior: expected a number"),
+        ({"tandem": {"strategy": "words"}}, "tandem.strategy: expected one of word, word_aligned"),
+        ({"tandem": {"solo": "both"}}, "tandem.solo: expected one of senior, junior"),
+        ({"tandem": {"solo": "senior", "prob_senior": 0.5}}, "tandem.solo: one author"),
+        ({"tandem": {"max_gap_tokens": 2**70}}, "tandem.max_gap_tokens: expected a whole number from 1 to 2147483648"),
     ],
 )
 def test_what_no_tandem_server_can_do_is_refused(body: dict[str, Any], reason: str) -> None:
     with pytest.raises(Refused) as refused:
-        parse({"prompt": "a"} | body, DEFAULT)
+        read({"prompt": "a"} | body)
     assert reason in str(refused.value)
 
 
@@ -111,7 +122,7 @@ def edited(messages: Sequence[Any], at: int, **changes: Any) -> list[Any]:
         (lambda m: m[:3], {}, "messages: after the 3 messages of conversation conv-"),
         (lambda m: [*m, {"role": "assistant", "content": "d"}], {}, "only this server writes those"),
         (lambda m: "ab", {}, "messages: expected a list"),
-        (lambda m: m, {"tools": [{"type": "function"}]}, "tools: they cannot change"),
+        (lambda m: m, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: they cannot change"),
         (lambda m: m, {"seed": 4}, "a conversation keeps those of its first request"),
         (lambda m: m, {"tandem": {"prob_senior": 0.25}}, "a conversation keeps those of its first request"),
         (lambda m: m, {"n": 2}, "n: only 1 is possible in a conversation"),
@@ -119,14 +130,8 @@ def edited(messages: Sequence[Any], at: int, **changes: Any) -> list[Any]:
 )
 def test_a_history_that_was_not_is_refused(edit: Any, body: dict[str, Any], reason: str) -> None:
     known, messages = talk()
-    asked = {"messages": edit(messages)} | body
-
-    def read() -> None:
-        parse(asked, DEFAULT, known)
-        known.further(asked)
-
     with pytest.raises(Refused) as refused:
-        read()
+        read({"messages": edit(messages)} | body, known)
     assert reason in str(refused.value)
     assert known.further({"messages": messages}) == messages[-1:]
 

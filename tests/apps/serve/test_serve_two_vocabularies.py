@@ -17,8 +17,7 @@ from starlette.testclient import TestClient
 from fake_judge import FakeJudge, Reply
 from helpers import tokenizer
 from tandemrl.apps.serve import engine_server
-from tandemrl.apps.serve.asked import OtherReader, Reader
-from tandemrl.apps.serve.requests import parse
+from tandemrl.apps.serve.requests import Asked, OtherReader, Reader, TextStyle
 from tandemrl.apps.serve.texts import Speaker, TextStream
 from tandemrl.config import Config, ConfigError, SelectionConfig, load
 from tandemrl.models.loading import load_model, load_tokenizer
@@ -236,10 +235,8 @@ def test_a_junior_behind_an_endpoint_writes_its_words(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_was_given_up_says_so(stream: bool) -> None:
-    from tandemrl.apps.serve.asked import Asked, TextStyle
-
     one = Completion(0, np.array([5, 6]), np.array([1, 0]), np.zeros(2), "untranslatable")
-    speaker, asked = Speaker(tokenizer(), "hermes"), Asked(True, parse({}, SelectionConfig()), (), TextStyle(), stream)
+    speaker, asked = Speaker(tokenizer(), "hermes"), Asked(True, (), 0, SelectionConfig(), TextStyle(), stream)
     told = TextStream(tokenizer(), asked.style)
     told.add([5, 6], [0.0, 0.0])
     choice = speaker.choice(asked, 0, one)
@@ -300,11 +297,12 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     body = {"messages": [{"role": "user", "content": "ab"}], "tools": TOOLS, "n": 1, "seed": 1}
     body |= {"max_tokens": 4}
     strategy = before_text_word(0.5, text_tables(known))
-    settings: dict[str, Any] = dict(defaults={}, template_arguments={}, calls=True, ends=())
+    settings: dict[str, Any] = dict(strategy_of=lambda _: strategy, selection=SelectionConfig(), defaults={})
+    settings |= dict(template_arguments={}, calls=True, ends=())
 
     def read(takes_tools: bool) -> Request:
         reader = Reader(known, 64, **settings, junior=OtherReader(other, 64, takes_tools))
-        return reader.read(body, parse(body, SelectionConfig()), strategy, chat=True).requests[0]
+        return reader.read(body, chat=True).requests[0]
 
     told = read(True)
     assert (known.decode(told.prompt), other.decode(told.junior_prompt)) == ("lookab!", "lookaab")
@@ -317,4 +315,4 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     assert short[1:3] == (3, True)
     reader = Reader(known, 64, **settings, junior=short)
     with pytest.raises(ValueError, match="tokens of the junior's leave no room in its context of 3; shorten it"):
-        reader.read(body, parse(body, SelectionConfig()), strategy, chat=True)
+        reader.read(body, chat=True)

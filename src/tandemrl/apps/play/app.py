@@ -4,7 +4,6 @@ The browser keeps the text; each question brings it along. Only requests whose H
 this machine are answered: no page from elsewhere can talk to the models.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.resources import files
@@ -19,12 +18,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandemrl.apps.asgi import LOOPBACK, limited, refused_host
+from tandemrl.apps import fields
+from tandemrl.apps.asgi import LOOPBACK, Door, json_object
+from tandemrl.apps.fields import Kind, Refused, whole
 from tandemrl.apps.play.duo import Draft, Duo, Piece
 from tandemrl.apps.play.problems import MAX_NEW, Problems
-from tandemrl.config import SelectionConfig, load
+from tandemrl.config import SelectionConfig
 from tandemrl.config.strategies import KINDS
 from tandemrl.files import is_unicode
 from tandemrl.rollout.engine import EngineError
@@ -41,12 +41,13 @@ HEADERS = {
 }
 STRATEGIES = tuple(name for name, kind in KINDS.items() if not kind.by_turns)
 DEFAULT = SelectionConfig()
-SELECTABLE = ("strategy", "first", "prob_senior", "max_gap_tokens", "chunk_size")
-"""Keys of ``selection`` that the page may set."""
-
-
-class Refused(ValueError):
-    """A question that cannot be answered; the message says what is wrong with it."""
+_WHOLE = whole(0, 2**53)
+_DRAFT = {
+    "prompt": Kind(lambda text: isinstance(text, str) and bool(text.strip()) and is_unicode(text), "a text"),
+    "tokens": fields.list_of(_WHOLE),
+    "authors": fields.list_of(whole(0, 1)),
+    **{"seed": _WHOLE, "given": _WHOLE, "temperature": fields.NUMBER, "selection": fields.OBJECT},
+}
 
 
 def application(
@@ -82,13 +83,13 @@ def application(
         return draft_of(body, begin_with, apart=duo.apart)
 
     def write(body: Mapping[str, Any]) -> dict[str, Any]:
-        return _shown(duo.write(draft(body), _whole(body.get("count"), "count", 1, AT_ONCE)))
+        fields.check({"count": 0, **body}, {"count": whole(1, AT_ONCE)})
+        return _shown(duo.write(draft(body), body["count"]))
 
     def say(body: Mapping[str, Any]) -> dict[str, Any]:
-        text = body.get("text")
-        if not isinstance(text, str) or not text or not is_unicode(text):
-            raise Refused("text: expected what you typed")
-        return _shown(duo.say(draft(body), text))
+        typed = Kind(lambda text: isinstance(text, str) and bool(text) and is_unicode(text), "what you typed")
+        fields.check({"text": "", **body}, {"text": typed})
+        return _shown(duo.say(draft(body), body["text"]))
 
     def grade(body: Mapping[str, Any]) -> dict[str, Any]:
         written = draft(body)
@@ -102,28 +103,14 @@ def application(
 
     routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say, grade)]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
-    return Starlette(routes=[*pages, *routes], middleware=[Middleware(_Door)])
+    door = Middleware(Door, hosts=LOOPBACK, limit=MAX_BODY, hint="open http://127.0.0.1", refusal=_error)
+    return Starlette(routes=[*pages, *routes], middleware=[door])
 
 
 _ASSETS = ("play.css", "play.js", "share.js")
 
 
-class _Door:
-    """The middleware that refuses requests to other hosts, and bodies of more than `MAX_BODY` bytes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-        elif (host := refused_host(scope, LOOPBACK)) is not None:
-            await _error(400, f"requests to {host!r} are not answered; open http://127.0.0.1")(scope, receive, send)
-        else:
-            await self.app(scope, limited(receive, MAX_BODY, HTTPException), send)
-
-
-def _error(status: int, message: str) -> JSONResponse:
+def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": message}, status_code=status, headers=HEADERS)
 
 
@@ -149,13 +136,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
         raise Refused(f"requests from {origin} are not answered")
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise Refused("expected application/json")
-    try:
-        body = json.loads(await request.body() or b"{}")
-    except RecursionError:
-        raise Refused("nested too deeply") from None
-    if not isinstance(body, dict):
-        raise Refused("expected a JSON object")
-    return body
+    return await json_object(request)
 
 
 def strategies_of(begin_with: SelectionConfig, *, apart: bool = False) -> tuple[str, ...]:
@@ -177,39 +158,17 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, 
     Raises:
         ValueError: a field is of another type, or out of range; names it.
     """
-    prompt, temperature = body.get("prompt"), body.get("temperature", 1.0)
-    if not isinstance(prompt, str) or not prompt.strip() or not is_unicode(prompt):
-        raise Refused("prompt: expected a text")
-    tokens, authors = ([_whole(each, name) for each in body.get(name, ())] for name in ("tokens", "authors"))
-    if len(tokens) != len(authors) or not set(authors) <= {0, 1}:
-        raise Refused("authors: expected 0 or 1 for each of the tokens")
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise Refused("temperature: expected a number")
-    selection = _selection(body.get("selection", {}), begin_with, apart=apart)
-    seed, given = _whole(body.get("seed", 0), "seed"), _whole(body.get("given", 0), "given", high=len(tokens))
-    return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors), given)
-
-
-def _selection(given: Any, begin_with: SelectionConfig, *, apart: bool) -> SelectionConfig:
-    """Who writes. Ranges are those of the configuration; its texts are no code, and its numbers no texts."""
-    if not isinstance(given, dict) or not set(given) <= set(SELECTABLE):
-        raise Refused(f"selection: expected an object with any of {', '.join(SELECTABLE)}")
-    given, able = {"strategy": begin_with.strategy} | given, strategies_of(begin_with, apart=apart)
-    for name, allowed in (("strategy", able), ("first", ("senior", "junior"))):
-        if given.get(name, allowed[0]) not in allowed:
-            raise Refused(f"selection.{name}: expected one of {', '.join(allowed)}")
-    for name in SELECTABLE[2:]:
-        if isinstance(given.get(name, 0), bool) or not isinstance(given.get(name, 0), (int, float)):
-            raise Refused(f"selection.{name}: expected a number")
-    chosen = load(overrides=[f"selection.{name}={value}" for name, value in given.items()]).selection
-    own = begin_with.parameters if chosen.strategy == begin_with.strategy else {}
-    return replace(chosen, parameters=own)
-
-
-def _whole(value: Any, name: str, low: int = 0, high: int = 2**53) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise Refused(f"{name}: expected a whole number from {low} to {high}")
-    return value
+    fields.check({"prompt": "", **body}, _DRAFT)
+    tokens, authors, given = body.get("tokens") or (), body.get("authors") or (), body.get("given") or 0
+    if len(tokens) != len(authors) or given > len(tokens):
+        raise Refused("authors: expected 0 or 1 for each of the tokens, and given within them")
+    selected, able = body.get("selection") or {}, strategies_of(begin_with, apart=apart)
+    fields.check(selected, {"strategy": fields.one_of(*able), **fields.SELECTION}, "selection.", only=True)
+    selection = fields.with_selected(replace(DEFAULT, strategy=begin_with.strategy), selected)
+    if selection.strategy == begin_with.strategy:
+        selection = replace(selection, parameters=begin_with.parameters)
+    temperature = float(body.get("temperature", 1.0))
+    return Draft(body["prompt"], body.get("seed") or 0, selection, temperature, tuple(tokens), tuple(authors), given)
 
 
 def _shown(piece: Piece) -> dict[str, Any]:

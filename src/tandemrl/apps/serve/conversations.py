@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tandemrl.apps.fields import Refused
 from tandemrl.config import SelectionConfig
 
 Message = Mapping[str, Any]
@@ -22,10 +23,6 @@ NEW = "new"
 MAX_CONVERSATIONS = 256
 """How many conversations a server remembers. A new one replaces the one that was used least recently."""
 WRITER = "assistant"
-
-
-class Refused(ValueError):
-    """A request asks for something that tandem decoding cannot do. The client gets the message."""
 
 
 @dataclass(frozen=True, eq=False)

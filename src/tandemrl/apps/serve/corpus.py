@@ -1,16 +1,16 @@
 """Serves an index of documents by the protocol that ``retrieval.retriever=search`` asks: POST /search, as rlvr's."""
 
-import json
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tandemrl.apps.asgi import limited, refused_host
+from tandemrl.apps.asgi import Door, json_object
 from tandemrl.apps.serve.address import hosts_of, listen, run, url_of
 from tandemrl.data.documents import with_title
 from tandemrl.rollout.envs.bm25 import Corpus
@@ -25,13 +25,9 @@ def application(corpus: Corpus, host: str = "127.0.0.1") -> Starlette:
     Args:
         host: where it listens, for the names under which it is asked.
     """
-    names = hosts_of(host)
 
     async def search(request: Request) -> Response:
-        if (other := refused_host(request.scope, names)) is not None:
-            raise HTTPException(403, f"host {other}: not this machine")
-        receive = limited(request.receive, LONGEST, HTTPException)
-        asked = dict(request.query_params) or _object(await Request(request.scope, receive).body())
+        asked = dict(request.query_params) or await json_object(request)
         query, count = asked.get("query"), str(asked.get("top_n", ""))
         if not isinstance(query, str) or not (count.isascii() and count.isdigit() and int(count) > 0):
             raise HTTPException(400, f"expected a text as query and a number above 0 as top_n, found {asked!r:.200}")
@@ -50,15 +46,12 @@ def application(corpus: Corpus, host: str = "127.0.0.1") -> Starlette:
     async def health(_: Request) -> Response:
         return Response()
 
-    return Starlette(routes=[Route("/search", search, methods=["POST"]), Route("/health", health)])
+    def refusal(status: int, message: str) -> Response:
+        return PlainTextResponse(message, status)
 
-
-def _object(body: bytes) -> dict[str, object]:
-    try:
-        value = json.loads(body)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {}
+    routes = [Route("/search", search, methods=["POST"]), Route("/health", health)]
+    door = Middleware(Door, hosts=hosts_of(host), limit=LONGEST, hint="ask by the address of it", refusal=refusal)
+    return Starlette(routes=routes, middleware=[door])
 
 
 def serve(index: Path, *, host: str, port: int) -> None:

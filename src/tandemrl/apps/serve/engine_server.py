@@ -5,15 +5,15 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, run, url_of
-from tandemrl.apps.serve.asked import SAMPLED, OtherReader, Reader
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
+from tandemrl.apps.serve.requests import SAMPLED, OtherReader, Reader
 from tandemrl.apps.serve.texts import Speaker
 from tandemrl.config import Config, ConfigError, SelectionConfig
 from tandemrl.config.compatibility import Facts, check
@@ -32,6 +32,9 @@ from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.selection import Strategy
+
+MAX_SELECTIONS = 32
+"""How many selections a server remembers the strategies of, with their token tables."""
 
 
 def serve(
@@ -101,6 +104,8 @@ def serve(
         Reader(
             tokenizer,
             min(engine.context, context or engine.context),
+            strategy_of=lru_cache(MAX_SELECTIONS)(strategy_of),
+            selection=config.selection,
             defaults=sampling_defaults(model.senior),
             template_arguments=variables,
             calls=calls is not None,
@@ -109,8 +114,6 @@ def serve(
         ),
         Speaker(tokenizer, calls or "hermes"),
         model=model.senior,
-        strategy_of=strategy_of,
-        selection=config.selection,
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -12,15 +12,15 @@ from tandemrl.rollout.engine import Completion, EngineError, Request
 from tandemrl.rollout.open_call import CallEngine
 
 OnTokens = Callable[[int, list[int], list[float]], None]
-"""Hears of new tokens, in the thread of the engine: the number of the completion among the keys of its request, its
-further tokens and their log-probs."""
+"""Hears of new tokens, in the thread of the engine: the number of the completion in its job, its further tokens and
+their log-probs."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request to an engine."""
+    """Requests to an engine, whose completions are wanted together."""
 
-    request: Request
+    requests: Sequence[Request]
     on_tokens: OnTokens | None
     done: Future[list[Completion]] = field(default_factory=Future)
     numbers: list[int] = field(default_factory=list)
@@ -28,6 +28,10 @@ class Job:
     left: set[int] = field(default_factory=set)
     """Those that have not ended."""
     wanted: bool = True
+
+    @property
+    def keys(self) -> set[int]:
+        return {key for request in self.requests for key in request.keys}
 
 
 class EngineThread:
@@ -46,25 +50,25 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Job:
-        """Begin to write the completions of a request.
+    def submit(self, requests: Sequence[Request], on_tokens: OnTokens | None = None) -> Job:
+        """Begin to write the completions of some requests.
 
         Raises:
-            EngineError: the engine cannot serve the request.
+            EngineError: the engine cannot serve one of them.
         """
-        self.engine.check(0, request)
-        job = Job(request, on_tokens)
+        for index, request in enumerate(requests):
+            self.engine.check(index, request)
+        job = Job(requests, on_tokens)
         self._waiting.put(job)
         return job
 
-    def cancel(self, jobs: Iterable[Job]) -> None:
-        """End jobs that nobody waits for. Keys that another running job has, too, are written on."""
-        for job in jobs:
-            job.wanted = False
-            job.done.cancel()  # if it has not begun
+    def cancel(self, job: Job) -> None:
+        """End a job that nobody waits for. Keys that another running job has, too, are written on."""
+        job.wanted = False
+        job.done.cancel()  # if it has not begun
         with self._lock:
-            unwanted = {key for job in self._running if not job.wanted for key in job.request.keys}
-            unwanted -= {key for job in self._running if job.wanted for key in job.request.keys}
+            unwanted = {key for each in self._running if not each.wanted for key in each.keys}
+            unwanted -= {key for each in self._running if each.wanted for key in each.keys}
             if unwanted:
                 self.engine.abort(unwanted)
 
@@ -107,7 +111,7 @@ class EngineThread:
         if not job.done.set_running_or_notify_cancel():
             return
         try:
-            job.numbers = call.submit([job.request])
+            job.numbers = call.submit(job.requests)
         except Exception as error:
             job.done.set_exception(_of_engine(error))
             return

@@ -1,171 +1,431 @@
-"""What a request asks for: who writes, from which seed, how often. `asked` reads the rest of it.
+"""OpenAI's requests, read for an engine: who writes, from which seed, after which token ids, how.
 
-A request may have a field ``"tandem": {...}``. It holds ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of
-``strategy``, ``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first``, which then replace the server's values.
-For a chat it may also hold ``conversation``, which continues a chat from request to request (see ``conversations``).
+What would change a response and cannot be done is refused. The names and meanings of the fields are vLLM's. A request
+may have a field ``"tandem": {...}``. It holds ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of ``strategy``,
+``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first``, which then replace the server's values. For a chat it
+may also hold ``conversation``, which continues a chat from request to request (see ``conversations``).
 """
 
 import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from tandemrl.apps.serve.conversations import NEW, Conversation, Refused
+from tandemrl.apps import fields
+from tandemrl.apps.fields import FLAG, NUMBER, OBJECT, Kind, Refused, whole
+from tandemrl.apps.serve.conversations import NEW, Conversation
 from tandemrl.config import SelectionConfig
+from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.config.strategies import KINDS
-from tandemrl.selection import Who
+from tandemrl.data.messages import sound
+from tandemrl.data.rows import chat_tokens, messages_of
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
+from tandemrl.rollout.endpoint_partner import body_of
+from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.rollout.envs.tools import Schema
+from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 
 MAX_SAMPLES = 1024
 """How many completions of a prompt one request may ask for, and how many prompts it may have."""
-MAX_WHOLE = 2**31
-"""The largest whole number of a selection."""
 SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles only can keep it
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The fields whose defaults a model's generation config says."""
+_PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
-class ParsedRequest(NamedTuple):
-    """Who writes what a request asks for.
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("parameters") or {}, dict)
 
-    selection: who writes. seed: the seed of its first sample. samples: how many completions each prompt gets (``n``).
-    show_prompt: whether the client wants the prompt's token ids.
+
+_ANYTHING = Kind(lambda value: True, "anything")  # what reads it refuses it
+_TEXT = Kind(lambda value: isinstance(value, str), "a text")
+_IDS = Kind(lambda ids: isinstance(ids, list) and all(type(each) is int for each in ids), "a list of token ids")
+_OWN_LOGPROB = Kind(lambda value: value == 0, "0, since only the written token's is known")
+_FIELDS: dict[str, Kind] = {
+    **dict.fromkeys(("model", "prompt", "messages"), _ANYTHING),
+    **dict.fromkeys(("stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), FLAG),
+    **dict.fromkeys(
+        ("add_special_tokens", "add_generation_prompt", "continue_final_message", "return_token_ids"), FLAG
+    ),
+    **dict.fromkeys(("stream_options", "chat_template_kwargs", "tandem"), OBJECT),
+    **dict.fromkeys((*SAMPLED, *_PENALTIES), NUMBER),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), whole(1, 2**31)),
+    "top_k": whole(-1, 2**31),
+    "n": whole(1, MAX_SAMPLES),
+    "seed": whole(-1, 2**63 - MAX_SAMPLES),
+    "stop": Kind(
+        lambda stop: all(isinstance(each, str) and each for each in (stop if isinstance(stop, list) else [stop])),
+        "a string or a list of strings, none of them empty",
+    ),
+    "stop_token_ids": _IDS,
+    "response_format": Kind(lambda value: value == {"type": "text"}, "text, since grammars are not applied"),
+    "tool_choice": Kind(lambda value: value in ("none", "auto"), "none or auto, since grammars are not applied"),
+    "tools": Kind(
+        lambda tools: isinstance(tools, list) and all(map(_is_tool, tools)),
+        'a list of {"type": "function", "function": {"name": …, "parameters": {…}}}',
+    ),
+    "logprobs": _OWN_LOGPROB,
+    "top_logprobs": _OWN_LOGPROB,
+    "prompt_logprobs": Kind(lambda value: False, "nothing, since a prompt has no author"),  # 0 asks for them
+}
+_WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "priority", "request_id", "parallel_tool_calls"),
+    *("safety_identifier", "prompt_cache_key", "cache_salt", "include_reasoning", "routed_experts_prompt_start"),
+}
+_TANDEM = {"strategy": fields.one_of(*KINDS), **fields.SELECTION, "solo": fields.AUTHOR, "conversation": _TEXT}
+
+
+class OtherReader(NamedTuple):
+    """What it takes to prompt a junior with a vocabulary of its own.
+
+    context: how many of its own tokens it can read. tools: whether its chat template takes tools. endpoint: where it is
+    served, if it is not in this process.
     """
 
-    selection: SelectionConfig
+    tokenizer: Any
+    context: int
+    tools: bool
+    endpoint: JuniorEndpointConfig | None = None
+
+
+class TextStyle(NamedTuple):
+    """How tokens become text. ``stop`` and ``stop_token_ids`` end it, and are left out of it unless ``keep_stop``."""
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: one ``Request`` per prompt, with a key for each sample. Sample i of every prompt has the seed
+    ``seed + i``."""
+
+    chat: bool
+    requests: tuple[Request, ...]
     seed: int
-    samples: int
-    show_prompt: bool
+    selection: SelectionConfig
+    style: TextStyle
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the number of tokens."""
+    logprobs: bool = False
+    tools: Mapping[str, Schema] | None = None
+    """The schemas of the tools by name, if the text may hold calls of them."""
+    raw: bool = False
+    """Whether the response has token ids and no text."""
+    show_prompt: bool = False
+    """Whether the client wants the prompt's token ids."""
     conversation: Conversation | None = None
     """The conversation before the request, or a new one; None if the request is not part of a conversation."""
 
-    @property
-    def history(self) -> tuple[tuple[int, ...], ...]:
-        """The own tokens of each earlier turn."""
-        return () if self.conversation is None else self.conversation.turns
 
-    def key(self, index: int) -> int:
-        """The key of the choice ``index``. Sample i of every prompt has the seed ``seed + i``."""
-        return mix64(self.seed + index % self.samples)
-
-
-def parse(body: Mapping[str, Any], default: SelectionConfig, known: Conversation | None = None) -> ParsedRequest:
-    """Read who writes, and refuse what no tandem server can do.
+class Reader:
+    """Reads requests for one pair of models.
 
     Args:
-        body: the JSON body of the request.
-        default: the server's selection.
-        known: the conversation that the request continues.
-
-    Raises:
-        Refused: a field is not possible in tandem decoding. The message names it and what it should be.
+        tokenizer: the tokenizer of both, or that of the senior.
+        context: how many tokens prompt and completion may have together.
+        strategy_of: makes the strategy of a selection, or raises ``ValueError``.
+        selection: that of requests which name none.
+        defaults: values of ``SAMPLED`` for requests that do not state them.
+        template_arguments: further variables of the chat template.
+        calls: whether tool calls can be read in a text; else requests with tools are refused.
+        ends: the token ids that end a turn.
+        junior: the junior, if it has a vocabulary of its own. Its chat template gets the default arguments.
     """
-    field = body.get
-    if field("prompt_logprobs") is not None:
-        raise Refused("prompt_logprobs: a prompt has no author; leave it out")
-    if field("response_format") not in (None, {"type": "text"}):
-        raise Refused("response_format: only text, since grammars are not applied")
-    if field("tool_choice") not in (None, "none", "auto"):
-        raise Refused("tool_choice: only none and auto; a forced call needs a grammar, and these are not applied")
-    tandem = {} if field("tandem") is None else field("tandem")
-    selection = selection_of(tandem, default if known is None else known.selection)
-    samples = _whole(body, "n", 1, 1, MAX_SAMPLES)
-    seed = None if field("seed") == -1 else _whole(body, "seed", None, 0, 2**63 - samples)
-    conversation = known
-    if known is not None:
-        seed = known.seed if seed is None else seed
-        if (seed, selection) != (known.seed, known.selection):
-            raise Refused("seed, tandem: a conversation keeps those of its first request; leave them out")
-    if seed is None:
-        if _prompts(field("prompt")) > 1:
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: int,
+        *,
+        strategy_of: Callable[[SelectionConfig], Strategy],
+        selection: SelectionConfig,
+        defaults: Mapping[str, float],
+        template_arguments: Mapping[str, Any],
+        calls: bool,
+        ends: Collection[int],
+        junior: OtherReader | None = None,
+    ) -> None:
+        self.tokenizer, self.context, self.ends = tokenizer, context, ends
+        self._strategy_of, self._selection, self._defaults = strategy_of, selection, defaults
+        self._template_arguments, self._calls, self._junior = template_arguments, calls, junior
+
+    def read(
+        self,
+        body: Mapping[str, Any],
+        *,
+        chat: bool,
+        raw: bool = False,
+        known: Conversation | None = None,
+        session: str | None = None,
+    ) -> Asked:
+        """Read the body of a request.
+
+        Args:
+            chat: whether it is a chat, or a plain completion.
+            raw: whether it is a request for tokens (see `of_tokens`).
+            known: the conversation that it continues.
+            session: what it is part of, if it is no conversation (see ``rollout.engine.Request``).
+
+        Raises:
+            Refused, DataError, ConfigError, EngineError: a field cannot be done, or is no value of its kind; names it.
+        """
+        self._check(body, chat=chat)
+        selection = selection_of(body.get("tandem") or {}, self._selection if known is None else known.selection)
+        try:
+            strategy = self._strategy_of(selection)
+        except ValueError as error:
+            raise Refused(f"tandem: {error}") from None
+        tools = self._tools(body) if chat else {}
+        shown = body["tools"] if tools else ()
+        if known is not None:
+            prompts = [self._after(known, body)]
+        else:
+            prompts = [self._chat_ids(body, shown)] if chat else self._prompts(body)
+        if len(prompts) > MAX_SAMPLES:
+            raise Refused(f"prompt: at most {MAX_SAMPLES} are possible in a request")
+        seed, conversation = self._seed(body, selection, len(prompts), known)
+        sampling = self._sampling(body, max(map(len, prompts)), fill=chat or raw)
+        logprobs = bool(body.get("logprobs")) if chat else body.get("logprobs") is not None
+        by_junior: Sequence[Sequence[int]] = [()] * len(prompts)
+        if strategy.removed is not None:
+            by_junior = self._read_by_junior(body, shown, sampling, chat=chat, logprobs=logprobs)
+        keys = tuple(mix64(seed + i) for i in range(body.get("n") or 1))
+        more: dict[str, Any] = {"session": session}
+        if conversation is not None:
+            more = {"session": conversation.id, "history": conversation.turns}
+        stream = bool(body.get("stream"))
+        return Asked(
+            chat,
+            tuple(
+                Request(tuple(each), keys, sampling, strategy, junior_prompt=tuple(read), **more)
+                for each, read in zip(prompts, by_junior, strict=True)
+            ),
+            seed,
+            selection,
+            TextStyle(
+                sampling.stop,
+                sampling.stop_token_ids,
+                bool(body.get("include_stop_str_in_output")),
+                body.get("skip_special_tokens") is not False,
+            ),
+            stream,
+            stream and bool((body.get("stream_options") or {}).get("include_usage")),
+            logprobs,
+            tools or None,
+            raw,
+            bool(body.get("return_token_ids")),
+            conversation,
+        )
+
+    def of_tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A request for vLLM's ``/inference/v1/generate`` as one for a completion. Its sampling is as it says: it knows
+        no defaults of the model, and ends where the context does.
+
+        Raises:
+            Refused: it is none.
+        """
+        not_here = Kind(lambda value: value is False, "false, since it is not possible here")
+        fields.check(body, {"token_ids": _IDS, "sampling_params": OBJECT, "stream": not_here})
+        sampling = {name: value for name, value in (body.get("sampling_params") or {}).items() if value is not None}
+        own = Kind(lambda value: value in (0, 1), "1, since only the written token's is known")
+        fields.check(sampling, {"logprobs": own}, "sampling_params.")
+        if "logprobs" in sampling:
+            sampling["logprobs"] = 0
+        plain = dict.fromkeys(SAMPLED, 1.0) | {"top_k": 0, "min_p": 0.0}
+        rest = {name: value for name, value in body.items() if name not in ("token_ids", "sampling_params")}
+        return {**rest, **plain, **sampling, "prompt": body.get("token_ids")}
+
+    def tokens(self, body: Mapping[str, Any]) -> list[int]:
+        """The token ids of a chat or of a text, for ``/tokenize``.
+
+        Raises:
+            Refused, DataError, ConfigError: see `read`.
+        """
+        self._check(body, chat="messages" in body)
+        if "messages" in body:
+            return self._chat_ids(body, body.get("tools") or ())
+        [ids] = self._prompts(body)
+        return ids
+
+    def _check(self, body: Mapping[str, Any], *, chat: bool) -> None:
+        for name, value in body.items():
+            if name not in _FIELDS and name not in _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
+                raise Refused(f"{name}: not possible with this server; leave it out")
+        fields.check(body, _FIELDS | ({"logprobs": FLAG} if chat else {}))
+
+    def _seed(
+        self, body: Mapping[str, Any], selection: SelectionConfig, prompts: int, known: Conversation | None
+    ) -> tuple[int, Conversation | None]:
+        """The seed of the first sample, and the conversation that a request continues or begins."""
+        seed, conversation = body.get("seed"), known
+        seed = None if seed == -1 else seed  # as in vLLM
+        if known is not None:
+            seed = known.seed if seed is None else seed
+            if (seed, selection) != (known.seed, known.selection):
+                raise Refused("seed, tandem: a conversation keeps those of its first request; leave them out")
+        if seed is None:
+            if prompts > 1:
+                raise Refused(
+                    "prompt: several prompts in one request share its seed, so equal prompts would get equal "
+                    "completions; send `seed` if you want that, else one request per prompt"
+                )
+            seed = secrets.randbits(SEED_BITS)
+        if (body.get("tandem") or {}).get("conversation") == NEW:
+            conversation = Conversation.begin(seed, selection, body)
+        if conversation is not None:
+            for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
+                if body.get(name) not in (None, usual):
+                    raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
+        return seed, conversation
+
+    def _chat_ids(self, body: Mapping[str, Any], tools: Sequence[Any], *, by_junior: bool = False) -> list[int]:
+        """The token ids of a chat. The answer continues a last message of the assistant, unless the body says not to.
+
+        Args:
+            by_junior: in the vocabulary of the junior, which has its own.
+        """
+        said = messages_of(sound(body.get("messages")), "the request", "messages")
+        continued, begun = body.get("continue_final_message"), body.get("add_generation_prompt")
+        if continued and (said[-1]["role"] != "assistant" or begun):
             raise Refused(
-                "prompt: several prompts in one request share its seed, so equal prompts would get equal completions; "
-                "send `seed` if you want that, else one request per prompt"
+                "continue_final_message: the last message must be the assistant's, and add_generation_prompt not true"
             )
-        seed = secrets.randbits(SEED_BITS)
-    if conversation_of(body) == NEW:
-        conversation = Conversation.begin(seed, selection, body)
-    if conversation is not None:
-        for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
-            if field(name) not in (None, usual):
-                raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
-    return ParsedRequest(selection, seed, samples, bool(field("return_token_ids")), conversation)
+        how: dict[str, Any] = {"to_answer": begun is not False or bool(continued), "continued": continued}
+        tokenizer = self._junior.tokenizer if by_junior and self._junior is not None else self.tokenizer
+        arguments = DEFAULT_ARGUMENTS if by_junior else self._arguments(body)
+        return [*chat_tokens(tokenizer, said, "messages", arguments, sound([*tools]), **how)]
+
+    def _arguments(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._template_arguments, **(body.get("chat_template_kwargs") or {})}
+
+    def _after(self, conversation: Conversation, body: Mapping[str, Any]) -> list[int]:
+        """The token ids of the next prompt of a conversation, with the further messages of a request."""
+        further = messages_of(sound(conversation.further(body)), "the request", "messages")
+        rendering = Rendering(
+            self.tokenizer,
+            [*self._tools(body).values()],
+            eos_token_ids=self.ends,
+            template_arguments=self._arguments(body),
+            result_tokens=sys.maxsize,
+            keep_turns=True,
+        )
+        written = conversation.tokens.tolist()
+        return [*written, *rendering.context(further, ended=written[-1] == rendering.end_of_turn).tokens]
+
+    def _tools(self, body: Mapping[str, Any]) -> dict[str, Schema]:
+        """The schemas of the tools by name, which say what the parameters are if there are none, too."""
+        given = body.get("tools") or []
+        if not given or body.get("tool_choice") == "none":
+            return {}
+        if not self._calls:
+            raise Refused("tools: the chat template of the senior knows none; leave them out")
+        schemas: dict[str, Schema] = {}
+        for tool in given:
+            function = tool["function"]
+            if function.get("strict"):
+                raise Refused(f"tools: {function['name']} is strict, which needs structured outputs, i.e. grammars")
+            parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+            schemas[function["name"]] = {**tool, "function": {**function, "parameters": parameters}}
+        return schemas
+
+    def _read_by_junior(
+        self, body: Mapping[str, Any], tools: Sequence[Any], sampling: Sampling, *, chat: bool, logprobs: bool
+    ) -> list[list[int]]:
+        """The prompts of a request as a junior with a vocabulary of its own reads them.
+
+        Raises:
+            Refused, DataError: the request asks for something that needs one vocabulary, or the prompt does not suit
+                the junior. EngineError: it cannot be asked of the junior's endpoint.
+        """
+        assert self._junior is not None  # else there are no strategies of two vocabularies
+        alone = 'leave it out, or let the senior write alone: "tandem": {"solo": "senior"}'
+        for name in ("stop_token_ids", "ignore_eos"):
+            if body.get(name):
+                why = "with a junior of another vocabulary, a text ends by EOS, stop or max_tokens"
+                raise Refused(f"{name}: {why}; {alone}")
+        if logprobs:
+            raise Refused(f"logprobs: the junior's words have none, being drawn in another vocabulary; {alone}")
+        if tools and not self._junior.tools:
+            raise Refused(f"tools: the chat template of the junior, which has another vocabulary, knows none; {alone}")
+        if self._junior.endpoint is not None:
+            body_of(sampling, self._junior.endpoint.leave_out)  # refuses what cannot be asked of it
+        ids = [self._chat_ids(body, tools, by_junior=True)] if chat else self._prompts(body, by_junior=True)
+        if (longest := max(map(len, ids))) >= self._junior.context:
+            raise Refused(
+                f"the prompt: {longest} tokens of the junior's leave no room in its context of {self._junior.context}; "
+                "shorten it"
+            )
+        return ids
+
+    def _prompts(self, body: Mapping[str, Any], *, by_junior: bool = False) -> list[list[int]]:
+        """The token ids of each prompt of a completion.
+
+        Args:
+            by_junior: in the vocabulary of the junior, which has its own.
+        """
+        tokenizer = self._junior.tokenizer if by_junior and self._junior is not None else self.tokenizer
+        prompt = body.get("prompt")
+        several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        special = body.get("add_special_tokens") is not False
+        ids = []
+        for each in several:
+            if isinstance(each, str):
+                each = tokenizer(sound(each), add_special_tokens=special, verbose=False)["input_ids"]
+            elif by_junior and isinstance(each, list):
+                raise Refused("prompt: token ids belong to one vocabulary, and the junior has another; send a text")
+            if not each or not _IDS.holds(each):
+                raise Refused("prompt: expected a text or token ids, or a list of those, none of them empty")
+            ids.append(each)
+        return ids
+
+    def _sampling(self, body: Mapping[str, Any], longest: int, *, fill: bool) -> Sampling:
+        """How tokens are drawn. ``fill``: whether a request without a limit may fill the context."""
+        room = self.context - longest
+        stated = body.get("max_completion_tokens") or body.get("max_tokens")
+        asked = stated or (room if fill else 16)
+        if asked > room or room < 1:
+            raise Refused(
+                f"max_tokens: the context (max_model_len) is {self.context} tokens; {longest} of the prompt and "
+                f"{max(asked, 1)} to write are too many"
+            )
+        given = {name: body[name] for name in (*SAMPLED, *_PENALTIES) if body.get(name) is not None}
+        values = {name: value if name == "top_k" else float(value) for name, value in given.items()}
+        if values.get("top_k") == -1:  # off, in vLLM
+            values["top_k"] = 0
+        stop = body.get("stop") or ()
+        try:
+            return Sampling(
+                max_tokens=asked,
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                stop_token_ids=tuple(body.get("stop_token_ids") or ()),
+                ignore_eos=bool(body.get("ignore_eos")),
+                **{**self._defaults, **values},  # type: ignore[arg-type]  # top_k is whole
+            )
+        except ValueError as error:
+            raise Refused(str(error).removeprefix("sampling.")) from None
 
 
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "strategy": (str,),
-    "prob_senior": (int, float),
-    "max_gap_tokens": (int,),
-    "chunk_size": (int,),
-    "first": (str,),
-    "solo": (str,),
-    "conversation": (str,),
-}
-
-
-def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
-    """The selection of a request: the server's, with the values that the request gives.
-
-    The strategies themselves check whether values are in range.
-
-    Args:
-        overrides: the field ``tandem`` of the request.
-        default: the server's selection.
+def selection_of(tandem: Mapping[str, Any], default: SelectionConfig) -> SelectionConfig:
+    """The selection of a request: ``default``, with the values that the field ``tandem`` gives.
 
     Raises:
-        Refused: a field is unknown, has the wrong type, or names an unknown strategy or author.
+        Refused: a field is unknown or of another kind.
     """
-    if not isinstance(overrides, dict):
-        raise Refused(f"tandem: expected an object with any of {', '.join(_FIELDS)}")
-    for name, value in overrides.items():
-        if name not in _FIELDS:
-            raise Refused(f"tandem: unknown field {name!r}; known: {', '.join(_FIELDS)}")
-        if not isinstance(value, _FIELDS[name]) or isinstance(value, bool):
-            raise Refused(f"tandem.{name}: expected {_FIELDS[name][-1].__name__}, got {json.dumps(value)}")
-        if isinstance(value, int) and abs(value) > MAX_WHOLE:  # the workers compute with 64 bits and die of more
-            raise Refused(f"tandem.{name}: expected at most {MAX_WHOLE}, got {value}")
-    for name, allowed in {"strategy": (*KINDS,), "first": get_args(Who), "solo": get_args(Who)}.items():
-        if overrides.get(name, allowed[0]) not in allowed:
-            raise Refused(f"tandem.{name}: {overrides[name]!r} is none of {', '.join(allowed)}")
-    overrides = {name: value for name, value in overrides.items() if name != "conversation"}
-    if "solo" in overrides:
-        if len(overrides) > 1:
+    fields.check(tandem, _TANDEM, "tandem.", only=True)
+    given = {name: value for name, value in tandem.items() if value is not None and name != "conversation"}
+    if "solo" in given:
+        if len(given) > 1:
             raise Refused("tandem.solo: one author writes everything; leave the other fields out")
-        overrides = {"strategy": "solo", "first": overrides["solo"]}
-    if "prob_senior" in overrides:
-        overrides["prob_senior"] = float(overrides["prob_senior"])
-    return replace(default, **overrides)
-
-
-def conversation_of(body: Mapping[str, Any]) -> str | None:
-    """``NEW`` or the id of the conversation that a request names; None if it names none."""
-    tandem = body.get("tandem")
-    id = tandem.get("conversation") if isinstance(tandem, dict) else None
-    return id if isinstance(id, str) else None
-
-
-def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int) -> Any:
-    """A whole number of a request, or ``default`` if it has none.
-
-    "3" and true are refused, since the authors depend on the exact number.
-
-    Args:
-        body: the JSON body of the request.
-        name: the field.
-        default: the value if the field is missing or null.
-        low: the smallest possible number.
-        high: the largest possible number.
-
-    Raises:
-        Refused: the value is not a whole number from ``low`` to ``high``.
-    """
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise Refused(f"{name}: expected a whole number from {low} to {high}, got {json.dumps(value)}")
-    return value
-
-
-def _prompts(prompt: Any) -> int:
-    """How many prompts a completion request has. A list of numbers is one tokenised prompt."""
-    return len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
+        given = {"strategy": "solo", "first": given["solo"]}
+    return fields.with_selected(default, given)

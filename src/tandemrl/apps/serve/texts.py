@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tandemrl.apps.serve.asked import Asked, TextStyle
-from tandemrl.apps.serve.requests import ParsedRequest
+from tandemrl.apps.serve.requests import Asked, TextStyle
 from tandemrl.data.messages import sound
 from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
@@ -231,15 +230,15 @@ class Authors:
         return authors
 
 
-def summary(parsed: ParsedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+def summary(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
     """The field ``tandem`` of a response."""
     senior, total = (sum(map(count, completions)) for count in (lambda c: int(c.author.sum()), lambda c: len(c.tokens)))
     return {
         "senior_frac": senior / total if total else None,
-        "seed": parsed.seed,
-        "strategy": parsed.selection.strategy,
+        "seed": asked.seed,
+        "strategy": asked.selection.strategy,
         "version": VERSION,
-    } | ({} if parsed.conversation is None else {"conversation": parsed.conversation.id})
+    } | ({} if asked.conversation is None else {"conversation": asked.conversation.id})
 
 
 def dumps(value: Any) -> bytes:
