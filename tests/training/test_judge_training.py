@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fake_judge import FakeJudge, Reply
 from runs import lines
 from tandemrl.apps.experiments import tiny
-from tandemrl.apps.experiments.warm_start import Solved, solution_batch
+from tandemrl.apps.experiments.warm_start import WarmStart, solution_lesson, warm_start
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError, chat_tokens
 from tandemrl.tasks.math.prime import extract_answer
@@ -68,17 +68,10 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny.new_model(tokenizer, 0)
     rng = random.Random(0)
     asked = chat_tokens(tokenizer, [{"role": "user", "content": "Mark it."}], "the marker", {})
-    chats = (Solved(asked, f"Total Score: {rng.randint(0, 10)}/10") for _ in itertools.count())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model.train()
-    for _ in range(40):
-        tokens, targets, *_ = solution_batch(tokenizer, list(itertools.islice(chats, 8)))
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.eval().save_pretrained(folder)
+    texts = (f"Total Score: {rng.randint(0, 10)}/10" for _ in itertools.count())
+    lessons = (solution_lesson(tokenizer, asked, text) for text in texts)
+    warm_start(model, lessons, WarmStart(steps=40, batch_size=8, warmup_steps=0, final_lr_fraction=1.0))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -1,5 +1,6 @@
 """Warm starts on rows with solutions, pairs of a pretrained model, where it is fetched from, and their experiment."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -22,11 +23,11 @@ from tandemrl.apps.experiments.experiment import run_experiment
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
 from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, fetch
 from tandemrl.apps.experiments.tiny import train_tokenizer
-from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
+from tandemrl.apps.experiments.warm_start import Lesson, shuffled, solution_lesson, solved_rows
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import SOLUTION, DataError
+from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.tasks.generated.word_problems import MAX_TOKENS, PAIRS, generate
 
 STEPS = 2
@@ -95,13 +96,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def trained_by_hand(model: Path, solved: list[list[Solved]]) -> Iterator[dict[str, torch.Tensor]]:
+def trained_by_hand(model: Path, solved: list[list[Row]]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the weights after each step of the published recipe, with one sequence at a time and no padding."""
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     for batch in solved:
         total, count = torch.zeros(()), 0
-        for prompt, solution in batch:
+        for row in batch:
+            prompt = tokenizer.apply_chat_template([*row.messages], add_generation_prompt=True, return_dict=False)
+            solution = row.extra_info[SOLUTION]
             response = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             logprobs = policy(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
             for place, token in enumerate(response, len(prompt) - 1):
@@ -114,18 +117,14 @@ def trained_by_hand(model: Path, solved: list[list[Solved]]) -> Iterator[dict[st
         yield {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
 
 
-def drawn(model: Path, pair: str, batches: int) -> list[list[Solved]]:
-    """What a pair learns from in its first steps, as text."""
+def drawn(model: Path, pair: str, batches: int) -> list[list[Row]]:
+    """What a pair learns from in its first steps."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = generate(pair, "train", 2048 + 1024, 0)[2048:]  # what follows the problems of reinforcement learning
-    solved = solved_rows(rows, tokenizer, source=pair, max_prompt_tokens=MAX_PROMPT_TOKENS)
-    seen: list[list[Solved]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "tandemrl.apps.experiments.warm_start.solution_batch", lambda tokenizer, batch: seen.append(batch) or batch
-        )
-        stream = solution_batches(tokenizer, solved, 8, 0)
-        return [next(stream) for _ in range(batches)]  # type: ignore[misc]  # batches as they are before encoding
+    stream = shuffled(solved_rows(rows, tokenizer, source=pair, max_prompt_tokens=MAX_PROMPT_TOKENS), 0)
+    found = [[lesson.row for lesson in itertools.islice(stream, 8)] for _ in range(batches)]
+    assert all(row in rows for batch in found for row in batch)
+    return found  # type: ignore[return-value]  # each has its row
 
 
 def test_junior_and_senior_are_what_a_plain_loop_gives(built: dict[str, Built], model: Path) -> None:
@@ -154,30 +153,21 @@ def test_a_finished_pair_is_kept_and_a_damaged_one_is_not(built: dict[str, Built
     assert weights(copied / "junior").keys() == weights(out / "junior").keys()
 
 
-@pytest.mark.parametrize("padding", ["<|endoftext|>", None])
-def test_only_responses_and_their_eos_are_targets(model: Path, padding: str | None) -> None:
-    """Also where the tokenizer puts a token before every text, and where it has no token for padding."""
+def test_only_responses_and_their_eos_are_learnt(model: Path) -> None:
+    """Also where the tokenizer puts a token before every text."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.pad_token = padding
-    eos = tokenizer.eos_token_id
-    first, second = ([tokenizer(text)["input_ids"] for text in texts] for texts in (("#### 3", "#"), ("a b", "a")))
+    eos, prompt, response = tokenizer.eos_token_id, tokenizer("a b")["input_ids"], tokenizer("#### 3")["input_ids"]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, eos)]
     )
     assert tokenizer("#")["input_ids"][0] == eos
-    tokens, targets, each = solution_batch(tokenizer, [Solved(second[0], "#### 3"), Solved(second[1], "#")])
-    long, short = [*second[0], *first[0], eos], [*second[1], *first[1], eos]
-    pads = [eos if padding is None else tokenizer.pad_token_id] * (len(long) - len(short))
-    assert each is None
-    assert tokens.tolist() == [long[:-1], [*short, *pads[1:]]]
-    nothing = [[IGNORE] * (len(prompt) - 1) for prompt in second]
-    assert targets.tolist() == [[*nothing[0], *first[0], eos], [*nothing[1], *first[1], eos, *[IGNORE] * len(pads)]]
+    weights = [0.0] * len(prompt) + [1.0] * (len(response) + 1)
+    assert solution_lesson(tokenizer, prompt, "#### 3") == (None, [*prompt, *response, eos], weights)
 
 
-def test_every_row_is_learnt_once_in_every_epoch(model: Path) -> None:
-    solved = [Solved([i], "#") for i in range(6)]
-    stream = solution_batches(AutoTokenizer.from_pretrained(model), solved, 4, 0)
-    firsts = [int(row[0]) for _ in range(3) for row in next(stream).tokens]
+def test_every_row_is_learnt_once_in_every_epoch() -> None:
+    stream = shuffled([Lesson(None, [i], [1.0]) for i in range(6)], 0)
+    firsts = [lesson.tokens[0] for lesson in itertools.islice(stream, 12)]
     assert sorted(firsts[:6]) == sorted(firsts[6:]) == list(range(6))
     assert firsts[:6] != firsts[6:]
 

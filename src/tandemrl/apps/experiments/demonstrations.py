@@ -27,6 +27,7 @@ from tandemrl.apps.experiments.hops_tokenizer import (
     SEARCH,
     SEARCHED,
 )
+from tandemrl.apps.experiments.warm_start import Lesson
 from tandemrl.config import load
 from tandemrl.data.documents import HEADER
 from tandemrl.data.rows import Row, encode_prompts
@@ -72,14 +73,6 @@ class Step(NamedTuple):
 
     turn: str
     result: str | None
-
-
-class Lesson(NamedTuple):
-    """An episode in the world of a row, as token ids with their loss ``weights``: 0 in the prompt, 1 in turns."""
-
-    row: Row
-    tokens: list[int]
-    weights: list[float]
 
 
 def demonstrate(

@@ -20,14 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.apps.experiments import smollm2
 from tandemrl.apps.experiments.pair import finished, store, threads
 from tandemrl.apps.experiments.tiny import solo_texts
-from tandemrl.apps.experiments.warm_start import (
-    Progress,
-    WarmStart,
-    load_trainable,
-    solution_batches,
-    solved_rows,
-    warm_start,
-)
+from tandemrl.apps.experiments.warm_start import Progress, WarmStart, load_trainable, shuffled, solved_rows, warm_start
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.tasks.generated.rows import generated_rows
@@ -105,11 +98,12 @@ def build_pretrained_pair(
             solved_rows(_rows(each), tokenizer, source=each, max_prompt_tokens=MAX_PROMPT_TOKENS)
             for each in (PLAIN, pair)
         )
-        plain, own = (solution_batches(tokenizer, each, RECIPE.batch_size, seed) for each in solved)
+        plain, own = (shuffled(each, seed) for each in solved)
         # The senior goes on with the problems that follow the junior's, in its own style.
-        batches = itertools.chain(itertools.islice(plain, counts.junior), itertools.islice(own, counts.junior, None))
+        before = counts.junior * RECIPE.batch_size
+        lessons = itertools.chain(itertools.islice(plain, before), itertools.islice(own, before, None))
         recipe = replace(RECIPE, steps=sum(counts))
-        loss = warm_start(model, batches, recipe, progress=note)
+        loss = warm_start(model, lessons, recipe, progress=note)
         base = _skill(model, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
     manifest = identity | {
         "source": fetched.source,

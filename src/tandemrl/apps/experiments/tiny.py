@@ -34,15 +34,7 @@ from tandemrl.apps.experiments.demonstrations import lessons
 from tandemrl.apps.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer, tiny_tokenizer
 from tandemrl.apps.experiments.packaged import unpack
 from tandemrl.apps.experiments.pair import PairError, finished, store, threads
-from tandemrl.apps.experiments.warm_start import (
-    Progress,
-    Solved,
-    WarmStart,
-    WarmStartBatch,
-    lesson_batch,
-    solution_batch,
-    warm_start,
-)
+from tandemrl.apps.experiments.warm_start import Lesson, Progress, WarmStart, solution_lesson, warm_start
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
 from tandemrl.tasks.generated import hops
@@ -158,34 +150,32 @@ def build_tiny_pair(
 
     total, done = sum(recipe.steps for recipe in recipes.values()), 0
 
-    def learn(model: Qwen3ForCausalLM, part: Part, batches: Iterator[WarmStartBatch]) -> float:
+    def learn(model: Qwen3ForCausalLM, part: Part, stream: Iterator[Lesson]) -> float:
         nonlocal done
         start, done = done, done + recipes[part].steps
         note = progress or (lambda *event: None)
         return warm_start(
-            model, batches, recipes[part], progress=lambda step, _, loss: note(start + step, max(total, done), loss)
+            model, stream, recipes[part], progress=lambda step, _, loss: note(start + step, max(total, done), loss)
         )
+
+    def untrained(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+        return new_model(tokenizer, seed).to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
 
     with threads(base.threads):
         tokenizer = of_junior = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
-        senior = new_model(tokenizer, seed)
-        senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
-        junior = senior
-        batches = _batches(tokenizer, base.batch_size, pair, seed, "base")
-        loss = learn(senior, "base", batches)
+        senior = junior = untrained(tokenizer)
         last: Part = "base"
+        stream = _lessons(tokenizer, pair, seed, "base")
+        loss = learn(senior, last, stream)
         if "senior" in recipes:
-            last = "senior"
-            junior = copy.deepcopy(senior)
-            batches = _batches(tokenizer, recipes[last].batch_size, pair, seed, last)
-            loss = learn(senior, last, batches)
+            last, junior = "senior", copy.deepcopy(senior)
+            stream = _lessons(tokenizer, pair, seed, "senior")
+            loss = learn(senior, last, stream)
         if "junior" in recipes:
-            recipe = recipes["junior"]
-            if recipe.vocab_size != base.vocab_size:
-                of_junior = train_tokenizer(pair, seed, vocab_size=recipe.vocab_size, part="junior")
-            junior = new_model(of_junior, seed)
-            junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
-            learn(junior, "junior", _batches(of_junior, recipe.batch_size, pair, seed, "base"))
+            if recipes["junior"].vocab_size != base.vocab_size:
+                of_junior = train_tokenizer(pair, seed, vocab_size=recipes["junior"].vocab_size, part="junior")
+            junior = untrained(of_junior)
+            learn(junior, "junior", _lessons(of_junior, pair, seed, "base"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
         rounds: list[dict[str, float]] = []
         while True:
@@ -195,7 +185,7 @@ def build_tiny_pair(
             unmet = [f"{low:g} <= {name} <= {top:g}" for name, (low, top) in ranges if not low <= found[name] <= top]
             if not unmet or len(rounds) == MAX_ROUNDS:
                 break
-            loss = learn(senior, last, batches)
+            loss = learn(senior, last, stream)
 
     manifest = identity | {
         "base": rounds[-1] | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
@@ -344,23 +334,14 @@ def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> di
     return skill
 
 
-def _batches(
-    tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage
-) -> Iterator[WarmStartBatch]:
-    """Yield batches of a stage without end."""
+def _lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, stage: Stage) -> Iterator[Lesson]:
+    """Yield what is learnt in a stage, without end."""
     if pair in AGENTS:
-        episodes = lessons(tokenizer, pair, seed, stage=stage)
-        while True:
-            yield lesson_batch(list(itertools.islice(episodes, size)), int(tokenizer.pad_token_id))
-    solutions = examples(pair, seed, stage=stage)
-    while True:
-        problems, texts = zip(*itertools.islice(solutions, size), strict=True)
-        prompts: Any = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": problem.question}] for problem in problems],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        yield solution_batch(tokenizer, list(map(Solved, prompts, texts)))
+        yield from lessons(tokenizer, pair, seed, stage=stage)
+    for problem, text in examples(pair, seed, stage=stage):
+        asked = [{"role": "user", "content": problem.question}]
+        prompt: Any = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        yield solution_lesson(tokenizer, prompt, text)
 
 
 @torch.no_grad()

@@ -3,19 +3,18 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.apps.experiments.demonstrations import Lesson
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import SOLUTION, DataError, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
@@ -30,10 +29,6 @@ the measured criteria ask for more steps."""
 def note_of(step: int, steps: int, loss: float) -> str:
     """What there is to say of a step of a warm start, beside its number. After the last one it measures for a while."""
     return f", loss {loss:.3f}" + (", measuring what it can do" if step == steps else "")
-
-
-IGNORE = -100
-"""The target of a place where nothing is learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +54,21 @@ class WarmStart:
     eval_rows: int = 512
 
 
-class WarmStartBatch(NamedTuple):
-    """Right-padded inputs and next-token targets, which are ``IGNORE`` where nothing is learnt.
+class Lesson(NamedTuple):
+    """A text to learn from, as token ids with their loss ``weights``: 0 in the prompt, 1 in what an author writes."""
 
-    ``weights`` are the weights of the targets in the mean of the loss. None means that all targets count the same.
-    """
-
-    tokens: Int64[Tensor, "n t"]
-    targets: Int64[Tensor, "n t"]
-    weights: Float[Tensor, "n t"] | None = None
+    row: Row | None
+    """Whose text it is, if it is one of a data set."""
+    tokens: list[int]
+    weights: list[float]
 
 
-class Solved(NamedTuple):
-    """The token ids of a prompt, and the solution that follows it."""
-
-    prompt: Sequence[int]
-    solution: str
+def solution_lesson(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], solution: str, row: Row | None = None
+) -> Lesson:
+    """A solution and its EOS, after the token ids of a prompt."""
+    response = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Lesson(row, [*prompt, *response], [0.0] * len(prompt) + [1.0] * len(response))
 
 
 def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -89,25 +83,25 @@ def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrained
 
 
 def warm_start(
-    model: PreTrainedModel, batches: Iterable[WarmStartBatch], recipe: WarmStart, *, progress: Progress | None = None
+    model: PreTrainedModel, lessons: Iterator[Lesson], recipe: WarmStart, *, progress: Progress | None = None
 ) -> float:
-    """Train a model for ``recipe.steps`` batches. Returns the last loss in nats per token."""
+    """Train a model for ``recipe.steps`` batches of the next lessons. Returns the last loss in nats per token."""
     optimizers = _optimizers(model, recipe)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: _lr_fraction(step, recipe)) for each in optimizers
     ]
     value = float("nan")
     model.train()
-    for step, batch in zip(range(recipe.steps), batches, strict=False):
+    for step in range(recipe.steps):
+        batch = list(itertools.islice(lessons, recipe.batch_size))
         # Padding is on the right and attention is causal, so no real token sees it and no mask is needed.
-        tokens, targets = batch.tokens.to(model.device), batch.targets.to(model.device)
-        logits = model(input_ids=tokens, use_cache=False).logits
-        if batch.weights is None:
-            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
-        else:
-            weights = batch.weights.to(model.device)
-            each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE)
-            loss = (each * weights.flatten()).sum() / weights.sum()
+        tokens, weights = (
+            pad_sequence([torch.tensor(each) for each in of_each], batch_first=True).to(model.device)
+            for of_each in ([lesson.tokens for lesson in batch], [lesson.weights for lesson in batch])
+        )
+        logits, learnt = model(input_ids=tokens[:, :-1], use_cache=False).logits, weights[:, 1:].flatten()
+        each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        loss = (each * learnt).sum() / learnt.sum()
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
@@ -156,7 +150,7 @@ def train_on_solutions(
         for source, found in rows.items()
         for each in solved_rows(found, tokenizer, source=source, max_prompt_tokens=max_prompt_tokens)
     ]
-    loss = warm_start(policy, solution_batches(tokenizer, solved, recipe.batch_size, seed), recipe, progress=progress)
+    loss = warm_start(policy, shuffled(solved, seed), recipe, progress=progress)
 
     def fill(folder: Path) -> None:
         with no_progress_bars():
@@ -168,13 +162,8 @@ def train_on_solutions(
 
 
 def solved_rows(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    source: str,
-    max_prompt_tokens: int,
-    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
-) -> list[Solved]:
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, source: str, max_prompt_tokens: int
+) -> list[Lesson]:
     """The prompts of rows, as reinforcement learning encodes them, with the solutions that the rows have.
 
     Rows whose prompt is longer than ``max_prompt_tokens`` are left out.
@@ -193,40 +182,16 @@ def solved_rows(
                 "a warm start learns from solutions: add them under this key, as verl's GSM8K has them"
             )
     prompts, _ = encode_prompts(
-        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, template_arguments=template_arguments
+        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, template_arguments=DEFAULT_ARGUMENTS
     )
-    return [Solved(prompt.tokens, prompt.row.extra_info[SOLUTION]) for prompt in prompts]
+    return [solution_lesson(tokenizer, each.tokens, each.row.extra_info[SOLUTION], each.row) for each in prompts]
 
 
-def solution_batches(
-    tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved], size: int, seed: int
-) -> Iterator[WarmStartBatch]:
-    """Yield batches of solutions without end, in a new order in every epoch."""
+def shuffled(lessons: Sequence[Lesson], seed: int) -> Iterator[Lesson]:
+    """Yield lessons without end, in a new order in every epoch."""
     rng = random.Random(f"warm-start/{seed}")
-    stream = (each for _ in itertools.count() for each in rng.sample(solved, len(solved)))
     while True:
-        yield solution_batch(tokenizer, list(itertools.islice(stream, size)))
-
-
-def solution_batch(tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved]) -> WarmStartBatch:
-    """A batch of solutions, in which only responses and their EOS are targets."""
-    encoded = tokenizer([each.solution for each in solved], add_special_tokens=False)["input_ids"]
-    responses = [[*ids, tokenizer.eos_token_id] for ids in encoded]
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    tokens = _padded([[*each.prompt, *r] for each, r in zip(solved, responses, strict=True)], int(padding))
-    targets = [[IGNORE] * len(each.prompt) + r for each, r in zip(solved, responses, strict=True)]
-    return WarmStartBatch(tokens[:, :-1], _padded(targets, IGNORE)[:, 1:])
-
-
-def lesson_batch(lessons: Sequence[Lesson], padding: int) -> WarmStartBatch:
-    """A batch of episodes with the weights of their tokens."""
-    tokens = [lesson.tokens for lesson in lessons]
-    weights = _padded([lesson.weights for lesson in lessons], 0.0)[:, 1:]
-    return WarmStartBatch(_padded(tokens, padding)[:, :-1], _padded(tokens, IGNORE)[:, 1:], weights)
-
-
-def _padded(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
+        yield from rng.sample(lessons, len(lessons))
 
 
 class Muon(torch.optim.Optimizer):
