@@ -10,21 +10,9 @@ with interruptible():
     import typer
     from typer.core import TyperGroup
 
-    from tandemrl.cli import (
-        check,
-        compare,
-        config,
-        data,
-        evaluate,
-        examples,
-        experiment,
-        model,
-        play,
-        report,
-        score,
-        serve,
-        train,
-    )
+    from tandemrl.cli import check, compare, config, data, evaluate, experiment, model, play, report, score, serve
+    from tandemrl.cli.examples import add_examples
+    from tandemrl.cli.train import plan, train
 
 
 class ErrorBoundary(TyperGroup):
@@ -76,8 +64,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(train.train)
-app.command("plan")(train.plan)
+app.command("train")(train)
+app.command("plan")(plan)
 app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
 app.add_typer(experiment.app, name="experiment")
@@ -89,7 +77,7 @@ app.command("score")(score.score)
 app.command("report")(report.report)
 app.command("config")(config.config)
 app.command("check")(check.check)
-examples.add_examples(app)
+add_examples(app)
 
 
 def _print_version(asked: bool) -> None:

@@ -466,6 +466,8 @@ OUTSIDE = {
     "two numbers in [0, 1)": ("[0.9,1]", "[-0.1,0.9]"),
     "without repeats": ("[boxed,boxed]",),
     "at least one source": ("[]",),
+    "some of top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, skip_special_tokens, samplers, "
+    "mirostat, dynatemp_range": ("[top_k,seed]",),
     "columns of prompt, ground_truth, data_source and ability": ("{answer: gold}",),
     "an address such as http://localhost:8000/v1": ("localhost:8000", "ftp://localhost"),
 }

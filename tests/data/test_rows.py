@@ -292,12 +292,12 @@ def test_a_rendered_prompt_is_tokenised_as_it_is():
 
 
 def test_rendered_prompts_that_cannot_be_used_are_named():
-    with pytest.raises(DataError, match=r"row r: its prompt is already rendered; leave data\.prompt_suffix empty"):
+    with pytest.raises(DataError, match=r"row r: its prompt is rendered, but data\.prompt_suffix is not empty; build"):
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, suffix="box it")
-    with pytest.raises(DataError, match="row r: a rendered prompt must be one message, found 2"):
+    with pytest.raises(DataError, match="row r: its prompt is rendered, but has 2 messages"):
         encode_prompts([rendered("one", {"role": "user", "content": "two"})], tokenizer(), max_prompt_tokens=9)
     with pytest.raises(
-        DataError, match=r"rendered with <\|im_start\|>, which .* build the data with `--template chat`"
+        DataError, match=r"rendered, but tokenizer .* has no <\|im_start\|>; build it with `--template chat`"
     ):
         encode_prompts([rendered("<|im_start|>user one")], tokenizer(), max_prompt_tokens=9)
 
@@ -351,5 +351,5 @@ def test_prompts_begin_as_the_environment_says_and_name_its_tools():
         tools=TOOLS,
     )  # fmt: skip
     assert ([prompt.tokens for prompt in told], dropped) == ([(6, 1, 5)], 1)
-    with pytest.raises(DataError, match=r"row r: its prompt is already rendered, .* rollout\.environment=single"):
+    with pytest.raises(DataError, match=r"row r: its prompt is rendered, but an environment .* cannot begin"):
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, opening=opening)

@@ -6,8 +6,7 @@ The range of one key stands at its field (``Allowed``), everything else here. Fi
 
 import difflib
 import math
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple, get_args
@@ -36,8 +35,8 @@ class RecipeFacts(NamedTuple):
     critic: bool
     grouped: bool
     ratio: bool
-    reduction: str
-    importance: str
+    reduction: str = ""
+    importance: str = ""
 
 
 class Facts(NamedTuple):
@@ -75,15 +74,11 @@ def check(config: Config, facts: Facts | None = None) -> None:
             raise ConfigError(f"{key}={value}: must be a finite number")
     for leaf in leaves(config):
         _check_range(leaf, values.get(leaf.key))
-    _refuse(config, chain(*(rules(config) for rules in _RULES)))
-    p, r = config.parallel, config.rollout
+    for rules in (_parameters, _rollout, _retrieval, _selection, _loss, _train, _services, _model):
+        _refuse(config, rules(config))
+    p = config.parallel
     if (declared := p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp) > 1:
         check(config, Facts(processes=declared))
-    if (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) and not r.allow_truncated:
-        raise ConfigError(
-            "rollout.top_p/top_k/min_p truncate the sampling distribution, which biases the trainer's ratios; set "
-            "rollout.allow_truncated=true (the trainer then renormalises over the kept tokens) or switch them off"
-        )
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:
@@ -143,6 +138,9 @@ def _rollout(c: Config) -> Rules:
     yield r.turn_tokens is not None and r.turn_tokens > r.max_tokens, "rollout.turn_tokens", must_be
     must_be = "0 without model.junior: drafting requires model.junior"
     yield drafts and c.model.junior is None and c.selection.kind.solo, "rollout.draft_tokens", must_be
+    truncated = (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) and not r.allow_truncated
+    why = "they bias the trainer's ratios, unless it renormalises over the kept tokens, too"
+    yield truncated, "rollout.allow_truncated", f"true with rollout.top_p, top_k or min_p: {why}"
 
 
 def _retrieval(c: Config) -> Rules:
@@ -200,7 +198,7 @@ def _loss(c: Config) -> Rules:
     yield wrong, "loss.overlong_buffer", "null, 0 (off) or below rollout.max_tokens"
     kind = loss.kind
     if kind.critic is not None and c.functions.recipe is None:
-        yield from _with_recipe(c, kind.name, critic=kind.critic, grouped=not kind.critic, ratio=bool(kind.clips))
+        yield from _with_recipe(c, RecipeFacts(kind.name, kind.critic, not kind.critic, bool(kind.clips)))
 
 
 def _train(c: Config) -> Rules:
@@ -262,11 +260,6 @@ def _model(c: Config) -> Rules:
         yield on_cpu and bool(getattr(c.rollout.vllm, key)), f"rollout.vllm.{key}", must_be
 
 
-_RULES: tuple[Callable[[Config], Rules], ...] = (
-    *(_parameters, _rollout, _retrieval, _selection, _loss, _train, _services, _model),
-)
-
-
 # ------------------------------------------------------------------------------------------------------ rules by facts
 
 
@@ -275,7 +268,7 @@ def _by_facts(c: Config, facts: Facts) -> Rules:
         yield from _among_processes(c) if facts.processes > 1 else _alone(c)
     if (recipe := facts.recipe) is not None:
         name = recipe.name
-        yield from _with_recipe(c, name, critic=recipe.critic, grouped=recipe.grouped, ratio=recipe.ratio)
+        yield from _with_recipe(c, recipe)
         by_length = recipe.reduction not in ("sequence_mean_token_sum", "token_sum_constant")
         why = "which does not divide by tokens; loss.reduction can be another"
         must_be = f"weight with {name} and its reduction {recipe.reduction}, {why}"
@@ -309,8 +302,8 @@ _OF_A_CRITIC = {
 """The keys that only a critic reads, with their defaults."""
 
 
-def _with_recipe(c: Config, name: str, *, critic: bool, grouped: bool, ratio: bool) -> Rules:
-    t = c.train
+def _with_recipe(c: Config, recipe: RecipeFacts) -> Rules:
+    t, (name, critic, grouped, ratio, *_) = c.train, recipe
     must_be = "at least 2: a group of one has no advantage (with a critic, as in ppo, at least 1)"
     yield grouped and c.rollout.group_size < 2, "rollout.group_size", must_be
     again = t.mini_batch_prompts not in (None, t.prompts_per_step)

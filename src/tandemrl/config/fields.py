@@ -6,7 +6,7 @@ and ``Allowed`` their range.
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 
 class ConfigError(ValueError):
@@ -23,13 +23,6 @@ class Allowed(NamedTuple):
     """The library's components that the field can name, each with its explanation."""
 
 
-class Kind(Protocol):
-    """A row of a registry: what the library knows of a component before it is made."""
-
-    @property
-    def says(self) -> str: ...
-
-
 def at_home(path: Any) -> Any:
     """A path, or several, with the home folder in place of a ``~`` or ``~user`` that begins it."""
     if isinstance(path, tuple | list):
@@ -42,7 +35,7 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def component(kinds: Mapping[str, Kind]) -> Allowed:
+def component(kinds: Mapping[str, Any]) -> Allowed:
     """The names that a key takes which names a component: those of a registry, or ``module:name``."""
     names = tuple((name, kind.says) for name, kind in kinds.items())
     return Allowed(f"one of {', '.join(kinds)}, or module:name", lambda name: name in kinds or is_own(name), names)
@@ -56,6 +49,7 @@ PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
 Fraction = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
 PositiveFraction = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
+FailureRate = Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)]
 Address = Annotated[
     str, Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://")))
 ]

@@ -13,6 +13,7 @@ from tandemrl.config.fields import (
     Address,
     Allowed,
     DraftTokens,
+    FailureRate,
     Fraction,
     HostEvery,
     NonNegativeFloat,
@@ -27,6 +28,10 @@ from tandemrl.config.fields import (
 
 UNIT_GROUPS = 4
 """What ``rollout.unit_groups: null`` stands for with workers."""
+_OMISSIBLE = (
+    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
+    *("samplers", "mirostat", "dynatemp_range"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,23 +74,10 @@ class JuniorEndpointConfig:
     """Time limit of one attempt."""
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
-    leave_out: tuple[
-        Literal[
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "skip_special_tokens",
-            "samplers",
-            "mirostat",
-            "dynatemp_range",
-        ],
-        ...,
-    ] = ()
+    leave_out: Annotated[tuple[str, ...], Allowed(f"some of {', '.join(_OMISSIBLE)}", set(_OMISSIBLE).issuperset)] = ()
     """Fields of a request that the endpoint refuses, by HTTP 400. Each is sent with the value that switches it off,
     unless `rollout` or `eval` sets it, so that no default of the server changes how the junior samples."""
-    max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
+    max_failure_rate: FailureRate = 0.1
     """Stop if more than this fraction of the rollouts that are written together fail, where one is always tolerated
     unless this is 0. Below the limit, such rollouts are not used in training."""
 
@@ -392,14 +384,12 @@ class LossConfig:
     normalise_by: Literal["weight", "response"] = "weight"
     """What the loss is divided by. weight: the sum of the token weights; response: the number of response tokens,
     whoever generated them."""
-    reduction: (
-        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
-    ) = None
+    reduction: recipes.Reduction | None = None
     """How the losses of tokens become one number. token_mean: the mean over tokens (DAPO); sequence_mean_token_mean:
     the mean over sequences of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over
     sequences of each one's sum; token_sum_constant: the same, divided by rollout.max_tokens (Dr. GRPO). The critic's
     loss is reduced in the same way."""
-    importance: Literal["none", "token", "sequence"] | None = None
+    importance: recipes.Importance | None = None
     """Level of truncated importance sampling (TIS) of the trainer's log-probs against the engine's."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: the maximum weight, to which larger ones are clipped."""
@@ -589,7 +579,7 @@ class JudgeConfig:
     """Time limit of one attempt."""
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
-    max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
+    max_failure_rate: FailureRate = 0.1
     """Stop if the judge gives no score to more than this fraction of a batch, where one response is always tolerated
     unless this is 0. Below the limit, such responses are not used in training."""
 

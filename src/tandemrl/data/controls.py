@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -25,7 +25,6 @@ class Controls:
         texts = {text for text in controls.values() if len(text) > 1}
         texts |= {text for text in map(self._normalise, texts) if len(text) > 1}
         self._texts = [text for text in texts if not any(other in text for other in texts if other != text)]
-        self._first = {text[0] for text in self._texts}
         self._pattern = re.compile(f"(?={'|'.join(map(re.escape, self._texts)) or '(?!)'})")
         self._begins = {text[:end] for text in self._texts for end in range(1, len(text))}
         self._ends = {text[start:] for text in self._texts for start in range(1, len(text))}
@@ -34,10 +33,7 @@ class Controls:
 
     def occur(self, text: str) -> bool:
         """Whether a control token's text is in a text, as it is or normalised."""
-        return any(
-            any(first in each for first in self._first) and any(control in each for control in self._texts)
-            for each in {text, self._normalise(text)}
-        )
+        return any(control in each for each in {text, self._normalise(text)} for control in self._texts)
 
     def may_join(self, text: str) -> bool:
         """Whether a text begins, ends or is a part of a control token, so that it may be one with what is beside it."""
@@ -64,16 +60,14 @@ class Controls:
             yield ids[len(anchor) :] if anchor and ids[: len(anchor)] == anchor else encode(piece)
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[tuple[str, int], Controls]] = WeakKeyDictionary()
-
-
 def controls_of(tokenizer: Any, template: str) -> Controls:
     """The control tokens of a tokenizer with a template; found once."""
-    state = template, len(tokenizer)
-    known = _KNOWN.get(tokenizer)
-    if known is None or known[0] != state:
-        known = _KNOWN[tokenizer] = state, Controls(tokenizer, template)
-    return known[1]
+    return _known(tokenizer, template, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _known(tokenizer: Any, template: str, size: int) -> Controls:
+    return Controls(tokenizer, template)
 
 
 def _controls(tokenizer: Any, template: str) -> Mapping[int, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandemrl.config.catalogue import TASKS
 from tandemrl.config.hints import hint, pip_install
-from tandemrl.data.messages import MEDIA
+from tandemrl.data.messages import MEDIA, first_filled
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.files import LineError, parse_json, read_json_lines
 
@@ -195,9 +195,12 @@ def parse_row(
         DataError: a column is missing or malformed.
     """
     record = object_of(record, where)
-    for name, fix in _UNREAD.items():
-        if record.get(name) not in (None, "", [], {}, ()):
-            raise DataError(f"{where}, field {name!r}: does not reach the prompt; {fix}")
+    extra = record.get("extra_info") or {}
+    if not isinstance(extra, Mapping):
+        raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
+    for fields, names, inside in ((record, _UNREAD, ""), (extra, MEDIA, "extra_info.")):
+        if name := first_filled(fields, names):
+            raise DataError(f"{where}, field '{inside}{name}': does not reach the prompt; {_UNREAD[name]}")
     asked, answer = record.get("question"), record.get("answer")
     worked = isinstance(answer, str) and "####" in answer and not columns.keys() & {"prompt", "ground_truth"}
     if "prompt" not in record and repo in (None, GSM8K) and isinstance(asked, str) and (worked or repo):
@@ -238,12 +241,6 @@ def parse_row(
             f'{where}, field {what}; write the correct answer there ({{"reward_model": {{"ground_truth": ANSWER}}}} '
             f"in verl's schema), or set data.columns.ground_truth=COLUMN. {_there(record)}"
         )
-    extra = record.get("extra_info") or {}
-    if not isinstance(extra, Mapping):
-        raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
-    for name in MEDIA:
-        if extra.get(name) not in (None, "", [], {}, ()):
-            raise DataError(f"{where}, field 'extra_info.{name}': does not reach the prompt; {_UNREAD[name]}")
     used = {"prompt", source, kind, "reward_model", "extra_info", *({answered} & {*TRUTH})}
     others = {name: value for name, value in record.items() if name not in used and value is not None}
     if repo is not None and not verls:

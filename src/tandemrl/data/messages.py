@@ -4,7 +4,7 @@ The module does not import torch, so that the processes of tools and rewards can
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,18 @@ MEDIA = (
 _UNREAD = (*MEDIA, "content_parts", "files", "function_call", "refusal")
 
 
+def first_filled(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first of the fields that holds anything, or None."""
+    return next((name for name in names if fields.get(name) not in (None, "", [], {}, ())), None)
+
+
 def text_of(message: Mapping[str, Any]) -> str | None:
     """The content of a message as text, or None. Parts are joined by line breaks, as vLLM's server joins them.
 
     Raises:
         ValueError: it has something other than text, which no prompt could show.
     """
-    if unread := next((name for name in _UNREAD if message.get(name) not in (None, "", [], {})), None):
+    if unread := first_filled(message, _UNREAD):
         raise ValueError(f"{unread!r} does not reach the prompt, which is text; leave it out")
     content = message.get("content")
     if not isinstance(content, list | tuple):

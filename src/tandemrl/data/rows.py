@@ -125,17 +125,12 @@ def encode_prompts(
     for row in rows:
         read: Sequence[int] = ()
         if row.extra_info.get(RENDERED):
-            if junior is not None:
-                raise DataError(
-                    f"row {row.example_id}: its prompt is already rendered for one model, and the junior has another "
-                    "chat template; build the data with `--template chat`, or use a junior of the senior's family"
-                )
-            if opening is not None:
-                raise DataError(
-                    f"row {row.example_id}: its prompt is already rendered, so an environment cannot begin with "
-                    "it; build the data with `--template chat`, or set rollout.environment=single"
-                )
-            tokens = _encode_rendered(row, tokenizer, suffix)
+            refusals = {
+                "the junior has another chat template": junior is not None,
+                "an environment (rollout.environment) cannot begin with it": opening is not None,
+                "data.prompt_suffix is not empty": bool(suffix),
+            }
+            tokens = _encode_rendered(row, tokenizer, refusals)
         else:
             messages = row.messages if opening is None else opening(row)
             asked = with_suffix(row, messages, suffix)
@@ -405,17 +400,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
-def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
-    if suffix:
-        raise DataError(f"row {row.example_id}: its prompt is already rendered; leave data.prompt_suffix empty")
-    if len(row.messages) != 1:
-        raise DataError(f"row {row.example_id}: a rendered prompt must be one message, found {len(row.messages)}")
-    text = row.messages[0]["content"]
-    if _CHATML in text and tokenizer.convert_tokens_to_ids(_CHATML) in (None, tokenizer.unk_token_id):
-        raise DataError(
-            f"row {row.example_id}: its prompt is rendered with {_CHATML}, which tokenizer "
-            f"{getattr(tokenizer, 'name_or_path', '')!r} does not have; build the data with `--template chat`"
-        )
+def _encode_rendered(row: Row, tokenizer: Any, refusals: Mapping[str, bool]) -> Sequence[int]:
+    text, count = row.messages[0]["content"], len(row.messages)
+    lacks = _CHATML in text and tokenizer.convert_tokens_to_ids(_CHATML) in (None, tokenizer.unk_token_id)
+    name = getattr(tokenizer, "name_or_path", "")
+    refusals = {**refusals, f"has {count} messages": count != 1, f"tokenizer {name!r} has no {_CHATML}": lacks}
+    if why := next((why for why, holds in refusals.items() if holds), None):
+        raise DataError(f"row {row.example_id}: its prompt is rendered, but {why}; build it with `--template chat`")
     return tokenizer.encode(text, verbose=False)  # too long a prompt is ours to report
 
 
