@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tandemrl.cli.keys import keys
 from tandemrl.cli.lines import table
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ COMMANDS = {
 
 _BOUNDS = ("/low", "/high")
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
-]
+Overrides = Annotated[list[str] | None, keys("Any config key, e.g. reward.gsm8k=tandem")]
 Data = Annotated[
     list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
 ]

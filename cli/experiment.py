@@ -9,15 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
+from tandemrl.cli.keys import keys
 
 app = typer.Typer(help="Train, evaluate and compare the arms of an experiment.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Config keys for every run, e.g. train.steps=40; those of the task (data.prompt_suffix, reward.*, …) hold "
-        "for the evaluations, too.",
+    keys(
+        "For every run, e.g. train.steps=40; those of the task (data.prompt_suffix, reward.*, …) also for evaluations."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. Rerun to resume.")]

@@ -2,23 +2,18 @@
 
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from tandemrl.config import Config
+from tandemrl.cli.keys import config_of, keys
 
 
 def play(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="e.g. selection.strategy=sentence, to begin with; model.dtype=bfloat16; rollout.engine=vllm",
-        ),
+        keys("e.g. selection.strategy=sentence, to begin with; rollout.engine=vllm; model.dtype=bfloat16"),
     ] = None,
     senior: Annotated[
         str | None, typer.Option(help="HF folder or hub id; default: the tiny pair of the library.")
@@ -51,7 +46,7 @@ def play(
     from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
     from tandemrl.rollout.schedule import schedule_of
 
-    config = given(overrides, READ, ["rollout.vllm.multiprocess=true"])
+    config = config_of(overrides, READ, ["rollout.vllm.multiprocess=true"])
     selection, rollout, arguments = config.selection, config.rollout, config.data.template_arguments
     if senior is None and junior is not None:
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
@@ -96,20 +91,6 @@ def play(
 
 READ = ("model.device", "model.dtype", "rollout.engine", "rollout.vllm.", "selection.", "data.template_arguments")
 """The keys that the page reads."""
-
-
-def given(overrides: Sequence[str] | None, read: tuple[str, ...], before: Sequence[str] = ()) -> "Config":
-    """The config of a command that reads some keys only, with what comes before the user's assignments.
-
-    Raises:
-        ConfigError: another key is assigned.
-    """
-    from tandemrl.config import ConfigError, load
-
-    if unread := next((each for each in overrides or () if not each.startswith(read)), None):
-        names = ", ".join(f"{name}*" if name.endswith(".") else name for name in read)
-        raise ConfigError(f"{unread!r} has no effect here: the keys that are read are {names}")
-    return load(overrides=[*before, *(overrides or ())])
 
 
 def listen(port: int) -> socket.socket:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tandemrl.cli.keys import keys
+
 
 def score(
     data: Annotated[
@@ -14,9 +16,7 @@ def score(
         Path,
         typer.Option(help="JSONL file; per line a response (or text) and example_id or index, or in the rows' order."),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
-    ] = None,
+    overrides: Annotated[list[str] | None, keys("Any config key, e.g. reward.gsm8k=tandem")] = None,
     config: Annotated[
         str | None, typer.Option(help="Take reward, judge and sandbox from this config, e.g. of a run.")
     ] = None,

@@ -4,16 +4,15 @@ from typing import Annotated
 
 import typer
 
+from tandemrl.cli.keys import config_of, keys
+
 
 def serve(
     senior: Annotated[str, typer.Option(help="HF folder or hub id.")],
     junior: Annotated[str, typer.Option(help="HF folder or hub id. With another vocabulary: --engine torch.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Keys of model, rollout and selection, e.g. model.dtype=bfloat16 selection.prob_senior=0.25",
-        ),
+        keys("Keys of model, rollout and selection, e.g. model.dtype=bfloat16 selection.prob_senior=0.25"),
     ] = None,
     engine: Annotated[
         str | None, typer.Option(help="vllm or torch, as rollout.engine. Default: vllm where it is installed.")
@@ -38,7 +37,6 @@ def serve(
     """An OpenAI-compatible server. Both models generate the responses, which name the author of each token."""
     import importlib.util
 
-    from tandemrl.cli.play import given
     from tandemrl.config import ConfigError
     from tandemrl.config.hints import pip_install
 
@@ -51,7 +49,7 @@ def serve(
     if engine == "vllm":
         of_vllm = {"junior_dtype": junior_dtype, "junior_device": junior_device}
         before += [f"rollout.vllm.{name}={value}" for name, value in of_vllm.items() if value is not None]
-    config = given(overrides, ("model.", "rollout.", "selection.", "data.template_arguments"), before)
+    config = config_of(overrides, ("model.", "rollout.", "selection.", "data.template_arguments"), before)
     engine_server.serve(
         config,
         host=host,

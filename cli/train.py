@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tandemrl.cli.keys import keys
+
 if TYPE_CHECKING:
     from tandemrl.config import Config
 
 ConfigName = Annotated[
     str | None, typer.Option("--config", "-c", help="A YAML file, the name of a packaged config, or a run's folder.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")]
+Overrides = Annotated[list[str] | None, keys("e.g. train.lr=1e-5")]
 
 
 def train(
