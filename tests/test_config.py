@@ -23,7 +23,6 @@ from tandemrl.config import (
     Config,
     ConfigError,
     FunctionRecord,
-    batch_plan,
     difference,
     expected,
     explanation,
@@ -72,48 +71,32 @@ def packaged(name: str) -> Config:
         ("judge.mode=both", r"judge\.mode=both: expected one of addon, mixed, tinyv_only$"),
         ("loss.lam=0.9", r"loss\.lam=0\.9: must be 0\.95 \(the default\) with grpo, which has no critic"),
         ("loss.kl_coef=???", r"leaves a value to you .* loss\.kl_coef=…"),
+        (
+            "selection.strategy=solo loss.junior_weight=0.5",
+            r"^loss\.junior_weight=0\.5: must be 0 with .*=solo: there are no",
+        ),
+        ("selection.strategy=solo loss.junior_kl_coef=0.5", r"^loss\.junior_kl_coef=0\.5: must be 0 with .*=solo"),
+        ("loss.kl_coef=0.1 loss.kl_kind=k1", r"^loss\.kl_kind=k1: must be k2 or k3 for a KL in the loss: the gradient"),
+        (
+            "selection.strategy=before_word rollout.draft_tokens=4",
+            r"draft_tokens=4: must be 0 with .*before_word: .*=word can",
+        ),
+        (
+            "selection.strategy=before_word loss.recipe=ppo",
+            r"loss\.word_ends=True: must be false with .*before_word and .*ppo",
+        ),
     ],
 )
 def test_a_bad_override_names_the_key_and_what_is_allowed(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(overrides=[override])
+        load(overrides=override.split(" "))
 
 
-@pytest.mark.parametrize("key", ["loss.junior_weight", "loss.junior_kl_coef"])
-def test_without_tokens_of_the_junior_s_they_have_no_weight(key: str) -> None:
-    alone = ["selection.strategy=solo", f"{key}=0.5"]
-    with pytest.raises(
-        ConfigError, match=rf"^{key}=0\.5: must be 0 with selection\.strategy=solo: there are no tokens"
-    ):
-        load(overrides=alone)
-    settings = load(overrides=alone[:1])
+def test_what_a_passed_strategy_or_the_reward_takes_is_not_refused() -> None:
+    settings = load(overrides=["selection.strategy=solo"])
     passed = FunctionsConfig(strategy=FunctionRecord("mine"))  # in place of solo
     check(dataclasses.replace(settings, loss=LossConfig(junior_weight=0.5), functions=passed))
-
-
-def test_k1_is_for_a_kl_in_the_reward() -> None:
-    k1 = ["loss.kl_coef=0.1", "loss.kl_kind=k1"]
-    with pytest.raises(ConfigError, match=r"^loss\.kl_kind=k1: must be k2 or k3 for a KL in the loss: the gradient"):
-        load(overrides=k1)
-    assert load(overrides=[*k1, "loss.kl_in_reward=true"]).loss.loss_kl_coef == 0
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "rollout.draft_tokens=4",
-            "rollout.draft_tokens=4: must be 0 with selection.strategy=before_word: .*=word can be",
-        ),
-        (
-            "loss.recipe=ppo",
-            "loss.word_ends=True: must be false with selection.strategy=before_word and loss.recipe=ppo",
-        ),
-    ],
-)
-def test_what_before_word_cannot_do_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(overrides=["selection.strategy=before_word", override])
+    assert load(overrides=["loss.kl_coef=0.1", "loss.kl_kind=k1", "loss.kl_in_reward=true"]).loss.loss_kl_coef == 0
 
 
 def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
@@ -336,20 +319,14 @@ def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(tmp_path: Path, m
     assert load("~/own.yaml").output_dir == f"{tmp_path}/a"
 
 
-def test_steps_beside_the_epochs_of_a_config_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "epochs.yaml"
-    file.write_text("train:\n  epochs: 2\n")
-    with pytest.raises(ConfigError, match=r"train\.steps=5 has no effect beside train\.epochs=2 of .*epochs\.yaml"):
-        load(file, ["train.steps=5"])
-    assert load(file, ["train.steps=5", "train.epochs=null"]).train.steps == 5
-
-
-def test_later_sources_win_and_one_data_source_needs_no_brackets(tmp_path: Path) -> None:
+def test_later_sources_win_and_steps_beside_the_epochs_of_a_config_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("train: {lr: 1.0e-4, steps: 7}\ndata: {train: a.jsonl}\n")
-    config = load(file, ["train.lr=2e-4", "train.lr=3e-4", "data.eval=b.jsonl"])
-    assert (config.train.lr, config.train.steps) == (3e-4, 7)
+    file.write_text("train: {lr: 1.0e-4, epochs: 2}\ndata: {train: a.jsonl}\n")
+    config = load(file, ["train.lr=2e-4", "train.lr=3e-4", "data.eval=b.jsonl", "train.steps=5", "train.epochs=null"])
+    assert (config.train.lr, config.train.steps) == (3e-4, 5)
     assert (config.data.train, config.data.eval) == (("a.jsonl",), ("b.jsonl",))
+    with pytest.raises(ConfigError, match=r"train\.steps=5 has no effect beside train\.epochs=2 of .*run\.yaml"):
+        load(file, ["train.steps=5"])
 
 
 def test_a_mapping_or_a_config_of_omegaconf_is_a_source_too() -> None:
@@ -380,14 +357,6 @@ def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> 
     file.write_text("train: {wandb_name: 007}\n")  # as a value it could be read in two ways
     with pytest.raises(ConfigError, match=r"train\.wandb_name was removed in 0\.2; leave it out"):
         load(file)
-
-
-def test_a_mandatory_value_is_asked_for_until_it_is_given() -> None:
-    with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*set loss\.kl_coef=…"):
-        load("deepscaler_kl")
-    with pytest.raises(ConfigError, match=r"loss\.kl_coef"):
-        load("deepscaler_kl", ["train.lr=1e-6"])
-    assert load("deepscaler_kl", ["loss.kl_coef=0.003"]).loss.kl_coef == 0.003
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -432,16 +401,6 @@ def test_an_arm_and_its_control_differ_where_they_should(one: str, other: str, k
     places = {f"rollout.vllm.{name}" for name in ("junior_device", "multiprocess", "gpu_memory_utilization")}
     wanted = {"output_dir", *keys.replace("VLLM", " ".join(places)).split()}
     assert set(difference(packaged(one), packaged(other))) == wanted
-
-
-def test_the_batch_plan_counts_by_hand() -> None:
-    overrides = ["train.mini_batch_prompts=4", "rollout.max_tokens=76", "data.max_prompt_tokens=24"]
-    plan = batch_plan(load(overrides=[*overrides, "train.tokens_per_micro_batch=1000"]))
-    # 16 x 8 rollouts; 4 updates of 4 x 8 sequences of at most 24 + 76 tokens, 10 of which fit into 1,000 tokens
-    assert plan.splitlines() == [
-        "batch plan per step: 16 prompts -> 128 rollouts -> 4 update(s)",
-        "    an update: 32 sequences, each <= 100 tokens, in <= 4 micro-batch(es)",
-    ]
 
 
 def test_every_key_is_explained() -> None:
@@ -538,7 +497,10 @@ def test_a_dry_run_under_the_launcher_checks_its_number_of_processes(monkeypatch
     assert "ok           processes: 1" in CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run"]).output
 
 
-def test_epochs_fill_in_for_steps_that_are_left_to_the_user() -> None:
+def test_a_mandatory_value_is_asked_for_until_it_or_what_makes_it_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*set loss\.kl_coef=…"):
+        load("deepscaler_kl", ["train.lr=1e-6"])
+    assert load("deepscaler_kl", ["loss.kl_coef=0.003"]).loss.kl_coef == 0.003
     assert load("rrm_train", ["model.senior=m", "train.epochs=12"]).train.epochs == 12
     with pytest.raises(ConfigError, match=r"set train\.steps=…$"):
         load("rrm_train", ["model.senior=m"])

@@ -1,14 +1,11 @@
 """JSON lines end at \\n alone: a text may hold every other character that Python takes for the end of a line."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from tandemrl.files import read_json_lines
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("break_", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
@@ -16,11 +13,3 @@ def test_a_text_with_a_line_separator_is_one_line(break_: str, tmp_path: Path) -
     values = [{"text": f"a{break_}b"}, {"text": "c"}]
     (file := tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(v, ensure_ascii=False)}\n" for v in values))
     assert list(read_json_lines(file)) == list(enumerate(values, 1))
-
-
-def test_no_script_reads_json_lines_in_another_way() -> None:
-    scripts = [*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.py")]
-    assert scripts
-    for script in scripts:
-        text = " ".join(script.read_text().split())
-        assert not re.search(r"json\.loads[^;]{0,80}splitlines|jsonl\"\)\.read_text\(\)\.splitlines", text), script

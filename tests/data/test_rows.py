@@ -44,7 +44,6 @@ def test_raw_gsm8k_row(tmp_path):
     assert row.data_source == "openai/gsm8k"
     assert row.ground_truth == "1234"
     assert row.messages == ({"role": "user", "content": f"How many? {GSM8K_INSTRUCTION}"},)
-    assert GSM8K_INSTRUCTION == 'Let\'s think step by step and output the final answer after "####".'
 
 
 @pytest.mark.parametrize(

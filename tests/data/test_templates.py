@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import IDS, tokenizer
 from tandemrl.config import ConfigError, load
-from tandemrl.data.rows import DataError, Row, encode_prompts
-from tandemrl.data.templates import template_variables
+from tandemrl.data.rows import Row, encode_prompts
 
 BEGUN = "{% if enable_thinking is defined and enable_thinking is false %}.{% endif %}"
 """As Qwen3: an empty thought, here a full stop, if the model is not to think, and nothing if nobody says so."""
@@ -61,14 +60,3 @@ def test_an_argument_that_changes_nothing_is_refused_by_name(template: Any, over
     tools = [{"type": "function", "function": {"name": "f"}}] if isinstance(template, dict) else []
     with pytest.raises(ConfigError, match=f"data.template_arguments{reason}"):
         prompt(words(template), f"data.template_arguments={override}", tools=tools)
-
-
-def test_a_malformed_template_is_named_when_it_is_applied() -> None:
-    with pytest.raises(DataError, match=r"row r: the chat template of .* failed: TemplateSyntaxError"):
-        prompt(words("{% for m in messages %}"), "data.template_arguments={enable_thinking: true}")
-
-
-def test_what_is_not_a_mapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.template_arguments=3: expected a mapping such as"):
-        load(overrides=["data.template_arguments=3"])
-    assert template_variables(words(), {"enable_thinking": None}) == {}
