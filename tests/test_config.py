@@ -116,13 +116,12 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     bad.write_text("- 1\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml: expected a mapping"):
         load(bad)
-    with pytest.raises(ConfigError, match=r"'nope\.yaml': no such file; packaged configs: .*quickstart, "):
-        load("nope.yaml")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("nope.yaml", r"'nope\.yaml': no such file; packaged configs: .*quickstart, "),
         ("quickstrt", r"'quickstrt' not found \(did you mean quickstart\?\); packaged configs: calculator, "),
         ("gsm8k", r"'gsm8k' not found \(did you mean gsm8k_tandem\?\); packaged configs: "),
         ("runs/mien/config.yaml", r"'runs/mien/config\.yaml': no such file; did you mean runs/mine/config\.yaml\?$"),
@@ -344,19 +343,14 @@ def test_a_mapping_or_a_config_of_omegaconf_is_a_source_too() -> None:
         load({"train": {"stps": 1}})
 
 
-def test_a_removed_key_says_so_unless_it_has_its_old_default(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("rollout: {in_flight: false}\n")
-    assert load(file) == load()
-    file.write_text("rollout: {in_flight: true}\n")
-    for source in ({"path": file}, {"overrides": ["rollout.in_flight=true"]}):
-        with pytest.raises(
-            ConfigError, match=r"rollout\.in_flight was removed in 0\.2; leave it out: train\.async_steps=1"
-        ):
+def test_a_removed_key_says_so_unless_it_has_its_old_default() -> None:
+    assert load({"rollout": {"in_flight": False}}) == load()
+    said = r"rollout\.in_flight was removed in 0\.2; leave it out: train\.async_steps=1"
+    for source in ({"path": {"rollout": {"in_flight": True}}}, {"overrides": ["rollout.in_flight=true"]}):
+        with pytest.raises(ConfigError, match=said):
             load(**source)
-    file.write_text("train: {wandb_name: 007}\n")  # as a value it could be read in two ways
-    with pytest.raises(ConfigError, match=r"train\.wandb_name was removed in 0\.2; leave it out"):
-        load(file)
+    with pytest.raises(ConfigError, match=r"train\.wandb_name was removed in 0\.2"):  # though to be read in two ways
+        load(overrides=["train.wandb_name=007"])
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -423,7 +417,6 @@ OUTSIDE = {
     "in (0, 1]": ("0", "1.1"),
     "in [0, 1)": ("-0.1", "1"),
     "two numbers in [0, 1)": ("[0.9,1]", "[-0.1,0.9]"),
-    "without repeats": ("[boxed,boxed]",),
     "at least one source": ("[]",),
     "some of top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, skip_special_tokens, samplers, "
     "mirostat, dynatemp_range": ("[top_k,seed]",),
@@ -454,34 +447,26 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     assert keys_in(section) == [key for key in keys if key.startswith("rollout.vllm.")]
     shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` redraws at the latest this"
     assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
-    unknown = run(["config", "trian"])
-    assert unknown.exit_code == 2
-    assert (
-        "no section 'trian'; there are model, model.junior_endpoint, model.lora, data, rollout, rollout.vllm, retrieval"
-        in unknown.output
-    )
+    assert "no section 'trian'; there are model, model.junior_endpoint, model.lora" in run(["config", "trian"]).output
 
 
-SEVERAL = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true"]
-
-
-def test_workers_may_have_more_than_one_gpu_whatever_processes_train() -> None:
-    config = load(None, ["rollout.engine=vllm", "rollout.workers=1", "rollout.tensor_parallel=2"])
-    check(config, Facts(processes=2))
+VLLM = "rollout.engine=vllm"
+SEVERAL = [VLLM, "rollout.vllm.multiprocess=true"]
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["rollout.engine=vllm"], r"rollout\.vllm\.multiprocess=False: must be true with several processes"),
+        ([VLLM], r"rollout\.vllm\.multiprocess=False: must be true with several processes"),
         ([*SEVERAL, "rollout.tensor_parallel=2"], r"rollout\.tensor_parallel=2: must be 1 with several processes"),
         (["model.device=cuda:0"], r"model\.device=cuda:0: must be cuda with several processes"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(keys: list[str], message: str) -> None:
-    """``parallel.dp_shard`` is null: the number comes from the launcher, or from ``--ranks``."""
+    """``parallel.dp_shard`` is null: the number comes from the launcher. Workers may have more than one GPU."""
     config = load(None, keys)
     check(config, Facts(processes=1))
+    check(load(None, [VLLM, "rollout.workers=1", "rollout.tensor_parallel=2"]), Facts(processes=2))
     with pytest.raises(ConfigError, match=message):
         check(config, Facts(processes=2))
     with pytest.raises(ConfigError, match=message):
@@ -504,15 +489,6 @@ def test_a_mandatory_value_is_asked_for_until_it_or_what_makes_it_is_given() -> 
     assert load("rrm_train", ["model.senior=m", "train.epochs=12"]).train.epochs == 12
     with pytest.raises(ConfigError, match=r"set train\.steps=…$"):
         load("rrm_train", ["model.senior=m"])
-
-
-def test_a_config_for_gpus_on_a_cpu_is_refused() -> None:
-    on_cpu = ["model.device=cpu", "model.lora.rank=0"]
-    with pytest.raises(ConfigError, match=r"^model\.lora\.dropout=0\.05: must be 0"):
-        load("musique_grpo", on_cpu)
-    with pytest.raises(ConfigError, match=r"^rollout\.vllm\.sleep=True: must be false unless model\.device is a CUDA"):
-        load("musique_grpo", [*on_cpu, "model.lora.dropout=0"])
-    load("musique_grpo", [*on_cpu, "model.lora.dropout=0", "rollout.engine=torch"])  # which vllm's keys do not concern
 
 
 def test_messages_and_docs_name_keys_that_exist() -> None:

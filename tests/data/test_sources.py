@@ -66,10 +66,7 @@ def test_another_split_is_never_taken_for_the_one_asked_for(tmp_path):
         values(TEST, tmp_path)
     put(tmp_path / "training_extra.parquet", 2)  # not "train" either
     assert values(TRAIN, tmp_path) == [1]
-
-
-def test_a_files_own_name_goes_before_that_of_its_folder(tmp_path):
-    put(tmp_path / "test" / "train.jsonl", 1)
+    put(tmp_path / "test" / "train.jsonl", 1)  # its own name goes before that of its folder
     with pytest.raises(DataError, match="files found: none"):
         values(TEST, tmp_path / "test")
     put(tmp_path / "test" / "test.jsonl", 2)
