@@ -49,14 +49,7 @@ _TABLE = (
     # token mean and dual clip that verl has by default. That of 2402.03300 is reduction="sequence_mean_token_mean".
     _row("grpo", "DeepSeekMath's", "group_normalised", "ppo_clip", "token_mean", **_PPO, dual_clip=3.0),
     # arXiv 2503.20783: no std, no length in a denominator.
-    _row(
-        "dr_grpo",
-        "no division by the group's standard deviation or by the length",
-        "group_centred",
-        "ppo_clip",
-        "token_sum_constant",
-        **_PPO,
-    ),
+    _row("dr_grpo", "no division by deviation or length", "group_centred", "ppo_clip", "token_sum_constant", **_PPO),
     # arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong buffer 4096 of 20480 tokens.
     _row(
         "dapo",
