@@ -1,6 +1,8 @@
 """The plan of a run elsewhere: what it says adds up, and what cannot fit is refused with keys that help."""
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from runs import UNDECIDED, launch_of
 from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
 from tandemrl.apps.experiments.tiny import SHAPE, WARM_STARTS
 from tandemrl.apps.planning.architectures import architecture, packaged
-from tandemrl.apps.planning.plan import DEVICES, GIB, Cache, PlanError, hours_of, kv_bytes, parameters, plan
+from tandemrl.apps.planning.plan import DEVICES, GIB, Plan, PlanError, hours_of, kv_bytes, parameters, plan
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.models.attention import ModelError
@@ -79,20 +81,27 @@ def test_the_plan_of_a_tiny_run_adds_up() -> None:
     assert 2 * served.cache.size == found.cache.size
 
 
+VLLM = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
+
+
+def planned(*more: str) -> tuple[dict[str, int], Plan]:
+    """The bytes of the engine of quickstart by device."""
+    found = plan(load("quickstart", [*VLLM, *more]), 1, "h100")
+    sizes = Counter[str]()
+    for item in found.items:
+        sizes[item.where] += item.size * item.name.startswith("engine")
+    return dict(+sizes), found
+
+
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_adapters_on_the_junior_are_no_second_copy(engine: str) -> None:
-    keys = ["model.junior=null", "model.device=cuda", f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=1"]
-
-    def engine_bytes(rank: int) -> int:
-        found = plan(load("quickstart", [*keys, f"model.lora.rank={rank}"]), 1, "h100")
-        return sum(item.size for item in found.items if item.name.startswith("engine"))
-
-    assert engine_bytes(0) - engine_bytes(8) == 4 * parameters(architecture("runs/tiny/senior"))
+    own, adapted = (planned(f"rollout.engine={engine}", f"model.lora.rank={rank}")[0][""] for rank in (0, 8))
+    assert own - adapted == 4 * parameters(architecture("runs/tiny/senior"))
 
 
 def test_what_cannot_fit_is_refused_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("quickstart")
-    monkeypatch.setitem(DEVICES, "small", 0.7 * plan(config, 1, "h100").peak)
+    monkeypatch.setitem(DEVICES, "small", 0.7 * plan(config, 1, "h100").peaks[""])
     with pytest.raises(PlanError, match=r"a process needs .* on small; what can help: .*train\.tokens_per_micro_batch"):
         plan(config, 1, "small").require_fit()
     with pytest.raises(ConfigError, match="--device h1000: expected one of a100-40"):
@@ -118,37 +127,37 @@ def test_a_recipe_for_one_process_is_not_planned_for_several(name: str) -> None:
     assert "rollout.vllm.multiprocess=False: must be true with several processes" in done.output
 
 
-def test_what_vllm_has_on_other_cards_is_not_counted() -> None:
-    pair = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
-    count = 4 * parameters(architecture("runs/tiny/senior"))
-
-    def engine_bytes(*more: str) -> int:
-        found = plan(load("quickstart", [*pair, *more]), 1, "h100")
-        return sum(item.size for item in found.items if item.name.startswith("engine"))
-
-    assert engine_bytes() - engine_bytes("rollout.vllm.junior_device=cuda:1") == count
-    assert engine_bytes() - engine_bytes("rollout.tensor_parallel=2") == count  # half of either model
-    elsewhere = ["rollout.vllm.multiprocess=true", "rollout.tensor_parallel=2"]
-    assert engine_bytes(*elsewhere, "rollout.vllm.devices='2,3'") == 0
-    assert engine_bytes(*elsewhere, "rollout.vllm.devices='0,1'") == engine_bytes("rollout.tensor_parallel=2")
+def test_what_vllm_has_on_other_cards_is_planned_there() -> None:
+    shape = architecture("runs/tiny/senior")
+    count, kept = 4 * parameters(shape), kv_bytes(shape, 4)
+    small = "rollout.vllm.kv_cache_gb=0.01"
+    both, beside = planned(small)
+    apart, found = planned(small, "rollout.vllm.junior_device=cuda:1")
+    assert both[""] - apart[""] == count
+    size = int(0.01 * GIB)
+    blocks = size // (16 * kept)  # of the senior's alone, and the junior has as many
+    assert apart["cuda:1"] == apart[""] - size + 16 * blocks * kept
+    per_row = math.ceil(found.cache.length / 16)
+    assert (found.cache.rows, beside.cache.rows) == (blocks // per_row, blocks // 2 // per_row)
+    assert found.peaks["cuda:1"] == apart["cuda:1"]
+    assert f"{apart['cuda:1'] / 2**20:,.2f} MiB  at most on the device (cuda:1); limit: " in str(found)
+    with pytest.raises(PlanError, match=r"on h100 \(cuda:1\); what can help"):
+        found._replace(memory=1.03 * apart["cuda:1"], items=[i for i in found.items if i.where]).require_fit()
+    assert both[""] - planned(small, "rollout.tensor_parallel=2")[0][""] == count  # half of either model
+    elsewhere = [small, "rollout.vllm.multiprocess=true", "rollout.tensor_parallel=2"]
+    split, _ = planned(*elsewhere, "rollout.vllm.devices='0,1'")
+    assert planned(*elsewhere, "rollout.vllm.devices='2,3'")[0] == {"each of rollout.vllm.devices": split[""]}
 
 
 def test_whole_words_on_vllm_take_an_engine_for_each_model() -> None:
     """Each with a KV cache, and no weights in common."""
-    keys = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
-
-    def planned(*more: str) -> tuple[int, Cache]:
-        found = plan(load("quickstart", [*keys, *more]), 1, "h100")
-        return sum(item.size for item in found.items if item.name.startswith("engine")), found.cache
-
-    (one, cache), (two, caches) = planned(), planned("selection.strategy=before_word")
-    assert caches.size == cache.size + GIB == 2 * GIB
-    assert two - one > GIB
-    assert planned("selection.strategy=before_word", "model.lora.rank=8")[0] == two
-    (_, shared), (_, halves) = (
-        planned("rollout.vllm.kv_cache_gb=null", *more) for more in ((), ("selection.strategy=before_word",))
-    )
-    assert halves.size < shared.size
+    words = "selection.strategy=before_word"
+    (one, found), (two, apart) = planned(), planned(words)
+    assert apart.cache.size == found.cache.size + GIB == 2 * GIB
+    assert two[""] - one[""] > GIB
+    assert planned(words, "model.lora.rank=8")[0] == two
+    shared, halves = (planned("rollout.vllm.kv_cache_gb=null", *more)[1].cache.size for more in ((), (words,)))
+    assert halves < shared
 
 
 def test_hours_come_from_the_steps_of_a_measured_run_without_its_first(tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ numbers are of rank 0, which has the most where something cannot be divided even
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tandemrl.apps.planning.architectures import architecture
-from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, rehearse, rehearse_prefill
+from tandemrl.apps.planning.rehearsal import Role, Work, rehearse, rehearse_prefill
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.evals import profile_of
@@ -48,8 +48,10 @@ BLOCK = 16
 LOGITS = 4
 """How many float32 copies of a decoding step's logits are alive together."""
 
-Phase = Literal["always", "rollout", "update"]
-"""When memory is needed: all the time, while rollouts are generated, or during the update."""
+Phase = Literal["all the time", "while rollouts are generated", "during the update"]
+"""When memory is needed."""
+ALWAYS, ROLLOUT, UPDATE = PHASES = get_args(Phase)
+HOST = "host memory"
 
 
 class PlanError(ConfigError):
@@ -57,12 +59,12 @@ class PlanError(ConfigError):
 
 
 class Item(NamedTuple):
-    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on the device."""
+    """An item of one process's memory, in bytes. where: `HOST`, or a device that is not the process's own ("")."""
 
     phase: Phase
     name: str
     size: int
-    on_host: bool = False
+    where: str = ""
 
 
 class Cache(NamedTuple):
@@ -76,8 +78,8 @@ class Cache(NamedTuple):
 class Plan(NamedTuple):
     """The plan of one process.
 
-    memory: the bytes of its device; None if they are not checked. cache: that of a rollout worker, if there are any.
-    tokens: the most in a micro-batch. notes: remarks on what is unusual but not wrong.
+    memory: the bytes of each of its devices; None if they are not checked. cache: that of a rollout worker, if there
+    are any. tokens: the most in a micro-batch. notes: remarks on what is unusual but not wrong.
     """
 
     ranks: int
@@ -89,10 +91,15 @@ class Plan(NamedTuple):
     notes: list[str]
 
     @property
-    def peak(self) -> int:
-        """The most bytes that are needed at once on the device."""
-        own = [item for item in self.items if not item.on_host]
-        return max(sum(i.size for i in own if i.phase in ("always", phase)) for phase in ("rollout", "update"))
+    def peaks(self) -> dict[str, int]:
+        """The most bytes that are needed at once, by device."""
+        devices = dict.fromkeys(item.where for item in self.items if item.where != HOST)
+        needed = {
+            (where, phase): sum(i.size for i in self.items if i.where == where and i.phase in (ALWAYS, phase))
+            for where in devices
+            for phase in (ROLLOUT, UPDATE)
+        }
+        return {where: max(needed[where, ROLLOUT], needed[where, UPDATE]) for where in devices}
 
     @property
     def limit(self) -> float:
@@ -104,10 +111,14 @@ class Plan(NamedTuple):
         Raises:
             PlanError: the message names the keys that lower memory and leave the algorithm alone.
         """
-        reason = f"a process needs {_gib(self.peak)} of {_gib(self.limit)} on {self.device}"
+        over = [
+            f"a process needs {_gib(peak)} of {_gib(self.limit)} on {self.device}{_of(where)}"
+            for where, peak in self.peaks.items()
+            if peak > self.limit
+        ]
         if self.cache.rows < 1:
-            reason = f"the engine's KV cache does not hold one row of {self.cache.length:,} tokens"
-        if self.cache.rows < 1 or self.peak > self.limit:
+            over = [f"the engine's KV cache does not hold one row of {self.cache.length:,} tokens"]
+        for reason in over:
             raise PlanError(
                 f"{reason}; what can help: a smaller rollout.max_rows, train.tokens_per_micro_batch or, with vLLM, "
                 "rollout.vllm.gpu_memory_utilization (or rollout.vllm.sleep=true), model.gradient_checkpointing=true, "
@@ -119,16 +130,11 @@ class Plan(NamedTuple):
 
     def _lines(self) -> Iterator[str]:
         yield f"plan of {self.ranks:,} process(es) on {self.device}, per process, full-length sequences:"
-        phases: dict[Phase, str] = {
-            "always": "all the time",
-            "rollout": "while rollouts are generated",
-            "update": "during the update",
-        }
-        for phase, words in phases.items():
-            for item in (each for each in self.items if each.phase == phase):
-                yield f"  {_gib(item.size):>11}  {words}: {item.name}{' (host memory)' if item.on_host else ''}"
+        for item in sorted(self.items, key=lambda item: PHASES.index(item.phase)):
+            yield f"  {_gib(item.size):>11}  {item.phase}: {item.name}{_of(item.where)}"
         limit = "not checked" if self.memory is None else f"{_gib(self.limit)} ({RESERVE:.0%} is left aside)"
-        yield f"  {_gib(self.peak):>11}  at most on the device; limit: {limit}"
+        for where, peak in self.peaks.items():
+            yield f"  {_gib(peak):>11}  at most on the device{_of(where)}; limit: {limit}"
         yield f"engine: {self.cache.rows:,} rows of {self.cache.length:,} tokens in {_gib(self.cache.size)} of KV cache"
         yield f"update: micro-batches of at most {self.tokens:,} tokens"
         yield from (f"note: {note}" for note in self.notes)
@@ -136,6 +142,10 @@ class Plan(NamedTuple):
 
 def _gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.2f} MiB"
+
+
+def _of(where: str) -> str:
+    return f" ({where})" if where else ""
 
 
 def hours_of(config: Config, folder: str) -> str:
@@ -172,85 +182,71 @@ def plan(config: Config, ranks: int, device: str) -> Plan:
 
 
 def _plan(config: Config, world: World, device: str) -> Plan:
-    model, train, rollout, loss = config.model, config.train, config.rollout, config.loss
-    recipe = resolve_recipe(named_recipe(loss), config)
-    senior = architecture(model.senior)
+    model, train, rollout = config.model, config.train, config.rollout
+    shapes = {"senior": architecture(model.senior)}
     partner = architecture(model.senior if self_paired(model) else str(model.junior))
-    tandem = not config.selection.kind.solo and model.junior_endpoint.url is None  # the engine has a junior
-    vocabulary = min(shape.get_text_config().vocab_size for shape in (senior, partner if tandem else senior))
+    if not config.selection.kind.solo and model.junior_endpoint.url is None:  # the engine has a junior
+        shapes["junior"] = partner
+    vocabulary = min(shape.get_text_config().vocab_size for shape in shapes.values())
     options = forward_options(config, sampling_of(rollout), vocabulary, world)
+    note = "model.activation_offload: activations are planned as if they stayed on the device"
 
-    longest, notes = config.longest_sequence, list[str]()
-    per_update = (train.mini_batch_prompts or train.prompts_per_step) * rollout.group_size
-    if model.activation_offload:
-        notes.append("model.activation_offload: activations are planned as if they stayed on the device")
-    tokens = min(train.tokens_per_micro_batch, math.ceil(per_update / world.data_size) * longest)
+    longest, per_update = config.longest_sequence, (train.mini_batch_prompts or train.prompts_per_step)
+    sequences = math.ceil(per_update * rollout.group_size / world.data_size)
+    tokens = min(train.tokens_per_micro_batch, sequences * longest)
     lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
     work = Work(lengths, config.data.max_prompt_tokens)
 
-    off_weights = config.parallel.offload_parameters
-    off_state = config.parallel.offload_optimizer and not off_weights  # for a step on the device it comes back
+    off_weights = HOST if config.parallel.offload_parameters else ""
+    off_state = off_weights or (HOST if config.parallel.offload_optimizer else "")
     items, busiest = list[Item](), 0
-    trained = {"policy": senior}
-    if recipe.advantage is None:
+    trained = {"policy": shapes["senior"]}
+    if resolve_recipe(named_recipe(config.loss), config).advantage is None:
         trained["critic"] = architecture(model.critic or model.senior)
     for name, shape in trained.items():
         found = rehearse(Role(name), shape, config, world, work, options)
-        items += [
-            Item("always", f"{name}: weights, float32", found.weights, off_weights),
-            Item("always", f"{name}: optimiser", found.optimizer, off_weights or off_state),
-        ]
+        items.append(Item(ALWAYS, f"{name}: weights, float32", found.weights, off_weights))
+        items.append(Item(ALWAYS, f"{name}: optimiser", found.optimizer, off_state))
         if off_weights:
-            items.append(Item("update", f"{name}: gradients", found.gradients, on_host=True))
-        busiest = max(busiest, _busiest(found, off_weights, off_state))
-    items.append(Item("update", "gradients and activations of a micro-batch", busiest))
-    for name, shape, dtype in _frozen(config, senior, partner, world):
+            items.append(Item(UPDATE, f"{name}: gradients", found.gradients, HOST))
+            busiest = max(busiest, found.activations)
+        else:  # in a backward, or in an optimiser step, for which the state comes back from the host
+            most = max(found.activations, found.optimizer if off_state else 0)
+            busiest = max(busiest, found.gradients + most)
+    items.append(Item(UPDATE, "gradients and activations of a micro-batch", busiest))
+    for name, shape, dtype in _frozen(config, shapes["senior"], partner, world):
         frozen = rehearse(Role("frozen", dtype), shape, config, world, work, options)
-        items.append(Item("always", f"{name}: weights, {dtype}", frozen.weights))
+        items.append(Item(ALWAYS, f"{name}: weights, {dtype}", frozen.weights))
 
-    engine, cache = _engine(config, senior, partner if tandem else None, world, DEVICES[device], vocabulary)
+    engine, cache = _engine(config, shapes, world, DEVICES[device], vocabulary)
     devices = rollout.kind.reserves and rollout.vllm.devices
-    if rollout.workers or (devices and (model.device.partition(":")[2] or "0") not in devices.split(",")):
-        notes.append("the engine is on devices of its own, which this memory does not count")
-    else:
-        items += engine
-    if _apart(config):
-        notes.append(f"the junior on {rollout.vllm.junior_device} and its KV cache are not counted")
-    return Plan(world.size, device, DEVICES[device], items, cache, tokens, notes)
-
-
-def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
-    """The most bytes on the device beside those that are always there: in a backward, or in an optimiser step whose
-    state was moved from the host."""
-    gradients = 0 if off_weights else found.gradients
-    return gradients + max(found.activations, found.optimizer if off_state else 0)
+    where = "each of rollout.vllm.devices" if devices else ""
+    if devices and (model.device.partition(":")[2] or "0") in devices.split(","):
+        where = ""
+    if rollout.workers:
+        where = "a rollout worker's device"
+    items += [item._replace(where=item.where or where) for item in engine]
+    return Plan(world.size, device, DEVICES[device], items, cache, tokens, [note] * model.activation_offload)
 
 
 def _frozen(
     config: Config, senior: PretrainedConfig, partner: PretrainedConfig, world: World
-) -> list[tuple[str, PretrainedConfig, str]]:
+) -> Iterator[tuple[str, PretrainedConfig, str]]:
     """The frozen models that ``training.build.build_models`` loads to score with, without those that share the storage
     of another model."""
     model, loss = config.model, config.loss
-    alone = world.size == 1
-    found: list[tuple[str, PretrainedConfig, str]] = []
     junior = loss.junior_kl_coef > 0
-    if junior and not (alone and not config.selection.kind.solo and config.rollout.kind.in_trainer):
-        found.append(("junior", partner, model.dtype))  # else it is the engine's
+    of_engine = world.size == 1 and not config.selection.kind.solo and config.rollout.kind.in_trainer
+    if junior and not of_engine:
+        yield "junior", partner, model.dtype
     if loss.kl_coef > 0 and not model.lora.rank and not (junior and self_paired(model) and model.dtype == "float32"):
-        found.append(("reference", senior, "float32"))
-    return found
+        yield "reference", senior, "float32"
 
 
 def _engine(
-    config: Config,
-    senior: PretrainedConfig,
-    junior: PretrainedConfig | None,
-    world: World,
-    memory: float | None,
-    vocabulary: int,
+    config: Config, shapes: Mapping[str, PretrainedConfig], world: World, memory: float | None, vocabulary: int
 ) -> tuple[list[Item], Cache]:
-    """The memory of this process's engine, and its KV cache. ``junior`` is None if the senior writes alone."""
+    """The memory of this process's engine, and its KV cache. ``shapes`` are those of the models that it has."""
     rollout, model, kind = config.rollout, config.model, config.selection.kind
     length = config.longest_sequence
     requests = config.train.prompts_per_step * rollout.group_size
@@ -260,11 +256,10 @@ def _engine(
         problems = config.eval.train_problems * len(config.data.eval)
         requests = max(requests, problems * config.eval.train_samples)
     rows = min(rollout.max_rows, math.ceil(requests / (rollout.workers or world.size)))
-    writers = {"senior": senior} | ({} if junior is None or _apart(config) else {"junior": junior})
     junior_dtype = (rollout.kind.reserves and rollout.vllm.junior_dtype) or model.dtype
     widths = {"senior": BYTES[model.dtype], "junior": BYTES.get(junior_dtype, BYTES[model.dtype])}
-    weights = {who: parameters(shape) * widths[who] for who, shape in writers.items()}
-    kept = {who: kv_bytes(shape, widths[who]) for who, shape in writers.items()}
+    weights = {who: parameters(shape) * widths[who] for who, shape in shapes.items()}
+    kept = {who: kv_bytes(shape, widths[who]) for who, shape in shapes.items()}
     logits = LOGITS * rows * vocabulary * 4
     if model.lora.rank > 0 and not kind.solo and shares_base(config, whole_words=kind.drops):
         weights["senior"] = 0  # adapters on the junior's weights
@@ -277,18 +272,11 @@ def _engine(
     size = (rows * columns + waiting * length) * sum(kept.values())
     prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
     dtype = getattr(torch, model.dtype)
-    prefill = max(rehearse_prefill(shape, dtype, prompts, prompt) for shape in writers.values())
-    items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
-    items += [
-        Item("rollout", "engine: KV cache", size),
-        Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
-    ]
+    prefill = max(rehearse_prefill(shape, dtype, prompts, prompt) for shape in shapes.values())
+    items = [Item(ALWAYS, f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
+    items.append(Item(ROLLOUT, "engine: KV cache", size))
+    items.append(Item(ROLLOUT, "engine: a prefill or a decoding step", max(prefill, logits)))
     return items, Cache(rows, columns, size)
-
-
-def _apart(config: Config) -> bool:
-    """Whether vLLM's junior is on a card of its own."""
-    return config.rollout.kind.reserves and config.rollout.vllm.junior_device not in (None, config.model.device)
 
 
 def _vllm(
@@ -296,11 +284,14 @@ def _vllm(
 ) -> tuple[list[Item], Cache]:
     """``weights`` and ``kept``, the bytes of a token's keys and values, are by model."""
     vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
-    engines = [[who] for who in weights] if config.rollout.kind.spans and config.selection.kind.drops else [[*weights]]
-    size, total, rows = 0, 0, config.rollout.max_rows
+    apart = vllm.junior_device if "junior" in weights and vllm.junior_device != config.model.device else None
+    together = [who for who in weights if apart is None or who == "senior"]  # on one device
+    two = config.rollout.kind.spans and config.selection.kind.drops
+    engines = [[who] for who in together] if two else [together]
+    size, total, rows, blocks = 0, 0, config.rollout.max_rows, 0
     for models in engines:
         own = sum(weights[who] for who in models) // parallel
-        per_token = max(1, sum(kept[who] for who in models) // parallel)
+        per_block = BLOCK * max(1, sum(kept[who] for who in models) // parallel)
         budget = None if memory is None else int(vllm.gpu_memory_utilization / len(engines) * memory)
         if vllm.kv_cache_gb is not None or budget is None:
             its = int((vllm.kv_cache_gb or 1.0) * GIB)
@@ -309,9 +300,14 @@ def _vllm(
             its = max(0, budget - own - logits)
             total += max(budget, own + logits)
         size += its
-        rows = min(rows, its // (per_token * BLOCK) // math.ceil(length / BLOCK))
-    phase: Phase = "rollout" if vllm.sleep else "always"
-    return [Item(phase, "engine: vLLM's share, KV cache included", total)], Cache(rows, length, size)
+        blocks = its // per_block
+        rows = min(rows, blocks // math.ceil(length / BLOCK))
+    phase: Phase = ROLLOUT if vllm.sleep else ALWAYS
+    items = [Item(phase, "engine: vLLM's share, KV cache included", total)]
+    if apart is not None:  # it has as many blocks as the senior
+        on_it = (weights["junior"] + blocks * BLOCK * kept["junior"]) // parallel + logits
+        items.append(Item(phase, "engine, junior: weights and KV cache", on_it, apart))
+    return items, Cache(rows, length, size)
 
 
 def parameters(shape: PretrainedConfig) -> int:

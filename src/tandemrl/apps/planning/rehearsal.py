@@ -7,7 +7,7 @@ and one of four is what each further layer adds.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -71,23 +71,23 @@ def rehearse(
 ) -> Rehearsal:
     """The rehearsal of a model in a role."""
     run = partial(_run, role=role, config=config, world=world, work=work, options=options)
-    found = _extrapolated(run, configuration)
-    return Rehearsal(**{name: found.get(name, 0) for name in Rehearsal._fields})
+    return Rehearsal(*_extrapolated(run, configuration))
 
 
 def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompts: int, length: int) -> int:
     """The peak bytes of the torch engine's prefill of ``prompts`` prompts of ``length`` tokens."""
 
-    def run(small: PretrainedConfig) -> dict[str, int]:
+    def run(small: PretrainedConfig) -> tuple[int]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = _causal(small, dtype)
         give_storage(model, fake)
         with fake, Ledger() as ledger, torch.no_grad():
             ledger.disregard([*model.parameters(), *model.buffers()])
             prefill(model, [[0] * length] * prompts)
-        return {"peak": ledger.peak}
+        return (ledger.peak,)
 
-    return _extrapolated(run, configuration)["peak"]
+    [peak] = _extrapolated(run, configuration)
+    return peak
 
 
 # --------------------------------------------------------------------------------------------------------------- a pass
@@ -122,8 +122,8 @@ def _made(role: Role, small: PretrainedConfig, config: Config, world: World) -> 
 
 def _run(
     configuration: PretrainedConfig, *, role: Role, config: Config, world: World, work: Work, options: ForwardOptions
-) -> dict[str, int]:
-    """Run a micro-batch twice and an optimiser step. The second time is measured, since gradients exist from then
+) -> Rehearsal:
+    """Run a micro-batch, and of a model that is trained a second one and an optimiser step: gradients exist from then
     on."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     trained = role.name != "frozen"
@@ -133,27 +133,23 @@ def _run(
     batch = batch_of(work, int(configuration.get_text_config().vocab_size))
     entropy = config.loss.entropy_coef != 0
     once = partial(one_pass, model, batch, options, world, fake, critic=role.name == "critic", entropy=entropy)
-    found: dict[str, int] = {}
     with fake, Ledger() as ledger:
         ledger.disregard([*model.parameters(), *model.buffers()])
+        weights = storage_bytes(model.parameters())
         if optimizer is None:
             with torch.no_grad():
                 once()
-            found["activations"] = ledger.peak
-        else:
+            return Rehearsal(weights, 0, 0, ledger.peak)
+        once().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        ledger.disregard(gradients)
+        ledger.begin()
+        with dropping(model, (0,), torch.device("cpu")):
             once().backward()
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            ledger.disregard(gradients)
-            ledger.begin()
-            with dropping(model, (0,), torch.device("cpu")):
-                once().backward()
-            found["activations"] = ledger.peak
-            optimizer.step()
-            found["gradients"] = storage_bytes(gradients)
-            state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-            found["optimizer"] = storage_bytes(state)
-        found["weights"] = storage_bytes(model.parameters())
-    return found
+        activations = ledger.peak
+        optimizer.step()
+        state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        return Rehearsal(weights, storage_bytes(gradients), storage_bytes(state), activations)
 
 
 def give_storage(model: nn.Module, fake: FakeTensorMode) -> None:
@@ -226,13 +222,13 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
 # ---------------------------------------------------------------------------------------------------- layer after layer
 
 
-def _extrapolated(run: Callable[[PretrainedConfig], dict[str, int]], configuration: PretrainedConfig) -> dict[str, int]:
-    """The result of ``run`` for the whole model, extrapolated from runs with few layers if all layers are alike."""
+def _extrapolated(run: Callable[[PretrainedConfig], Sequence[int]], configuration: PretrainedConfig) -> list[int]:
+    """The numbers that ``run`` gives for the whole model, extrapolated from runs with few layers if all are alike."""
     layers = int(configuration.get_text_config().num_hidden_layers)
     if layers <= MORE or not _alike(configuration):
-        return run(copy.deepcopy(configuration))
+        return [*run(copy.deepcopy(configuration))]
     few, more = (run(with_layers(configuration, count)) for count in (FEW, MORE))
-    return {key: few.get(key, 0) + (layers - FEW) * (more[key] - few.get(key, 0)) for key in more}
+    return [one + (layers - FEW) * (other - one) for one, other in zip(few, more, strict=True)]
 
 
 def _alike(configuration: PretrainedConfig) -> bool:
