@@ -9,11 +9,10 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from tandemrl.apps.score import _add, _means, score_file
+from tandemrl.apps.score import means, score_file
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.protocol import Score
 
 ROWS = [
     Row(
@@ -59,31 +58,27 @@ def test_responses_in_the_order_of_the_rows(data: str, tmp_path: Path, key: str)
     out = tmp_path / "new" / "scores.jsonl"
     file = responses(tmp_path, *({key: text} for text in TEXTS))
     summary = score_file(load(), [data], file, out=out, batch=2)
-    assert read(out) == [
-        {
-            "example_id": "openai/gsm8k/test/0",
-            "score": 1.0,
-            "parts": {"acc": 1.0, "answer_present": 1.0, "has_guillemets": 0.0},
-            "answer": "18",
-        },
-        {"example_id": "math500/1", "score": 1.0, "parts": {"acc": 1.0, "answer_present": 1.0}, "answer": "0.5"},
-        {
-            "example_id": "math500/2",
-            "score": 1.0,
-            "parts": {"acc": 1.0, "answer_present": 1.0},
-            "answer": r"\int_0^4 t\,dt",
-        },
+    parts = {"acc": 1.0, "answer_present": 1.0}
+    answers = ("18", "0.5", r"\int_0^4 t\,dt")
+    wanted = [
+        {"example_id": row.example_id, "score": 1.0, "parts": parts, "answer": answer}
+        for row, answer in zip(ROWS, answers, strict=True)
     ]
+    wanted[0]["parts"] = parts | {"has_guillemets": 0.0}
+    assert read(out) == wanted
     assert summary.responses == 3
     assert summary.by_set["math500"] == {"responses": 2.0, "score": 1.0, "acc": 1.0, "answer_present": 1.0}
 
 
 def test_responses_that_a_judge_did_not_score_are_no_part_of_the_means() -> None:
-    totals: dict[str, dict[str, float]] = {}
-    row = Row("r", ({"role": "user", "content": "?"},), "set", "1", {})
-    scores = [Score(1.0, {"acc": 1.0}, None), Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)]
-    _add(totals, [row, row], scores)
-    assert _means(totals["set"]) == {"responses": 2.0, "score": 1.0, "acc": 1.0, "unscored": 0.5}
+    parts = [
+        {"score": 1.0, "acc": 1.0, "own": 3.0},
+        {"score": 0.0, "acc": 0.0, "unscored": 1.0},
+        {"score": 0.0, "own/none": 1.0},
+    ]
+    found = means(parts)
+    assert found.pop("unscored") == pytest.approx(1 / 3)
+    assert found == {"responses": 3.0, "score": 0.5, "acc": 0.5, "own": 3.0, "own/none": 0.5}
 
 
 def test_responses_name_their_rows(data: str, tmp_path: Path) -> None:
@@ -110,8 +105,7 @@ def test_responses_name_their_rows(data: str, tmp_path: Path) -> None:
         ([{"index": 3, "response": "5"}], r"line 1: row 3 of 3; index counts from 0"),
         ([{"index": 0, "response": "5"}, {"response": "5"}], r"line 2: either every line has an example_id or index"),
         ([{"index": 0, "answer": "5"}], r"line 1: expected the response as a string in one of: response, text"),
-        ([{"index": 0, "response": 5}], "as a string"),
-        ([{"index": 0, "response": "5", "text": "5"}], "in one of"),
+        ([{"index": 0, "response": "5", "text": "5"}], "as a string in one of"),
         (["5"], "line 1: expected an object, found str"),
         ([], "no responses"),
     ],
@@ -157,20 +151,13 @@ def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data:
 
 @pytest.mark.parametrize(("credit", "earned"), [("fraction", 0.5), ("all", 0.0)])
 def test_a_program_earns_a_fraction_or_nothing(credit: str, earned: float, tmp_path: Path) -> None:
-    record = {
-        "prompt": [{"role": "user", "content": "Add."}],
-        "data_source": "codecontests",
-        "reward_model": {
-            "style": "rule",
-            "ground_truth": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "8\n"]}),
-        },
-        "extra_info": {"index": 0, "split": "test"},
-    }
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "rows.parquet")
+    tests = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "8\n"]})
+    record = {"prompt": "Add.", "data_source": "codecontests", "reward_model": {"ground_truth": tests}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(record))
     program = "```python\nprint(sum(map(int, input().split())))\n```"
     config = load(overrides=[f"reward.code_credit={credit}"])
     file = responses(tmp_path, {"response": program, "index": 0})
-    score_file(config, [str(tmp_path / "rows.parquet")], file, out=tmp_path / "out")
+    score_file(config, [str(tmp_path / "rows.jsonl")], file, out=tmp_path / "out")
     assert [line["score"] for line in read(tmp_path / "out")] == [earned]
 
 

@@ -6,16 +6,16 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import DataError, Row, object_of
-from tandemrl.rewards.functions import Term
-from tandemrl.rewards.protocol import GraderError, Score
+from tandemrl.rewards.functions import Term, means_of
+from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import ideal_texts
-from tandemrl.rewards.scoring import Graded, Scorer
+from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
 
 TEXT_KEYS = ("response", "text")
@@ -67,7 +67,7 @@ def score_file(
     if out is not None and out.resolve() in [Path(each).resolve() for each in (str(responses), *data)]:
         raise DataError(f"{out} is what is read: write the scores into another file")
     rows = load_rows(data, columns=config.data.columns)
-    totals: dict[str, dict[str, float]] = {}
+    parts: dict[str, list[Mapping[str, float]]] = {}
     begin = time.perf_counter()
     with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(config.reward, code=code_scorer(config), judge=judges(config)))
@@ -81,19 +81,28 @@ def score_file(
         grouped = any(map(scorer.grouped, rows))
         lines = _lines(rows, responses, grouped=grouped)
         while read := [*islice(lines, None if grouped else batch)]:
-            some = [line.row for line in read]
             answers = [(line.row, line.response) for line in read]
             groups = [line.group for line in read]
             graded = scorer.graded(answers, [line.transcript for line in read], groups=groups)
-            _add(totals, some, [each.score for each in graded])
-            if file is not None:
-                _write(file, some, graded)
-    count = int(sum(total["responses"] for total in totals.values()))
-    if not count:
+            for (row, _), (score, _, extra, _) in zip(answers, graded, strict=True):
+                parts.setdefault(row.data_source, []).append({"score": score.value, **score.parts})
+                shown = {"example_id": row.example_id, "score": score.value, "parts": score.parts}
+                shown |= {"answer": score.answer} | ({"logged": extra} if extra else {})
+                if file is not None:
+                    file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+    if not parts:
         raise DataError(f"{responses}: no responses")
     if out is not None:
         part.replace(out)
-    return Summary({source: _means(total) for source, total in totals.items()}, count, time.perf_counter() - begin)
+    count = sum(map(len, parts.values()))
+    return Summary({source: means(each) for source, each in parts.items()}, count, time.perf_counter() - begin)
+
+
+def means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means over the scores and parts of responses, without those that a judge gave no score."""
+    scored = [each for each in parts if not each.get("unscored")]
+    unscored = 1 - len(scored) / len(parts)
+    return {"responses": len(parts), **means_of(scored)} | ({"unscored": unscored} if unscored else {})
 
 
 def own_answers(config: Config, rows: Iterable[Row]) -> dict[str, str]:
@@ -200,31 +209,3 @@ def _response(record: Mapping[str, Any]) -> Response:
     plain = record.get("plain")
     own = None if ids is None else tuple(map(int, ids))
     return Response(texts[0], texts[0] if plain is None else str(plain), str(record.get("opened") or ""), own)
-
-
-def _add(totals: dict[str, dict[str, float]], rows: Sequence[Row], scores: Sequence[Score]) -> None:
-    for row, score in zip(rows, scores, strict=True):
-        total = totals.setdefault(row.data_source, {"responses": 0.0, "score": 0.0})
-        known = {"unscored": 1.0} if score.parts.get("unscored") else {"score": score.value, **score.parts}
-        for name, value in {"responses": 1.0, **known}.items():
-            total[name] = total.get(name, 0.0) + value
-
-
-def _means(total: Mapping[str, float]) -> dict[str, float]:
-    """What the sums of a data source are on average."""
-    count, unscored = total["responses"], total.get("unscored", 0.0)
-
-    def scored(name: str) -> float:
-        """How many responses have a value of a name: a reward that gives no score (``NAME/none``) has none."""
-        return max(count - unscored - total.get(f"{name}/none", 0.0), 1.0)
-
-    return {name: value / scored(name) for name, value in total.items()} | (
-        {"responses": count} | ({"unscored": unscored / count} if unscored else {})
-    )
-
-
-def _write(file: IO[str], rows: Sequence[Row], graded: Sequence[Graded]) -> None:
-    for row, (score, _, extra, _) in zip(rows, graded, strict=True):
-        line = {"example_id": row.example_id, "score": score.value, "parts": score.parts, "answer": score.answer}
-        line |= {"logged": extra} if extra else {}
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")

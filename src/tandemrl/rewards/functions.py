@@ -84,6 +84,14 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
     return Score(sum(term.weight * values[term.name] for term in terms), parts | values, scores[0].answer)
 
 
+def means_of(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each part over several scores. A missing part counts as 0, that of a reward that gives no score
+    (``NAME/none``) does not count."""
+    names = dict.fromkeys(name for each in values for name in each)
+    having = {name: [each.get(name, 0.0) for each in values if f"{name}/none" not in each] for name in names}
+    return {name: sum(have) / len(have) for name, have in having.items()}
+
+
 def by_name(reward: RewardFunction | Mapping[str, Any] | None) -> dict[str, RewardFunction]:
     """Reward functions by name. A single one has its own name, or ``reward`` if it is a lambda.
 
