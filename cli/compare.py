@@ -42,6 +42,7 @@ def compare(
     from tandemrl.config import ConfigError
     from tandemrl.evals import PHASES, is_headline
     from tandemrl.evals.compare import (
+        UNDECIDED,
         CompareError,
         Contrast,
         config_differences,
@@ -88,8 +89,9 @@ def compare(
         for each in members:
             digits = 3 if max(map(abs, (each.a, each.b, *each.difference))) < 10 else 1
             figures = (f"{each.a:.{digits}f}", f"{each.b:.{digits}f}", show_interval(each.difference, digits=digits))
-            style = "dim" if each.verdict.startswith("no") else "bold"
-            table.add_row(*map(Text, (f"  {each.metric.rpartition('/')[2]}", *figures)), Text(judgement(each), style))
+            style, said = ("dim" if each.verdict == UNDECIDED else "bold"), judgement(each.metric, each.difference)
+            said = f"{each.verdict}: {said}" if said in ("better", "worse") else each.verdict
+            table.add_row(*map(Text, (f"  {each.metric.rpartition('/')[2]}", *figures)), Text(said, style))
     Console().print(table)
     if out is not None:
         sides = {"schema": 1, "a": str(a), "b": str(b), "level": level, "config": differing}

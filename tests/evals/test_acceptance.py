@@ -17,7 +17,8 @@ from helpers import (
 from helpers import prompts as some_prompts
 from tandemrl import evals
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.evals import Profile, reading
+from tandemrl.evals import protocol, reading
+from tandemrl.evals.protocol import Profile
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 
@@ -26,7 +27,7 @@ PROMPTS = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(s
 
 def written(senior, sampling):
     engine = TorchEngine(prepared(senior), None, tokenizer())
-    arms, profile = evals.strategies("legibility", tokenizer()), Profile(sampling)
+    arms, profile = protocol.strategies("legibility", tokenizer()), Profile(sampling)
     return evals.generate_samples(
         arms, engine=engine, tokenizer=tokenizer(), prompts=PROMPTS, profile=profile, samples=2, seed=3
     )
@@ -70,10 +71,10 @@ def test_acceptance_is_the_share_of_draws_that_the_junior_makes_too(settings, vo
     sampling = Sampling(max_tokens=24, **settings)
     senior, junior = qwen3(0), nearly(qwen3(0))
     samples = written(senior, sampling)
-    read = evals.read_legibility(samples, PROMPTS, prepared(junior), sampling=sampling, vocabulary=vocabulary)
+    read = reading.read_legibility(samples, PROMPTS, prepared(junior), sampling=sampling, vocabulary=vocabulary)
     wanted = [by_hand(junior, sample, sampling, vocabulary) for sample in samples]
     assert [sample.acceptance for sample in read] == wanted
     assert 0 < np.mean(wanted) < 1
-    without = evals.read_legibility(samples, PROMPTS, prepared(junior))
+    without = reading.read_legibility(samples, PROMPTS, prepared(junior))
     assert [sample.cross_entropy for sample in without] == [sample.cross_entropy for sample in read]
     assert all(sample.acceptance is None for sample in without)

@@ -43,8 +43,8 @@ from tandemrl.config import (
 )
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
-from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
-from tandemrl.models.batching import pack_tokens
+from tandemrl.evals import EvalError, Sample, files, measures, protocol, reading, session, suite
+from tandemrl.evals.protocol import Profile
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import DRAW
 from tandemrl.rewards.protocol import GraderError
@@ -149,7 +149,7 @@ def test_rewards_of_no_use_are_refused_before_anything_is_written(phase, tmp_pat
 def test_non_finite_numbers_are_refused(tmp_path):
     result = evals.EvalResult({"macro": {"score": math.nan}, "by_set": {}}, [])
     with pytest.raises(EvalError, match="not finite"):
-        evals.write_result(tmp_path / "tandem.json", "tandem", {}, result, seeds={})
+        files.write_result(tmp_path / "tandem.json", "tandem", {}, result, seeds={})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,68 +173,36 @@ def texts_for(prompts, lengths, vocabulary):
     samples = []
     for problem, (item, length) in enumerate(zip(prompts, lengths, strict=True)):
         tokens = rng.integers(3, vocabulary, size=length).tolist()
-        ended = problem % 2 == 0 and length > 0
+        ended = problem % 2 == 0
         tokens = [*tokens[:-1], 2] if ended else tokens
-        samples.append(
-            Sample(
-                problem=problem,
-                example_id=item.row.example_id,
-                set=item.row.data_source,
-                arm="solo",
-                sample=0,
-                key=problem,
-                text="",
-                tokens=tokens,
-                length=length,
-                author=f"S{length}",
-                rounds=1,
-                senior_share=1.0,
-                stop_reason="eos" if ended else "length",
-            )
-        )
+        row, how = item.row, "eos" if ended else "length"
+        written = ("", tokens, length, f"S{length}", 1, 1.0, how)
+        samples.append(Sample(problem, row.example_id, row.data_source, "solo", 0, problem, *written))
     return samples
-
-
-def test_legibility_is_the_cross_entropy_that_transformers_computes(tokenizer, pair):
-    prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:5"]), tokenizer, max_prompt_tokens=200)
-    samples = texts_for(prompts, [7, 12, 1, 30, 2], vocabulary=len(tokenizer))
-    read = evals.read_legibility(samples, prompts, prepare(Qwen3ForCausalLM.from_pretrained(pair / "junior")))
-
-    reference = Qwen3ForCausalLM.from_pretrained(pair / "junior", attn_implementation="eager").eval()
-    for sample, found in zip(samples, read, strict=True):
-        text = [token for token in sample.tokens if token != 2]
-        ids = torch.tensor([*prompts[sample.problem].tokens, *text])
-        labels = ids.clone()
-        labels[: len(prompts[sample.problem].tokens)] = -100
-        if not text:  # nothing but EOS
-            assert found.cross_entropy is None
-            continue
-        with torch.no_grad():
-            wanted = reference(input_ids=ids[None], labels=labels[None]).loss.item()
-        assert found.cross_entropy == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("limit", ["max_position_embeddings", "sliding_window"])
 def test_texts_over_what_the_junior_sees_are_dropped_and_counted(tokenizer, limit):
-    prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:3"]), tokenizer, max_prompt_tokens=200)
+    """As are those of nothing but EOS."""
+    prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:5"]), tokenizer, max_prompt_tokens=200)
     junior = new_model(tokenizer, 0)
     longest = len(prompts[1].tokens)
-    samples = texts_for(prompts, [5, 21, 5], vocabulary=len(tokenizer))
+    samples = texts_for(prompts, [5, 21, 5, 2, 1], vocabulary=len(tokenizer))
     if limit == "sliding_window":
         shape = junior.config.to_dict() | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
         junior = Qwen3ForCausalLM(Qwen3Config(**shape | {"sliding_window": longest + 21}))
     setattr(junior.config, limit, longest + 21)
-    fits = evals.read_legibility(samples, prompts, prepare(junior))
+    fits = reading.read_legibility(samples, prompts, prepare(junior))
     assert fits[1].cross_entropy is not None
     setattr(junior.config, limit, longest + 20)
-    read = evals.read_legibility(samples, prompts, junior)
-    assert read[1].cross_entropy is None
-    macro = evals.summarise(read, evals.legible, bootstrap=10, seed=0)["macro"]
-    assert (macro["samples"], macro["dropped"], macro["problems"]) == (3, 1, 3)
+    read = reading.read_legibility(samples, prompts, junior)
+    assert [i for i, sample in enumerate(read) if sample.cross_entropy is None] == [1, 4]
+    macro = evals.summarise(read, measures.legible, bootstrap=10, seed=0)["macro"]
+    assert (macro["samples"], macro["dropped"], macro["problems"]) == (5, 2, 5)
     kept = [sample.cross_entropy for sample in read if sample.cross_entropy is not None]
-    assert macro["cross_entropy"] == pytest.approx(sum(kept) / 2)
-    with pytest.raises(EvalError, match="none of its 3 problems"):
-        evals.summarise(samples, evals.legible, bootstrap=10, seed=0)
+    assert macro["cross_entropy"] == pytest.approx(sum(kept) / 3)
+    with pytest.raises(EvalError, match="none of its 5 problems"):
+        evals.summarise(samples, measures.legible, bootstrap=10, seed=0)
 
 
 def test_legibility_reads_the_pass_at_k_samples(phase, tmp_path, monkeypatch):
@@ -261,17 +229,12 @@ def test_a_junior_that_is_the_senior_accepts_all(phase, pair, tmp_path):
     assert copy["macro"]["acceptance"] == copy["macro"]["acceptance/low"] == 1.0
     assert copy["by_set"]["synthetic/plain"]["acceptance"] == 1.0
     drawn = phase("legibility", out=tmp_path / "drawn")
-    assert drawn["seeds"]["draw"] == written["seeds"]["draw"] == DRAW
     assert 0 < drawn["metrics"]["macro"]["acceptance"] < 1
-
-    del written["seeds"]["draw"]  # as before there was a name for it
+    del written["config"]["draw"]  # as before there was a name for how tokens are drawn
     (tmp_path / "eval" / "pass-at-k.json").write_text(json.dumps(written))
-    with pytest.warns(UserWarning, match=r"legibility has no acceptance: pass-at-k\.json"):
-        unknown = phase("legibility")
-    assert "draw" not in unknown["seeds"]
-    known = {name: value for name, value in drawn["metrics"]["macro"].items() if "acceptance" not in name}
-    assert unknown["metrics"]["macro"] == known
-    assert all(s.acceptance is None for s in evals.read_samples(tmp_path / "eval" / "legibility.samples.jsonl"))
+    assert phase("legibility") == drawn  # of texts that were written anew
+    with pytest.raises(EvalError, match=rf"draw: None there, {DRAW} now"):
+        phase("pass-at-k")
 
 
 # ------------------------------------------------------------------------------------------------- all phases at once
@@ -398,7 +361,7 @@ def test_handoff_is_the_protocol_token_by_token():
         with_head_bias(model).lm_head.bias.data[[IDS["Ċ"], IDS["ĊĊ"], IDS[".Ċ"]]] += 7.0
     prompts = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(4))]
     written = evals.generate_samples(
-        evals.strategies("handoff", tokenizer_of_letters()),
+        protocol.strategies("handoff", tokenizer_of_letters()),
         engine=TorchEngine(prepared(senior), prepared(junior), tokenizer_of_letters()),
         tokenizer=tokenizer_of_letters(),
         prompts=prompts,
@@ -412,7 +375,7 @@ def test_handoff_is_the_protocol_token_by_token():
         models = {True: senior, False: junior}
         first = sample.arm == "senior_first"
         tokens, authors = handoff_by_hand(models, prompts[sample.problem].tokens, key, first, 20)
-        assert (sample.tokens, sample.author) == (tokens, evals.author_runs(np.array(authors)))
+        assert (sample.tokens, sample.author) == (tokens, measures.author_runs(np.array(authors)))
         assert sample.stop_reason == ("eos" if IDS[EOS] in tokens else "length")
     assert sum(sample.rounds for sample in written) > 3 * len(written)
 
@@ -426,28 +389,23 @@ def log_softmax64(logits):
 
 
 @pytest.mark.parametrize("per_chunk", [1, 7, 1000])
-def test_divergence_is_that_of_full_logits(per_chunk, monkeypatch):
+def test_drift_is_that_of_full_logits(per_chunk, monkeypatch):
     """Two architectures, an LM head with a bias, more logits on one side, in chunks of any size."""
     senior, junior = with_head_bias(qwen3(0, tied=False)), small_qwen3(1, vocabulary=VOCABULARY + 8)
-    monkeypatch.setattr(reading, "LOGITS_PER_CHUNK", 2 * VOCABULARY * per_chunk)
-    sequences = some_prompts(5)
-    batch = pack_tokens(sequences)
-    select = batch.positions % 3 != 1
-    found = evals.divergence(prepared(senior), prepared(junior), batch, select=select)
-    start = 0
-    for sequence in sequences:
-        own, other = (
-            log_softmax64(reference_logits(model, sequence[:1], sequence[1:])[:, :VOCABULARY])
+    monkeypatch.setattr(reading, "LOGITS_ON_CPU", VOCABULARY * per_chunk)
+    prompts = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(5))]
+    samples = [each._replace(author="S2C1J6", stop_reason="length") for each in texts_for(prompts, [9] * 5, VOCABULARY)]
+    found = reading.read_drift(samples, prompts, prepared(senior), prepared(junior))
+    for prompt, sample, read in zip(prompts, samples, found, strict=True):
+        p, q = (
+            log_softmax64(reference_logits(model, prompt.tokens, sample.tokens)[:, :VOCABULARY])
             for model in (senior, junior)
         )
-        for i, token in enumerate(sequence):
-            values = [channel[start + i].item() for channel in found]
-            if i == 0 or not select[start + i]:
-                assert values == [0.0, 0.0, 0.0]
-                continue
-            p, q = own[i - 1], other[i - 1]
-            assert values == pytest.approx([-p[token], -q[token], float(np.exp(p) @ (p - q))], abs=2e-5)
-        start += len(sequence)
+        written = [i for i in range(len(sample.tokens)) if i != 2]  # without the environment's
+        tokens = [sample.tokens[i] for i in written]
+        kl = (np.exp(p) * (p - q)).sum(-1)[written]
+        wanted = -p[written, tokens].mean(), -q[written, tokens].mean(), kl.mean()
+        assert (read.surprisal, read.cross_entropy, read.kl) == pytest.approx(wanted, abs=2e-5)
 
 
 def test_drift_reads_the_solo_texts_as_transformers_would(phase, pair, tokenizer, tmp_path, monkeypatch):

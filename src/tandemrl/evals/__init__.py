@@ -10,7 +10,7 @@ Every phase is the same engine call with another strategy, under one sampling pr
   junior takes over after the first turn.
 - ``legibility``: the junior's mean cross-entropy per token and per byte on what the senior wrote alone, and
   ``acceptance``, the share of its tokens that the junior also draws from the same prefix, sampling and random numbers.
-  Samples that do not say how they were drawn have no acceptance, and a junior of another vocabulary has none.
+  A junior of another vocabulary has none.
 - ``drift``: for the same texts, the senior's own surprisal, the excess of the junior's cross-entropy over it, and the
   exact KL(senior || junior) of the next token, all per token and at temperature 1.
 - ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its
@@ -31,35 +31,21 @@ that makes samples of texts (`Phase`), and a line in ``phases.PHASES``.
 """
 
 from tandemrl.evals.files import EvalResult as EvalResult
-from tandemrl.evals.files import differences as differences
 from tandemrl.evals.files import read_result as read_result
 from tandemrl.evals.files import read_samples as read_samples
-from tandemrl.evals.files import write_result as write_result
 from tandemrl.evals.measures import EvalError as EvalError
 from tandemrl.evals.measures import Sample as Sample
-from tandemrl.evals.measures import accepted as accepted
-from tandemrl.evals.measures import author_runs as author_runs
 from tandemrl.evals.measures import authors_of as authors_of
 from tandemrl.evals.measures import graded as graded
 from tandemrl.evals.measures import is_headline as is_headline
-from tandemrl.evals.measures import legible as legible
 from tandemrl.evals.measures import summarise as summarise
 from tandemrl.evals.phases import PHASES as PHASES
-from tandemrl.evals.protocol import PROFILES as PROFILES
-from tandemrl.evals.protocol import Profile as Profile
 from tandemrl.evals.protocol import generate_samples as generate_samples
 from tandemrl.evals.protocol import grade as grade
 from tandemrl.evals.protocol import profile_of as profile_of
 from tandemrl.evals.protocol import run_of_model as run_of_model
 from tandemrl.evals.protocol import sampling_for as sampling_for
 from tandemrl.evals.protocol import sampling_of_model as sampling_of_model
-from tandemrl.evals.protocol import strategies as strategies
-from tandemrl.evals.protocol import verify as verify
-from tandemrl.evals.reading import divergence as divergence
-from tandemrl.evals.reading import read_drift as read_drift
-from tandemrl.evals.reading import read_legibility as read_legibility
-from tandemrl.evals.remote import Endpoint as Endpoint
-from tandemrl.evals.session import Phase as Phase
-from tandemrl.evals.suite import Progress as Progress
+from tandemrl.evals.session import Endpoint as Endpoint
 from tandemrl.evals.suite import evaluate as evaluate
 from tandemrl.evals.suite import left_out as left_out

@@ -20,13 +20,14 @@ import numpy as np
 from tandemrl.config import difference, load, to_dict
 from tandemrl.config.hints import hint
 from tandemrl.config.plain import flatten
-from tandemrl.evals import PHASES, EvalError, Sample, differences, is_headline, read_result, read_samples
-from tandemrl.evals.files import EVAL_TEXTS
-from tandemrl.evals.measures import is_of, measure_sets, silent_sets
-from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval, standard_error
+from tandemrl.evals.files import EVAL_TEXTS, differences, read_result, read_samples
+from tandemrl.evals.measures import EvalError, Sample, is_headline, is_of, measure_sets, silent_sets
+from tandemrl.evals.phases import PHASES
+from tandemrl.evals.stats import Interval, macro_interval, seed_interval, standard_error
 from tandemrl.files import write_text
 
 Verdict = Literal["A > B", "A < B", "no difference shown"]
+UNDECIDED: Verdict = "no difference shown"
 Values = Mapping[str, Mapping[str, float]]
 """The values of one metric in one evaluation, by set and ``example_id``."""
 InTraining = Literal["held-out", "monitored"]
@@ -146,7 +147,10 @@ def contrast(
     if len(a) != len(b) or not a:
         raise CompareError(f"{phase}, {metric}: {len(a)} seeds of A and {len(b)} of B; give the same, at least one")
     paired = [_pair(f"{phase}, {metric}", *sides) for sides in zip(a, b, strict=True)]
-    per_seed = tuple(paired_bootstrap(*sides, resamples=resamples, seed=seed, level=level) for sides in paired)
+    per_seed = tuple(
+        macro_interval([x - y for x, y in zip(*sides, strict=True)], names, resamples=resamples, seed=seed, level=level)
+        for *sides, names in paired
+    )
     difference = per_seed[0]
     if len(per_seed) > 1:
         errors = [standard_error(each, level=level) for each in per_seed]
@@ -168,7 +172,7 @@ def verdict(difference: Interval) -> Verdict:
     """
     if difference.low > 0:
         return "A > B"
-    return "A < B" if difference.high < 0 else "no difference shown"
+    return "A < B" if difference.high < 0 else UNDECIDED
 
 
 # ------------------------------------------------------------------------------------------------------------- showing
@@ -195,19 +199,19 @@ def good_end(metric: str) -> Literal["higher", "lower"] | None:
     return "lower" if metric.rpartition("/")[2] in _LOWER_IS_BETTER else None
 
 
-def judgement(contrast: Contrast) -> str:
-    """The verdict in words: A is better or worse if the metric has a good end, else higher or lower.
+def judgement(metric: str, difference: Interval) -> str:
+    """What the interval of A - B says of A: better or worse if the metric has a good end, else higher or lower.
 
     Examples:
-        >>> judgement(Contrast("pass-at-k", "truncation_rate", 0.2, 0.1, Interval(0.1, 0.05, 0.15), (), "A > B", 9))
-        'A > B: worse'
+        >>> judgement("truncation_rate", Interval(0.1, 0.05, 0.15)), judgement("length", Interval(-2, -3, -1))
+        ('worse', 'lower')
     """
-    if contrast.verdict == "no difference shown":
-        return contrast.verdict
-    good = good_end(contrast.metric)
+    if verdict(difference) == UNDECIDED:
+        return UNDECIDED
+    good, high = good_end(metric), difference.mean > 0
     if good is None:
-        return contrast.verdict
-    return f"{contrast.verdict}: {'better' if (contrast.verdict == 'A > B') == (good == 'higher') else 'worse'}"
+        return "higher" if high else "lower"
+    return "better" if high == (good == "higher") else "worse"
 
 
 def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B") -> str:
@@ -265,13 +269,15 @@ def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Evaluati
     if not isinstance(source, str | Path):
         return {str(i): _evaluation(Path(place)) for i, place in enumerate(source)}
     place = Path(source)
-    if "seed-*" in place.parts:
-        at = place.parts.index("seed-*")
-        before, after = Path(*place.parts[:at]), Path(*place.parts[at + 1 :])
-        return {seed: _evaluation(before / seed / after) for seed in _seeds(before)}
-    if not _results(place) and (seeds := _seeds(place, or_none=True)):
-        return {seed: _evaluation(place / seed) for seed in seeds}
-    return {"": _evaluation(place)}
+    if "seed-*" not in place.parts and not _results(place) and _seeds(place):
+        place /= "seed-*"
+    if "seed-*" not in place.parts:
+        return {"": _evaluation(place)}
+    at = place.parts.index("seed-*")
+    before, after = Path(*place.parts[:at]), Path(*place.parts[at + 1 :])
+    if not (seeds := _seeds(before)):
+        raise CompareError(f"{before}: no folder seed-N is there")
+    return {seed: _evaluation(before / seed / after) for seed in seeds}
 
 
 def step_of_texts(source: str | Path) -> int:
@@ -280,10 +286,8 @@ def step_of_texts(source: str | Path) -> int:
     return int(file.stem.removeprefix("step_"))
 
 
-def _seeds(folder: Path, *, or_none: bool = False) -> list[str]:
+def _seeds(folder: Path) -> list[str]:
     names = [path.name for path in folder.glob("seed-*") if re.fullmatch(r"seed-\d+", path.name)]
-    if not names and not or_none:
-        raise CompareError(f"{folder}: no folder seed-N is there")
     return sorted(names, key=lambda name: int(name.removeprefix("seed-")))
 
 
@@ -426,7 +430,7 @@ def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, A
     def content(source: str) -> str:
         return digests.get(str(Path(source)), source)
 
-    own = ("model", "digests", "device", "dtype", "engine", "endpoint", "authors", "limit")
+    own = ("model", "digests", "device", "dtype", "engine", "draw", "endpoint", "authors", "limit")
     common = {key: value for key, value in config.items() if key not in own and key not in varied}
     common["eval"] = {key: value for key, value in config["eval"].items() if key not in ("k", "bootstrap")}
     common["data"] = [content(source) for source in config["data"]]

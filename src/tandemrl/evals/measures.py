@@ -9,6 +9,7 @@ import numpy as np
 
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.rewards.calls import OF_K
+from tandemrl.rewards.functions import means_of
 from tandemrl.rewards.scoring import surely_equal
 from tandemrl.rollout.engine import LOST
 from tandemrl.types import Author, Metrics, Response
@@ -232,16 +233,8 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
     if problem[0].transcript is not None:
         rates["turns"] = sum(sample.turns for sample in problem) / n
         counts["out_of_turns"] = sum(sample.stop_reason == "turns" for sample in problem)
-        rates = _means_of([sample.transcript["counts"] for sample in problem if sample.transcript]) | rates
-    return _means_of([sample.parts for sample in problem if sample.parts]) | rates, counts
-
-
-def _means_of(values: Sequence[Mapping[str, float]]) -> Metrics:
-    """The mean of each entry over several mappings. A missing entry counts as 0, that of a reward that gives no score
-    (``NAME/none``) does not count."""
-    names = dict.fromkeys(name for each in values for name in each)
-    having = {name: [each.get(name, 0.0) for each in values if f"{name}/none" not in each] for name in names}
-    return {name: sum(have) / len(have) for name, have in having.items()}
+        rates = means_of([sample.transcript["counts"] for sample in problem if sample.transcript]) | rates
+    return means_of([sample.parts for sample in problem if sample.parts]) | rates, counts
 
 
 def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
@@ -348,17 +341,18 @@ def _measure_set(name: str, samples: Sequence[Sample], measure: Measure, *, vote
     by_arm: dict[str, dict[str, dict[str, float]]] = {}
     totals: dict[str, Metrics] = {}
     for arm, members in arms.items():
-        columns, total = by_arm.setdefault(arm, {}), totals.setdefault(arm, {})
-        for problem, own in members.items():
-            measured, counted = measure(own)
-            for metric, value in measured.items():
-                if votes or not metric.startswith("maj@"):
-                    columns.setdefault(metric, {})[problem] = value
-            for metric, count in counted.items():
-                total[metric] = total.get(metric, 0) + count
-        if not columns:
+        measured = {problem: measure(own) for problem, own in members.items()}
+        names = dict.fromkeys(metric for found, _ in measured.values() for metric in found)
+        by_arm[arm] = {
+            metric: {problem: found[metric] for problem, (found, _) in measured.items() if metric in found}
+            for metric in names
+            if votes or not metric.startswith("maj@")
+        }
+        if not names:
             what = f"none of its {len(members)} problems could be measured"
             raise EvalError(f"set {name}: {what} (texts empty or too long)")
+        of_problems = [counted for _, counted in measured.values()]
+        totals[arm] = {metric: sum(each[metric] for each in of_problems) for metric in of_problems[0]}
     first = next(iter(by_arm))
     rates = {
         metric: {problem: float(np.mean([by_arm[arm][metric][problem] for arm in arms])) for problem in column}

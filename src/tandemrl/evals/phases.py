@@ -1,14 +1,50 @@
 """The phases of an evaluation: for each, what it needs and what it makes of its texts (see `Phase`)."""
 
-import warnings
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.reading import read_drift, read_legibility
-from tandemrl.evals.session import Phase, Texts
-from tandemrl.models.sampling import DRAW
+from tandemrl.evals.session import Session
+from tandemrl.types import Metrics
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase of an evaluation needs, and what it says of texts. A new one is a function and a line of `PHASES`.
+
+    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
+    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
+    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
+    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
+    must share theirs, if the junior is loaded at all.
+    """
+
+    name: str
+    read: Callable[["Texts"], list[Sample]]
+    measure: Callable[..., tuple[Metrics, Metrics]]
+    junior: bool = True
+    both: bool = False
+    by_junior: bool = False
+    of_solo: bool = False
+    judge: bool = False
+    graded: bool = True
+    one_vocabulary: bool = False
+
+
+@dataclass
+class Texts:
+    """The texts that a phase reads. read: called with the number of texts that a model has read. counters: what the
+    result counts beside its measures."""
+
+    session: Session
+    samples: list[Sample]
+    prompts: Sequence[Prompt]
+    read: Callable[[int], None]
+    counters: Metrics
 
 
 def scored(texts: Texts) -> list[Sample]:
@@ -26,18 +62,12 @@ def verified(texts: Texts) -> list[Sample]:
 
 def read_by_junior(texts: Texts) -> list[Sample]:
     """The senior's texts as the junior reads them."""
-    session, reader, known = texts.session, texts.session.reader, texts.draw == DRAW
-    if not known and reader is None:
-        warnings.warn(
-            "legibility has no acceptance: pass-at-k.json does not say that its tokens were drawn as they are now "
-            "(seeds.draw); delete both results and run the phases again to have it",
-            stacklevel=5,
-        )
+    session, reader = texts.session, texts.session.reader
     return read_legibility(
         texts.samples,
         texts.prompts,
         session.load(session.junior),
-        sampling=session.profile.sampling if known else None,
+        sampling=session.profile.sampling,
         vocabulary=session.vocabulary if reader is None else None,
         reader=reader,
         **_reading(texts),
@@ -67,6 +97,7 @@ def _reading(texts: Texts) -> dict[str, Any]:
     return {"context": context and context + session.observation_tokens, "progress": texts.read}
 
 
+# What the senior writes alone (``protocol.strategies``), graded: every phase that is ``of_solo`` reads these texts.
 _SOLO = Phase("pass-at-k", scored, graded, junior=False)
 PHASES = {
     phase.name: phase

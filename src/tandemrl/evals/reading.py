@@ -2,13 +2,13 @@
 often the junior would have drawn the senior's token."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,26 +34,8 @@ TOKENS = 8192
 """How many tokens are read at once, unless a text has more."""
 UNLIKELY = 0.01
 """A token to which the junior gives less than this probability counts as unlikely."""
-
-
-class Divergence(NamedTuple):
-    """Values per token of some texts, in nats.
-
-    They are: surprisal, which is -log senior(token); cross_entropy, which is -log junior(token); and
-    KL(senior || junior) of the distributions of the token, over the whole vocabulary.
-    """
-
-    surprisal: Float[Tensor, " t"]
-    cross_entropy: Float[Tensor, " t"]
-    kl: Float[Tensor, " t"]
-
-
-class Legibility(NamedTuple):
-    """Values per token of some texts: cross_entropy, which is -log junior(token) in nats, and accepted, whether the
-    junior draws the token, too."""
-
-    cross_entropy: Float[Tensor, " t"]
-    accepted: Bool[Tensor, " t"]
+Channels = tuple[Tensor, ...]
+"""Values of the authors' tokens of some texts, in nats or as truth."""
 
 
 class TextReader(NamedTuple):
@@ -124,19 +106,19 @@ def read_legibility(
         raise EvalError("acceptance under penalties is not known: what they count is not read; give sampling=None")
     drawn = None if reader is not None else sampling
 
-    def values(batch: Batch, texts: Sequence[Rollout]) -> Legibility:
-        keys = None if drawn is None else _token_keys(texts)
-        return legibility(junior, batch, keys=keys, sampling=drawn or Sampling(), vocabulary=vocabulary)
+    def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, keys: Tensor) -> Channels:
+        channels = (_surprisal(logits[0].log_softmax(-1), tokens),)
+        return channels if drawn is None else (*channels, _drawn(logits[0][:, :vocabulary], keys, drawn) == tokens)
 
-    def read(sample: Sample, cross_entropy: np.ndarray, accepted: np.ndarray) -> Sample:
-        return sample._replace(
-            cross_entropy=_mean(cross_entropy),
-            cross_entropy_per_byte=float(cross_entropy.sum(dtype=np.float64))
-            / max(1, len(sample.response.plain.encode())),
-            acceptance=None if drawn is None else _mean(accepted),
-        )
+    def read(sample: Sample, cross_entropy: np.ndarray, accepted: np.ndarray | None = None) -> dict[str, float | None]:
+        size = max(1, len(sample.response.plain.encode()))
+        return {
+            "cross_entropy": _mean(cross_entropy),
+            "cross_entropy_per_byte": float(cross_entropy.sum(dtype=np.float64)) / size,
+            "acceptance": None if accepted is None else _mean(accepted),
+        }
 
-    return _read(samples, readable(samples, prompts, [junior], context, reader), junior, values, read, progress)
+    return _read(samples, readable(samples, prompts, [junior], context, reader), [junior], values, read, progress)
 
 
 def read_drift(
@@ -153,66 +135,21 @@ def read_drift(
     Both models are at temperature 1. Texts are read as in ``read_legibility``, which gives the same ``cross_entropy``.
     """
 
-    def values(batch: Batch, texts: Sequence[Rollout]) -> Divergence:
-        return divergence(senior, junior, batch, select=batch.author >= 0)
-
-    def read(sample: Sample, surprisal: np.ndarray, cross_entropy: np.ndarray, kl: np.ndarray) -> Sample:
-        return sample._replace(
-            surprisal=_mean(surprisal),
-            cross_entropy=_mean(cross_entropy),
-            kl=_mean(kl),
-            unlikely_rate=float(np.mean(cross_entropy > -math.log(UNLIKELY))),
-        )
-
-    return _read(samples, readable(samples, prompts, [senior, junior], context), senior, values, read, progress)
-
-
-@torch.no_grad()
-def legibility(
-    junior: PreTrainedModel,
-    batch: Batch,
-    *,
-    keys: Int64[Tensor, " i"] | None,
-    sampling: Sampling,
-    vocabulary: int | None = None,
-) -> Legibility:
-    """The junior's cross-entropy and draws at the authors' tokens of a batch; 0 at other tokens.
-
-    Args:
-        keys: the keys of the draws of the authors' tokens, in order (see ``draws.fold_in``). None draws nothing.
-        sampling: see ``read_legibility``.
-        vocabulary: see ``read_legibility``.
-    """
-    index = (batch.author >= 0).nonzero().squeeze(1)
-    device = batch.tokens.device
-    out = Legibility(torch.zeros(len(batch.tokens), device=device), torch.zeros_like(batch.tokens, dtype=torch.bool))
-    for rows, (logits,) in _logits([junior], batch, index):
-        tokens, logprobs = index[rows], logits.log_softmax(-1)
-        written = batch.tokens[tokens]
-        out.cross_entropy[tokens] = -logprobs.gather(1, written[:, None]).squeeze(1)
-        if keys is not None:
-            out.accepted[tokens] = _drawn(logits[:, :vocabulary], keys.to(device)[rows], sampling) == written
-    return out
-
-
-@torch.no_grad()
-def divergence(
-    senior: PreTrainedModel, junior: PreTrainedModel, batch: Batch, *, select: Bool[Tensor, " t"]
-) -> Divergence:
-    """The divergence at the selected tokens, at temperature 1; 0.0 at other tokens and at the first of a sequence.
-
-    Both models must be on one device. If they have different numbers of logits, the distributions are over the ids that
-    both have.
-    """
-    index = (select & (batch.positions > 0)).nonzero().squeeze(1)
-    out = Divergence(*torch.zeros(3, len(batch.tokens), device=batch.tokens.device))
-    for rows, logits in _logits([senior, junior], batch, index):
-        tokens = index[rows]
+    def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, keys: Tensor) -> Channels:
         own, other = (each.log_softmax(-1) for each in logits)
-        for channel, logprobs in ((out.surprisal, own), (out.cross_entropy, other)):
-            channel[tokens] = -logprobs.gather(1, batch.tokens[tokens, None]).squeeze(1)
-        out.kl[tokens] = (own.exp() * (own - other)).sum(-1).clamp(min=0.0)  # below 0 by rounding only
-    return out
+        kl = (own.exp() * (own - other)).sum(-1).clamp(min=0.0)  # below 0 by rounding only
+        return _surprisal(own, tokens), _surprisal(other, tokens), kl
+
+    def read(_: Sample, surprisal: np.ndarray, cross_entropy: np.ndarray, kl: np.ndarray) -> dict[str, float]:
+        return {
+            "surprisal": _mean(surprisal),
+            "cross_entropy": _mean(cross_entropy),
+            "kl": _mean(kl),
+            "unlikely_rate": float(np.mean(cross_entropy > -math.log(UNLIKELY))),
+        }
+
+    models = [senior, junior]
+    return _read(samples, readable(samples, prompts, models, context), models, values, read, progress)
 
 
 def readable(
@@ -241,56 +178,51 @@ def readable(
             text = [token for tokens, _ in pieces for token in tokens]
             author = np.repeat([who for _, who in pieces], [len(tokens) for tokens, _ in pieces])
         if (author >= 0).any() and len(prompt) + len(text) <= longest:
-            texts[i] = Rollout(
-                example_id=sample.example_id,
-                group=sample.problem,
-                index=sample.sample,
-                key=sample.key,
-                tokens=np.array([*prompt, *text], dtype=np.int64),
-                author=np.concatenate([np.full(len(prompt), Author.CONTEXT), author]),
-                behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
-                reward=0.0,
-                reward_parts={},
-            )
+            tokens, whole = np.array([*prompt, *text]), np.pad(author, (len(prompt), 0), constant_values=Author.CONTEXT)
+            unknown = np.zeros(len(tokens))
+            place = sample.example_id, sample.problem, sample.sample, sample.key
+            texts[i] = Rollout(*place, tokens, whole, unknown, reward=0.0)
     return texts
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def _read(
     samples: Sequence[Sample],
     texts: Mapping[int, Rollout],
-    model: PreTrainedModel,
-    values: Callable[[Batch, Sequence[Rollout]], Iterable[Tensor]],
-    read: Callable[..., Sample],
+    models: Sequence[PreTrainedModel],
+    values: Callable[[Sequence[Tensor], Tensor, Tensor], Channels],
+    read: Callable[..., Mapping[str, float | None]],
     progress: Callable[[int], None] | None,
 ) -> list[Sample]:
-    """The samples, of which ``read`` makes others for what ``values`` says of the authors' tokens of their texts.
+    """The samples, each with what ``read`` says of the ``values`` at the authors' tokens of its text, which the models
+    (on one device) predict by their logits, over the ids that all of them have.
 
     The texts of a problem stay together where they fit, since their prompt is computed once in a micro-batch.
     """
-    out, device = list(samples), next(model.parameters()).device
+    out, device = list(samples), next(models[0].parameters()).device
     positions, rollouts = [*texts], [*texts.values()]
     lengths = [len(text.tokens) for text in rollouts]
     groups = [text.group for text in rollouts]
     for rows in micro_batches(lengths, max(TOKENS, *lengths, 1), groups=groups):
         some = [rollouts[row] for row in rows]
-        batch = pack(some, device)
-        columns = (_by_text(channel, batch) for channel in values(batch, some))
-        for row, own in zip(rows, zip(*columns, strict=True), strict=True):
+        batch, own = pack(some, device), [int((text.author >= 0).sum()) for text in some]
+        index = (batch.author >= 0).nonzero().squeeze(1)
+        keys, tokens = _token_keys(some, own).to(device), batch.tokens[index]
+        chunks = [values(logits, tokens[part], keys[part]) for part, logits in _logits(models, batch, index)]
+        channels = [torch.cat(each).cpu().split(own) for each in zip(*chunks, strict=True)]
+        for row, of_text in zip(rows, zip(*channels, strict=True), strict=True):
             i = positions[row]
-            out[i] = read(out[i], *own)
+            out[i] = out[i]._replace(**read(out[i], *(channel.numpy() for channel in of_text)))
         if progress is not None:
             progress(len(rows))
     return out
 
 
-def _by_text(channel: Float[Tensor, " t"] | Bool[Tensor, " t"], batch: Batch) -> list[np.ndarray]:
-    """The values of the response tokens of each sequence."""
-    lengths = batch.lengths.cpu().tolist()
-    split = zip(channel.cpu().split(lengths), (batch.author >= 0).cpu().split(lengths), strict=True)
-    return [sequence[mask].numpy() for sequence, mask in split]
+def _surprisal(logprobs: Float[Tensor, "c v"], tokens: Int64[Tensor, " c"]) -> Float[Tensor, " c"]:
+    return -logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -324,12 +256,11 @@ def _logits(
         )
 
 
-def _token_keys(texts: Sequence[Rollout]) -> Int64[Tensor, " i"]:
-    """The keys of the draws of all own tokens, text by text.
+def _token_keys(texts: Sequence[Rollout], own: Sequence[int]) -> Int64[Tensor, " i"]:
+    """The keys of the draws of all own tokens, text by text, of which each has ``own``.
 
     Counters continue from turn to turn, and tokens of the environment have none.
     """
-    own = [int((text.author >= 0).sum()) for text in texts]
     streams = stream(torch.tensor([text.key for text in texts], dtype=torch.int64), SAMPLING)
     return fold_in(streams.repeat_interleave(torch.tensor(own)), torch.cat([torch.arange(count) for count in own]))
 

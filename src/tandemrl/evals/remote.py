@@ -5,21 +5,22 @@ The limit on its tokens is applied to the endpoint's own counts, that on the env
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tandemrl.config import Config, RolloutConfig
+from tandemrl.config import RolloutConfig
 from tandemrl.data.messages import Message, sound
-from tandemrl.data.rows import RENDERED, Prompt, Row, with_suffix
+from tandemrl.data.rows import RENDERED, Row, with_suffix
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.measures import EvalError, Sample, group_of
 from tandemrl.evals.protocol import Profile, same_problems
+from tandemrl.evals.session import Session
 from tandemrl.processes.calls import Caller
-from tandemrl.processes.http import Client, Response, RetryableError, Service, chat_message, excerpt
+from tandemrl.processes.http import Response, RetryableError, chat_message, excerpt
 from tandemrl.rollout.engine import StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes
@@ -29,68 +30,24 @@ from tandemrl.selection.draws import request_key
 
 CHARS_PER_TOKEN = 4
 """A rough estimate, since there is no tokenizer."""
-CONCURRENCY = 16
-"""How many requests run at once."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """The endpoint of a model.
-
-    model: its name there; None means the first one that the endpoint lists. api_key_env: the environment variable with
-    the key; None sends no key. The other fields are time-outs and retries, see `http.Service`.
-    """
-
-    url: str
-    model: str | None = None
-    api_key_env: str | None = None
-    timeout_s: float = 120.0
-    retries: int = 3
-    backoff_s: float = 1.0
-
-    def client(self) -> Client:
-        """The HTTP client for this endpoint.
-
-        Raises:
-            EvalError: ``api_key_env`` is not set.
-        """
-        patience = (self.timeout_s, self.retries, self.backoff_s, CONCURRENCY)
-        return Client(Service("Endpoint", "vllm serve MODEL", EvalError, self.url, self.api_key_env, *patience))
-
-    def served(self) -> str:
-        """The name of the model.
-
-        Raises:
-            EvalError: the endpoint is down, or serves other models.
-        """
-        with closing(self.client()) as client:
-            return client.model(self.model)
-
-
-def play(
-    endpoint: Endpoint,
-    model: str,
-    rows: Sequence[Row],
-    config: Config,
-    *,
-    profile: Profile,
-    environment: Environment,
-    caller: Caller,
-    progress: Callable[[int], None],
-) -> list[Sample]:
+def play(session: Session, *, progress: Callable[[int], None]) -> list[Sample]:
     """Run ``eval.samples`` episodes of every row, in the order of the rows, all of them turn by turn.
 
     Args:
-        caller: runs the environment; it is closed at the end.
         progress: called with the number of new tokens.
 
     Raises:
         EvalError: the endpoint fails or gives no usable reply, or a row has a rendered prompt instead of messages.
         EngineError: the environment is broken.
     """
-    count, remote = config.eval.samples, _Remote(environment, config.rollout, caller)
-    keys = [request_key(config.eval.seed, 0, problem, i) for problem in range(len(rows)) for i in range(count)]
-    episodes = [_Episode(number, rows[number // count], key) for number, key in enumerate(keys)]
+    config, profile, (prompts, _) = session.config, session.profile, session.prompts
+    assert session.remote is not None
+    assert session.environment is not None  # refused in evaluate
+    count, remote = config.eval.samples, _Remote(session.environment, config.rollout, session.caller)
+    keys = [request_key(config.eval.seed, 0, problem, i) for problem in range(len(prompts)) for i in range(count)]
+    episodes = [_Episode(number, prompts[number // count].row, key) for number, key in enumerate(keys)]
     for episode in episodes:
         if episode.row.extra_info.get(RENDERED):
             raise EvalError(f"row {episode.row.example_id}: its prompt is rendered, and an endpoint takes messages")
@@ -99,9 +56,9 @@ def play(
         if episode.conversation[-1]["role"] == "assistant":
             raise EvalError(f"row {episode.row.example_id}: its prompt ends in a begun answer; endpoints do not go on")
     table, left = Episodes(remote), episodes
-    with closing(endpoint.client()) as client, remote:
+    with closing(session.remote.client()) as client, remote:
         while left:
-            bodies = [_body(each, model, remote, profile, config.data.template_arguments) for each in left]
+            bodies = [_body(each, session.model, remote, profile, config.data.template_arguments) for each in left]
             said = client.post_all("/chat/completions", bodies, _said)
             for episode, each in zip(left, said, strict=True):
                 remote.written[episode.number] = episode.hear(each, remote)
@@ -116,7 +73,7 @@ def play(
                     own = reply.stop_reason
                     episode.stop_reason = own or episode.limit(bool(reply.context), remote, profile.sampling.max_tokens)
             left = [episode for episode in left if episode.stop_reason is None]
-    same = same_problems([Prompt(row, ()) for row in rows], episodes=True)
+    same = same_problems(prompts, episodes=True)
     return [_sample(episode, count, table, same[episode.number // count]) for episode in episodes]
 
 
@@ -135,19 +92,21 @@ class _Said(NamedTuple):
 def _body(
     episode: "_Episode", model: str, remote: "_Remote", profile: Profile, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    sampling = profile.sampling
+    sampling, left = profile.sampling, profile.sampling.max_tokens - episode.tokens
     own = {name: value for name, value in arguments.items() if value is not None}
-    left = sampling.max_tokens - episode.tokens
+    optional = {
+        "tools": remote.tools or None,
+        "chat_template_kwargs": None if arguments == DEFAULT_ARGUMENTS else own or None,
+        "top_k": sampling.top_k or None,
+        "seed": (episode.key + len(episode.said)) % 2**31 if sampling.temperature > 0 else None,
+    }
     return {
         "model": model,
         "messages": episode.conversation,
-        **({"tools": remote.tools} if remote.tools else {}),
-        **({} if arguments == DEFAULT_ARGUMENTS or not own else {"chat_template_kwargs": own}),
         "max_completion_tokens": min(left, remote.turn_tokens or left),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        **({"top_k": sampling.top_k} if sampling.top_k else {}),
-        **({"seed": (episode.key + len(episode.said)) % 2**31} if sampling.temperature > 0 else {}),
+        **{name: value for name, value in optional.items() if value is not None},
     }
 
 
@@ -204,25 +163,18 @@ class _Episode:
     def hear(self, said: _Said, remote: "_Remote") -> Message:
         """Add a turn of the model to the conversation, and return it as the environment gets it."""
         self.said.append(said)
-        content, calls, found = said.content, self._with_ids(said.calls), dict[str, list[Any]]()
+        content, calls = said.content, said.calls
         if calls:
-            checked = [checked_turn({"tool_calls": [_parsed(call)]}, remote.schemas) for call in calls]
-            for key in ("tool_calls", "invalid_calls"):
-                found[key] = [one for each in checked for one in each.get(key, ())]
-            ordered = sorted(zip(calls, checked, strict=True), key=lambda pair: "invalid_calls" in pair[1])
-            self.calls = [call["id"] for call, _ in ordered]
+            read = checked_turn({"tool_calls": [*map(_parsed, calls)]}, remote.schemas)
         else:  # an endpoint without a parser of calls: they are in the text
             read = parse_turn(content, remote.schemas)
-            found = {key: read[key] for key in ("tool_calls", "invalid_calls") if key in read}
-            if found and "invalid_calls" not in found:
-                content, calls = read["content"], self._with_ids(map(_call, read["tool_calls"]))
-            self.calls = [call["id"] for call in calls]  # one that cannot be read has no id: all are answered in words
+            if "tool_calls" in read and "invalid_calls" not in read:
+                content, calls = read["content"], [*map(_call, read["tool_calls"])]
+        calls = [{**call, "id": call["id"] or f"call_{len(self.said)}_{i}"} for i, call in enumerate(calls)]
+        self.calls = [call["id"] for call in calls]  # one that cannot be read has no id: all are answered in words
         self.conversation.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
-        return {"role": "assistant", "content": content, **{key: each for key, each in found.items() if each}}
-
-    def _with_ids(self, calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The calls, those without an id under one that no other has."""
-        return [{**call, "id": call["id"] or f"call_{len(self.said)}_{i}"} for i, call in enumerate(calls)]
+        found = {key: read[key] for key in ("tool_calls", "invalid_calls", "invalid_after") if key in read}
+        return {"role": "assistant", "content": content, **found}
 
     def answer(self, messages: Sequence[Message]) -> None:
         """Add the environment's answers to the conversation, that of each call under the call's id.

@@ -1,10 +1,11 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,12 +16,13 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests
-from tandemrl.evals.measures import Sample
+from tandemrl.evals.measures import EvalError
 from tandemrl.evals.protocol import Profile, draws_turns, profile_of
 from tandemrl.evals.reading import TextReader
-from tandemrl.evals.remote import Endpoint
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
+from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import Caller, ThreadCalls
+from tandemrl.processes.http import Client, Service
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.protocol import Judges
 from tandemrl.rewards.routing import Kind
@@ -35,8 +37,12 @@ from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
-from tandemrl.types import Metrics
 
+if TYPE_CHECKING:
+    from tandemrl.evals.phases import Phase
+
+CONCURRENCY = 16
+"""How many requests to an endpoint run at once."""
 _TRAINING_ONLY = ("train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 _OF_EPISODES = (
@@ -45,39 +51,37 @@ _OF_EPISODES = (
 
 
 @dataclass(frozen=True)
-class Phase:
-    """What a phase of an evaluation needs, and what it says of texts. A new one is a file and a line of `PHASES`.
+class Endpoint:
+    """The endpoint of a model.
 
-    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
-    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
-    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
-    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all.
+    model: its name there; None means the first one that the endpoint lists. api_key_env: the environment variable with
+    the key; None sends no key. The other fields are time-outs and retries, see `http.Service`.
     """
 
-    name: str
-    read: Callable[["Texts"], list[Sample]]
-    measure: Callable[..., tuple[Metrics, Metrics]]
-    junior: bool = True
-    both: bool = False
-    by_junior: bool = False
-    of_solo: bool = False
-    judge: bool = False
-    graded: bool = True
-    one_vocabulary: bool = False
+    url: str
+    model: str | None = None
+    api_key_env: str | None = None
+    timeout_s: float = 120.0
+    retries: int = 3
+    backoff_s: float = 1.0
 
+    def client(self) -> Client:
+        """The HTTP client for this endpoint.
 
-@dataclass
-class Texts:
-    """The texts that a phase reads. draw: how they were drawn (``sampling.DRAW``), if it is known. read: called with
-    the number of texts that a model has read. counters: what the result counts beside its measures."""
+        Raises:
+            EvalError: ``api_key_env`` is not set.
+        """
+        patience = (self.timeout_s, self.retries, self.backoff_s, CONCURRENCY)
+        return Client(Service("Endpoint", "vllm serve MODEL", EvalError, self.url, self.api_key_env, *patience))
 
-    session: "Session"
-    samples: list[Sample]
-    prompts: Sequence[Prompt]
-    draw: int | None
-    read: Callable[[int], None]
-    counters: Metrics
+    def served(self) -> str:
+        """The name of the model.
+
+        Raises:
+            EvalError: the endpoint is down, or serves other models.
+        """
+        with closing(self.client()) as client:
+            return client.model(self.model)
 
 
 class Session:
@@ -86,8 +90,8 @@ class Session:
     def __init__(
         self,
         config: Config,
-        model: str | Endpoint,
-        phases: Sequence[Phase],
+        model: str | Path | Endpoint,
+        phases: "Sequence[Phase]",
         *,
         limit: int | None = None,
         stated: Collection[str] | None = None,
@@ -96,7 +100,7 @@ class Session:
         """The arguments are those of ``evaluate``. The junior is used only if one of the phases needs it."""
         self.config, self.limit = config, limit
         self.remote = model if isinstance(model, Endpoint) else None
-        self.model = model.served() if isinstance(model, Endpoint) else model
+        self.model = model.served() if isinstance(model, Endpoint) else str(model)
         self._stated, self._environment = stated, environment
         self.has_episodes = config.has_episodes or environment is not None
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
@@ -108,7 +112,7 @@ class Session:
         self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
 
-    def of_junior(self, phase: Phase) -> "Session":
+    def of_junior(self, phase: "Phase") -> "Session":
         """A session in which the junior is the model that generates alone, with its own tokenizer and template."""
         assert self.junior is not None  # refused in evaluate
         alone = Session(
@@ -132,7 +136,10 @@ class Session:
         """Everything that the texts of the senior alone depend on, under the names of the result files."""
         config, arguments = self.config, self.config.data.template_arguments
         reward = {name: value for name, value in asdict(config.reward).items() if name != "workers"}
-        remote = {} if self.remote is None else {"endpoint": self.remote.url, "authors": "unknown"}
+        if self.remote is None:
+            author = {"engine": config.rollout.engine, "draw": DRAW}
+        else:
+            author = {"engine": "endpoint", "endpoint": self.remote.url, "authors": "unknown"}
         return plain(
             {
                 "model": self.model,
@@ -147,13 +154,12 @@ class Session:
                 "max_prompt_tokens": config.data.max_prompt_tokens,
                 **({} if arguments == DEFAULT_ARGUMENTS else {"template_arguments": arguments}),
                 "limit": self.limit,
-                "engine": "endpoint" if remote else config.rollout.engine,
                 "digests": self._digests_of(self.model, *config.data.eval),
-                **remote,
+                **author,
             }
         )
 
-    def identity(self, phase: Phase) -> dict[str, Any]:
+    def identity(self, phase: "Phase") -> dict[str, Any]:
         """Everything that the result of a phase depends on. A result with another identity is another result."""
         config, identity = self.config, dict(self.solo_identity)
         if phase.junior:
@@ -212,17 +218,15 @@ class Session:
         one = self.junior_tokenizer is None and self.endpoint is None
         return stored_eos_token_ids(self.model, self.tokenizer, self.junior if one else None)
 
-    def refusal(self, phase: Phase) -> str | None:
+    def refusal(self, phase: "Phase") -> str | None:
         """Why a junior with a vocabulary of its own cannot take part in a phase, and what would; None if it can."""
         if not phase.junior or self.junior_tokenizer is None:
             return None
         rollout, other = self.config.rollout, f"the junior {self.junior} has another vocabulary than the senior"
         fix = "or a junior of the senior's tokenizer family"
         if self.endpoint is not None:
-            other, fix = (
-                f"the junior {self.junior} is behind an endpoint",
-                "or load it (model.junior_endpoint.url=null)",
-            )
+            other = f"the junior {self.junior} is behind an endpoint"
+            fix = "or load it (model.junior_endpoint.url=null)"
         if phase.both and rollout.draft_tokens != 0:
             return f"needs rollout.draft_tokens=0, since {other}; {fix}"
         if phase.both and not rollout.kind.apart:
@@ -320,7 +324,7 @@ class Session:
         paths = [path for path in (self.model, self.junior) if path is not None]
         return min(AutoConfig.from_pretrained(path).get_text_config().vocab_size for path in paths)
 
-    def engine(self, phase: Phase) -> Engine:
+    def engine(self, phase: "Phase") -> Engine:
         """The engine that writes the texts of a phase.
 
         An engine in a process of its own is the same for all phases, and has the junior if any of them needs it.

@@ -122,16 +122,14 @@ def macro_interval(
         raise ValueError("a bootstrap interval needs sets of at least one problem each, with finite values")
     rng = np.random.default_rng(seed)
     draws = np.zeros(resamples)
-    for values in _strata(sets, names):
+    for values in _strata(sets, names or [[f"{i}/{j}" for j in range(values.size)] for i, values in enumerate(sets)]):
         draws += values[rng.integers(values.size, size=(resamples, values.size))].mean(axis=1)
     low, high = np.quantile(draws / len(sets), [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(np.mean([values.mean() for values in sets])), float(low), float(high))
 
 
-def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]] | None) -> list[np.ndarray]:
+def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]]) -> list[np.ndarray]:
     """For the problems of each combination of sets, what each adds to the sum of the set means, times their number."""
-    if names is None:
-        return [*sets]
     homes: dict[str, dict[int, float]] = {}
     for i, (values, own) in enumerate(zip(sets, names, strict=True)):
         for name, value in zip(own, values, strict=True):
@@ -143,26 +141,6 @@ def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]] | None) -
         np.array([sum(value * (len(members) / sets[i].size) for i, value in each.items()) for each in members])
         for members in strata.values()
     ]
-
-
-def paired_bootstrap(
-    a: Sequence[np.ndarray],
-    b: Sequence[np.ndarray],
-    names: Sequence[Sequence[str]] | None = None,
-    *,
-    resamples: int,
-    seed: int,
-    level: float = 0.95,
-) -> Interval:
-    """The ``macro_interval`` of ``a - b``.
-
-    Entry i of a set is the same problem on both sides, and the two are resampled together.
-
-    Raises:
-        ValueError: ``a`` and ``b`` differ in their sets or shapes, or an error of ``macro_interval``.
-    """
-    differences = [np.subtract(x, y, dtype=np.float64) for x, y in zip(a, b, strict=True)]
-    return macro_interval(differences, names, resamples=resamples, seed=seed, level=level)
 
 
 def standard_error(interval: Interval, *, level: float = 0.95) -> float:

@@ -12,11 +12,10 @@ import torch
 from tandemrl.config import Config, warn_of_reward_function
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
-from tandemrl.evals.phases import PHASES
-from tandemrl.evals.protocol import check_k, generate_samples, sampling_for, strategies
-from tandemrl.evals.remote import Endpoint, play
-from tandemrl.evals.session import Phase, Session, Texts
-from tandemrl.models.sampling import DRAW
+from tandemrl.evals.phases import PHASES, Phase, Texts
+from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
+from tandemrl.evals.remote import play
+from tandemrl.evals.session import Endpoint, Session
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.types import Metrics
@@ -94,18 +93,18 @@ def evaluate(
             raise EvalError(f"phase {name} {reasons[name]}")
     if out.suffix == ".json" and len(names) != 1:
         raise EvalError(f"{out} is one file for {len(names)} phases; give a folder")
-    check_k(config.eval.k, config.eval.samples)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     chosen = [PHASES[name] for name in names]
-    source = model if isinstance(model, Endpoint) else str(model)
-    session = Session(config, source, chosen, limit=limit, stated=stated, environment=environment)
+    session = Session(config, model, chosen, limit=limit, stated=stated, environment=environment)
     with closing(session):
         refused = {phase.name: reason for phase in chosen if (reason := session.refusal(phase)) is not None}
         if phases is not None and refused:
             raise EvalError("phase {} {}".format(*next(iter(refused.items()))))
         return {
-            phase.name: _run(phase, session, out, progress or _silent) for phase in chosen if phase.name not in refused
+            phase.name: _run(phase, session, out, progress or (lambda *_: None))
+            for phase in chosen
+            if phase.name not in refused
         }
 
 
@@ -141,7 +140,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     prompts, dropped = session.prompts
     if phase.graded:
         session.check_rewards()
-    samples, draw = _solo_texts(file.with_name("pass-at-k.json"), session) if phase.of_solo else (None, DRAW)
+    samples = _solo_texts(file.with_name("pass-at-k.json"), session) if phase.of_solo else None
     if samples is None:
         samples = _write(phase, session, progress)
     counters: Metrics = {"prompts_dropped": dropped}
@@ -151,34 +150,21 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         counters["failed"] = ends.count("failed")
     if phase.of_solo:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
-    texts = Texts(session, samples, prompts, draw, _meter(progress, f"{phase.name}: texts", len(samples)), counters)
+    texts = Texts(session, samples, prompts, _meter(progress, f"{phase.name}: texts", len(samples)), counters)
     samples = phase.read(texts)
     measure = partial(phase.measure, k=settings.k)
     metrics = summarise(samples, measure, bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"] |= counters
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
-    if draw is not None and session.remote is None:
-        seeds["draw"] = draw
     return write_result(file, phase.name, identity, EvalResult(metrics, samples), seeds=seeds)
 
 
 def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
     """The texts of a phase: one call of the engine for each of its arms."""
-    config, (prompts, _), profile = session.config, session.prompts, session.profile
-    what = f"{phase.name}: tokens"
+    config, (prompts, _), what = session.config, session.prompts, f"{phase.name}: tokens"
     if session.remote is not None:
-        most = len(prompts) * config.eval.samples * profile.sampling.max_tokens
-        assert session.environment is not None  # refused in evaluate
-        return play(
-            session.remote,
-            session.model,
-            [prompt.row for prompt in prompts],
-            config,
-            profile=profile,
-            environment=session.environment,
-            caller=session.caller,
-            progress=_meter(progress, what, most),
-        )
+        most = len(prompts) * config.eval.samples * session.profile.sampling.max_tokens
+        return play(session, progress=_meter(progress, what, most))
     engine = session.engine(phase)
     arms = strategies(
         phase.name,
@@ -188,13 +174,14 @@ def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
         episodes=session.has_episodes,
         by_text=session.junior_tokenizer is not None,
     )
-    most = len(arms) * config.eval.samples * sum(sampling_for(profile, prompt).max_tokens for prompt in prompts)
+    most = sum(sampling_for(session.profile, prompt).max_tokens for prompt in prompts)
+    most *= len(arms) * config.eval.samples
     samples = generate_samples(
         arms,
         engine=engine,
         tokenizer=session.tokenizer,
         prompts=prompts,
-        profile=profile,
+        profile=session.profile,
         samples=config.eval.samples,
         seed=config.eval.seed,
         episode_runner=session.episode_runner,
@@ -204,16 +191,15 @@ def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
     return samples
 
 
-def _solo_texts(file: Path, session: Session) -> tuple[list[Sample] | None, int | None]:
-    """The samples of the pass-at-k phase, if it was run with this configuration, with or without a judge, and how they
-    were drawn (``sampling.DRAW``), if it is known."""
+def _solo_texts(file: Path, session: Session) -> list[Sample] | None:
+    """The samples of the pass-at-k phase, if it was run with this configuration, with or without a judge."""
     stored = read_result(file) if file.exists() else None
     if stored is not None and stored["phase"] == "pass-at-k":
         samples = file.with_name(stored["samples"])
         config = {key: value for key, value in stored["config"].items() if key != "judge"}
         if config == session.solo_identity and samples.exists():
-            return read_samples(samples), stored["seeds"].get("draw")
-    return None, DRAW
+            return read_samples(samples)
+    return None
 
 
 def _meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:
@@ -226,7 +212,3 @@ def _meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:
         progress(what, done, total)
 
     return advance
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    pass
