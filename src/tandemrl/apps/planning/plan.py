@@ -93,13 +93,12 @@ class Plan(NamedTuple):
     @property
     def peaks(self) -> dict[str, int]:
         """The most bytes that are needed at once, by device."""
+
+        def needed(where: str, phase: Phase) -> int:
+            return sum(i.size for i in self.items if i.where == where and i.phase in (ALWAYS, phase))
+
         devices = dict.fromkeys(item.where for item in self.items if item.where != HOST)
-        needed = {
-            (where, phase): sum(i.size for i in self.items if i.where == where and i.phase in (ALWAYS, phase))
-            for where in devices
-            for phase in (ROLLOUT, UPDATE)
-        }
-        return {where: max(needed[where, ROLLOUT], needed[where, UPDATE]) for where in devices}
+        return {where: max(needed(where, ROLLOUT), needed(where, UPDATE)) for where in devices}
 
     @property
     def limit(self) -> float:

@@ -1,7 +1,7 @@
 """Makes the HTML page of a report from its records."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,18 +18,17 @@ from tandemrl.apps.report.records import (
     Records,
     Setting,
     discover,
+    natural,
     with_junior,
 )
 from tandemrl.apps.report.samples import Gallery, galleries
 from tandemrl.apps.report.tables import HEADLINE, Column, estimate
 from tandemrl.config import ConfigError
 from tandemrl.evals import PHASES, EvalError
-from tandemrl.evals.compare import CompareError, InTraining, compare, good_end, last_texts
+from tandemrl.evals.compare import UNDECIDED, CompareError, InTraining, compare, judgement, last_texts
 from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.types import Author
-
-UNDECIDED = "no difference shown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,8 @@ def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str
     records = discover(folder)
     decoder = None if tokenizer is None else load_tokenizer(tokenizer)
     notes: list[str] = []
-    settings = (replace(each, contrasts=_differences(each, notes.append)) for each in records.settings)
-    records = replace(records, settings=tuple(settings))
+    for setting in records.settings:
+        setting.contrasts = setting.contrasts or _differences(setting, notes.append)
     shown = {setting.name: galleries(records.folder, setting, notes.append, decoder) for setting in records.settings}
     name = records.experiment.get("name") or records.folder.resolve().name
     caveats = tuple(dict.fromkeys([*provenance.caveats(records), *notes]))
@@ -88,7 +87,7 @@ def to_html(report: Report) -> str:
         caveats=report.caveats,
         made_by=provenance.made_by(report.records),
         missing=tables.MISSING,
-        bounds=tables.bounds,
+        texts=tables.texts,
         shown_values=tables.shown_values,
     )
 
@@ -159,22 +158,18 @@ def _interval_note(arms: Sequence[ArmRecord]) -> str:
 # --------------------------------------------------------------------------------------------------------- differences
 
 
-def _differences(setting: Setting, say: Callable[[str], None]) -> tuple[ContrastRecord, ...]:
-    """The differences of every evaluated arm to the first one, or those of ``results.json`` if it has some.
-
-    If no arm is evaluated, the last evaluations during training are compared.
+def _differences(setting: Setting, say: Callable[[str], None]) -> list[ContrastRecord]:
+    """The differences of every evaluated arm to the first one. If no arm is evaluated, the last evaluations during
+    training are compared.
 
     Args:
         say: called with a sentence if two arms cannot be compared, as with other problems or another number of samples.
     """
-    places = [(arm, place) for arm in setting.arms if (place := _places(arm))]
-    if any(arm.evaluations for arm, _ in places):
-        places = [(arm, place) for arm, place in places if arm.evaluations]
-    if setting.contrasts or not places:
-        return setting.contrasts
-    (first, there), *others = places
+    evaluated = any(arm.evaluations for arm in setting.arms)
+    places = [(arm, here) for arm in setting.arms if (here := _places(arm, evaluated=evaluated))]
     found: list[ContrastRecord] = []
-    for arm, here in others:
+    for arm, here in places[1:]:
+        first, there = places[0]
         pair, seeds = f"{arm.title} and {first.title}", [seed for seed in here if seed in there]
         if not seeds:
             say(f"{pair} are not compared: they have no seed in common.")
@@ -187,28 +182,30 @@ def _differences(setting: Setting, say: Callable[[str], None]) -> tuple[Contrast
             say(f"{pair} cannot be compared: {error}")
             continue
         found += [ContrastRecord(each.phase, each.metric, arm.name, first.name, each.difference) for each in contrasts]
-    return tuple(found)
+    return found
 
 
-def _places(arm: ArmRecord) -> dict[str, list[Path]]:
-    """The folders (or, under names of their own, the files) of each seed's evaluations, in the order of the seeds;
-    without any, the folders of the runs that have evaluated during training."""
-    found = [(each.seed, each.file.parent if each.file.stem in PHASES else each.file) for each in arm.evaluations]
-    found = found or [(run.seed, run.folder) for run in arm.runs if last_texts(run.folder) is not None]
-    by_seed = {seed: [*dict.fromkeys(place for each, place in found if each == seed)] for seed in arm.seeds}
-    return {seed: places for seed, places in by_seed.items() if places}
+def _places(arm: ArmRecord, *, evaluated: bool) -> dict[str, dict[Path, None]]:
+    """The folders (or, under names of their own, the files) of each seed's evaluations, in the order of the seeds; else
+    the folders of the runs that have evaluated during training."""
+    found = [(run.seed, run.folder) for run in arm.runs if last_texts(run.folder) is not None]
+    if evaluated:
+        found = [(each.seed, each.file.parent if each.file.stem in PHASES else each.file) for each in arm.evaluations]
+    by_seed: dict[str, dict[Path, None]] = {}
+    for seed, place in sorted(found, key=lambda each: natural(each[0])):
+        by_seed.setdefault(seed, {})[place] = None
+    return by_seed
 
 
 def _contrasts(setting: Setting) -> list[list[dict[str, Any]]]:
     """The differences of a setting as text, by the arms that are compared: tandem against GRPO first, and of each two
     the columns of the table first."""
-    pairs = dict.fromkeys((each.a, each.b) for each in setting.contrasts)
+    by_pair: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for each in setting.contrasts:
+        by_pair.setdefault((each.a, each.b), []).append(_contrast(each, setting))
     return [
-        sorted(
-            (_contrast(each, setting) for each in setting.contrasts if (each.a, each.b) == pair),
-            key=lambda row: not row["column"].phase,
-        )
-        for pair in sorted(pairs, key=lambda pair: (pair[0] != "tandem", pair[1] != "grpo"))
+        sorted(by_pair[pair], key=lambda row: not row["column"].phase)
+        for pair in sorted(by_pair, key=lambda pair: (pair[0] != "tandem", pair[1] != "grpo"))
     ]
 
 
@@ -217,15 +214,13 @@ def _contrast(each: ContrastRecord, setting: Setting) -> dict[str, Any]:
     shown = tables.rate if max(map(abs, each.difference)) < 1 else tables.nats
     own = Column(f"{each.phase}: {each.metric}", "", each.metric, shown=shown)
     column = next((c for c in tables.COLUMNS if (c.phase, c.metric) == (each.phase, each.metric)), own)
-    mean, interval = tables.signed_interval(each.difference, column.shown)
-    good, above = good_end(each.metric), each.difference.mean > 0
-    words = ("better", "worse") if good else ("higher", "lower")
+    mean, interval = tables.texts(each.difference, column.shown, sign=True)
     return {
         "column": column,
         "between": (titles.get(each.a, each.a), titles.get(each.b, each.b)),
         "mean": mean,
         "interval": interval,
-        "verdict": words[above == (good == "lower")] if each.clear else UNDECIDED,
+        "verdict": judgement(each.metric, each.difference),
         "headline": column in HEADLINE or each.phase in get_args(InTraining),
     }
 

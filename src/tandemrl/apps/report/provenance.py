@@ -29,21 +29,23 @@ def made_by(records: Records) -> list[tuple[str, str]]:
     """What was read, and the command, revision and versions of the code that made it; all of them, if they differ."""
     arms = [arm for setting in records.settings for arm in setting.arms]
     results = [each.result for arm in arms for each in arm.evaluations]
-    versions = [result.get("versions") or {} for result in results]
     problems = {result["metrics"]["macro"].get("problems") for result in results} - {None}
-    values: dict[str, list[str]] = {
-        "folder": [str(records.folder)],
-        "training runs": [str(sum(len(arm.runs) for arm in arms))],
-        "evaluations": [str(len(results))],
+    values = {
+        "folder": [records.folder],
+        "training runs": [sum(len(arm.runs) for arm in arms)],
+        "evaluations": [len(results)],
         "problems": [f"{count:g}" for count in sorted(problems)],
-        "command": [records.experiment.get("command") or ""],
-        "commit": [
-            str(each.get("git_revision")) + ", uncommitted changes" * bool(each.get("git_dirty")) for each in versions
-        ],
+        "command": filter(None, [records.experiment.get("command")]),
     }
-    for name in dict.fromkeys(name for each in versions for name in each if not name.startswith("git_")):
-        values[name] = [str(each[name]) for each in versions if name in each]
-    return [(name, " and ".join(dict.fromkeys(each))) for name, each in values.items() if any(each)]
+    found = {name: dict.fromkeys(map(str, each)) for name, each in values.items()}
+    for versions in (dict(result.get("versions") or {}) for result in results):
+        commit, changed = (
+            versions.pop("git_revision", None),
+            ", uncommitted changes" * bool(versions.pop("git_dirty", 0)),
+        )
+        for name, value in {"commit": f"{commit}{changed}", **versions}.items():
+            found.setdefault(name, {})[str(value)] = None
+    return [(name, " and ".join(each)) for name, each in found.items() if each]
 
 
 def differing_keys(setting: Setting) -> tuple[list[str], list[list[str]]]:

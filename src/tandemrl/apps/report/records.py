@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -67,15 +67,15 @@ class EvaluationRecord(NamedTuple):
     result: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArmRecord:
     """One way to train (or a model as it is), over its seeds. ``extra``: measures of ``results.json``, by seed."""
 
     name: str
     title: str
-    runs: tuple[RunRecord, ...] = ()
-    evaluations: tuple[EvaluationRecord, ...] = ()
-    extra: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    runs: list[RunRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    extra: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def seeds(self) -> list[str]:
@@ -89,17 +89,13 @@ class ArmRecord:
 
 
 class ContrastRecord(NamedTuple):
-    """A paired difference between two arms, ``a`` - ``b``, and whether its interval excludes 0."""
+    """A paired difference between two arms, ``a`` - ``b``."""
 
     phase: str
     metric: str
     a: str
     b: str
     difference: Interval
-
-    @property
-    def clear(self) -> bool:
-        return self.difference.low > 0 or self.difference.high < 0
 
 
 class Claim(NamedTuple):
@@ -115,27 +111,22 @@ class Claim(NamedTuple):
     verdict: Verdict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Setting:
     """Arms that are compared with each other; ``contrasts`` and ``claims`` are those of ``results.json``."""
 
     name: str
-    arms: tuple[ArmRecord, ...]
-    contrasts: tuple[ContrastRecord, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    arms: list[ArmRecord] = field(default_factory=list)
+    contrasts: list[ContrastRecord] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
 
 
-def with_junior(arms: Sequence[ArmRecord]) -> list[ArmRecord]:
-    """The arms, and each junior alone as a further one, from the first arm that was evaluated with it."""
-    juniors: dict[str, ArmRecord] = {}
-    for arm in arms:
-        own = [each for each in arm.evaluations if each.phase == "junior"]
-        if own:
-            parts = tuple(each._replace(phase=phase) for each in own for phase in ("pass-at-k", "legibility"))
-            known = str([each.result["config"].get("digests") or each.result["config"]["model"] for each in own])
-            juniors.setdefault(known, ArmRecord(JUNIOR, f"junior alone ({arm.title})", evaluations=parts))
-    found = [*juniors.values()]
-    return [*arms, *([replace(found[0], title="junior alone")] if len(found) == 1 else found)]
+class Records(NamedTuple):
+    """Everything found below a folder. ``experiment`` is the content of its ``experiment.json``, or {}."""
+
+    folder: Path
+    settings: list[Setting]
+    experiment: dict[str, Any]
 
 
 Key = tuple[str, ...]
@@ -143,65 +134,70 @@ Key = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class Results:
-    """What ``results.json`` says of an experiment: of settings, and (``measures``, by seed) of their arms."""
+class _Found:
+    """What was read so far, by its place."""
 
+    settings: dict[Key, Setting] = field(default_factory=dict)
+    arms: dict[Key, ArmRecord] = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
-    contrasts: dict[Key, list[ContrastRecord]] = field(default_factory=dict)
-    claims: dict[Key, list[Claim]] = field(default_factory=dict)
-    measures: dict[Key, dict[str, dict[str, float]]] = field(default_factory=dict)
 
-    def add(self, file: Path, key: Key) -> None:
-        """Add the content of a file. ``key`` is its folder, relative to the report's."""
+    def setting(self, key: Key) -> Setting:
+        return self.settings.setdefault(key, Setting("/".join(key)))
+
+    def arm(self, key: Key) -> ArmRecord:
+        if key not in self.arms:
+            self.arms[key] = ArmRecord(key[-1], key[-1])
+            self.setting(key[:-1]).arms.append(self.arms[key])
+        return self.arms[key]
+
+    def add_results(self, file: Path, key: Key) -> None:
+        """Add the content of a ``results.json``. ``key`` is its folder, relative to the report's."""
         content = _read_json(file)
         self.titles |= _titles(content.get("experiment") or {})
+
+        def place(entry: Mapping[str, Any]) -> Key:
+            return (*key, str(entry["pair"])) if "pair" in entry else key
+
         try:
             for entry in content.get("rows", []):
                 measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
-                arm = (*_setting_of(entry, key), str(entry["arm"]))
-                self.measures.setdefault(arm, {})[str(entry["seed"])] = measures
+                self.arm((*place(entry), str(entry["arm"]))).extra[str(entry["seed"])] = measures
             for entry in content.get("contrasts", []):  # as of ``compare.to_json``, with the arms' names as A and B
                 phase, metric, a, b = (str(entry[name]) for name in ("phase", "metric", "A", "B"))
                 each = ContrastRecord(phase, metric, a, b, Interval(**entry["difference"]))
-                self.contrasts.setdefault(_setting_of(entry, key), []).append(each)
+                self.setting(place(entry)).contrasts.append(each)
             for entry in content.get("claims", []):
                 claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), entry["verdict"])
-                self.claims.setdefault(_setting_of(entry, key), []).append(claim)
+                self.setting(place(entry)).claims.append(claim)
         except (KeyError, TypeError) as error:
             raise ReportError(f"{file}: not the results of an experiment: {error!r} in {entry!r:.200}") from None
 
-    def settings(self, arms: Mapping[Key, ArmRecord]) -> tuple[Setting, ...]:
-        """The arms, sorted into their settings."""
-        found: dict[Key, list[ArmRecord]] = {}
-        for key, arm in arms.items():
-            found.setdefault(key[:-1], []).append(arm)
-        return tuple(
-            Setting(
-                name="/".join(key),
-                arms=tuple(sorted(found[key], key=lambda arm: _rank(arm.name))),
-                contrasts=tuple(self.contrasts.get(key, ())),
-                claims=tuple(self.claims.get(key, ())),
-            )
-            for key in sorted(found, key=lambda key: natural("/".join(key)))
-        )
+    def ordered(self) -> list[Setting]:
+        """The settings that have arms, with arms and runs in order, and all titles."""
+        for arm in self.arms.values():
+            arm.title = self.titles.get(arm.name, arm.name)
+            arm.runs.sort(key=lambda run: natural(run.seed))
+        for setting in self.settings.values():
+            setting.arms.sort(key=lambda arm: _rank(arm.name))
+        return sorted((each for each in self.settings.values() if each.arms), key=lambda each: natural(each.name))
 
 
-def _setting_of(entry: Mapping[str, Any], key: Key) -> Key:
-    return (*key, str(entry["pair"])) if "pair" in entry else key
+def with_junior(arms: Sequence[ArmRecord]) -> list[ArmRecord]:
+    """The arms, and each junior alone as a further one, from the first arm that was evaluated with it."""
+    juniors: dict[str, ArmRecord] = {}
+    for arm in arms:
+        if own := [each for each in arm.evaluations if each.phase == "junior"]:
+            parts = [each._replace(phase=phase) for each in own for phase in ("pass-at-k", "legibility")]
+            known = str([each.result["config"].get("digests") or each.result["config"]["model"] for each in own])
+            juniors.setdefault(known, ArmRecord(JUNIOR, f"junior alone ({arm.title})", evaluations=parts))
+    if len(juniors) == 1:
+        next(iter(juniors.values())).title = "junior alone"
+    return [*arms, *juniors.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Everything found below a folder. ``experiment`` is the content of its ``experiment.json``, or {}."""
-
-    folder: Path
-    settings: tuple[Setting, ...]
-    experiment: dict[str, Any]
-
-
-def natural(text: str) -> tuple[Any, ...]:
+def natural(text: str) -> str:
     """A sort key under which ``seed 10`` follows ``seed 9``."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part)
+    return re.sub(r"\d+", lambda number: number[0].zfill(9), text)
 
 
 def discover(folder: str | Path) -> Records:
@@ -213,54 +209,41 @@ def discover(folder: str | Path) -> Records:
     root = Path(folder)
     if not root.is_dir():
         raise ReportError(f"{root}: no such folder{hint(root) or '; name one with runs or evaluations'}")
-    runs: dict[Key, list[RunRecord]] = {}
-    evaluations: dict[Key, list[EvaluationRecord]] = {}
-    results, places = Results(), dict[tuple[object, ...], Path]()
+    found, places = _Found(), dict[tuple[object, ...], Path]()
     for path in _files(root):
         parts = path.parent.relative_to(root).parts
         if path.name == "results.json":
-            results.add(path, parts)
+            found.add_results(path, parts)
             continue
         key, seed = _place(parts, root)
         if path.name == "metrics.jsonl":
             what = "run"
-            runs.setdefault(key, []).append(_read_run(path, seed))
+            found.arm(key).runs.append(_read_run(path, seed))
         else:
             key = key if path.stem in PHASES else (*key, path.stem)
             result = read_result(path)
             what = str(result["phase"])
-            evaluations.setdefault(key, []).append(EvaluationRecord(path, seed, what, result))
+            found.arm(key).evaluations.append(EvaluationRecord(path, seed, what, result))
         if (first := places.setdefault((key, seed, what), path)) is not path:
             raise ReportError(f"{first} and {path} are the same arm and seed; move one of them elsewhere")
-    keys = list(dict.fromkeys([*evaluations, *runs]))
-    if not keys:
+    if not places:
         raise ReportError(f"{root}: no run (metrics.jsonl) and no evaluation (PHASE.json) below it")
     experiment = _read_json(root / "experiment.json") if (root / "experiment.json").is_file() else {}
-    results.titles |= _titles(experiment)
-    arms = {
-        key: ArmRecord(
-            name=key[-1],
-            title=results.titles.get(key[-1], key[-1]),
-            runs=tuple(sorted(runs.get(key, []), key=lambda run: natural(run.seed))),
-            evaluations=tuple(evaluations.get(key, [])),
-            extra=results.measures.get(key, {}),
-        )
-        for key in keys
-    }
-    return Records(root, results.settings(arms), experiment)
+    found.titles |= _titles(experiment)
+    for setting in found.settings.values():
+        setting.arms = [arm for arm in setting.arms if arm.runs or arm.evaluations]
+    return Records(root, found.ordered(), experiment)
 
 
-def read_results(file: str | Path) -> tuple[Setting, ...]:
+def read_results(file: str | Path) -> list[Setting]:
     """The settings of a single ``results.json``: arms with the measures of each seed, contrasts and claims.
 
     Raises:
         ReportError: the file cannot be read; the message names the entry.
     """
-    results = Results()
-    results.add(Path(file), ())
-    titles, measures = results.titles, results.measures
-    arms = {key: ArmRecord(key[-1], titles.get(key[-1], key[-1]), extra=measures[key]) for key in measures}
-    return results.settings(arms)
+    found = _Found()
+    found.add_results(Path(file), ())
+    return found.ordered()
 
 
 def _read_run(file: Path, seed: str) -> RunRecord:
@@ -311,8 +294,8 @@ def _place(parts: Sequence[str], root: Path) -> tuple[tuple[str, ...], str]:
     return key or (root.resolve().name,), "/".join(seeds)
 
 
-def _rank(name: str) -> tuple[Any, ...]:
-    return (FIRST_ARMS.index(name), ()) if name in FIRST_ARMS else (len(FIRST_ARMS), natural(name))
+def _rank(name: str) -> tuple[int, str]:
+    return (FIRST_ARMS.index(name), "") if name in FIRST_ARMS else (len(FIRST_ARMS), natural(name))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -329,4 +312,4 @@ def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:
     """The titles of arms by their names, as far as the experiment gives them."""
     arms = experiment.get("arms") or []
     titles = {arm["name"]: arm["title"] for arm in arms if isinstance(arm, dict) and arm.get("title")}
-    return {"base": "before training", JUNIOR: "junior alone"} | titles if titles else {}
+    return {BASE: "before training", JUNIOR: "junior alone"} | titles if titles else {}

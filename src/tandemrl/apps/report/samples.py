@@ -41,23 +41,18 @@ TRAINING = "Training, last step"
 
 
 class Shown(NamedTuple):
-    """One completion as it is shown.
+    """One completion as it is shown: a stored sample, and its text by author.
 
     ``spans`` are pairs (author, text). The author is None if it is unknown or the tokenizer could not be loaded, and
-    CONTEXT for what the environment said between turns. correct is None if nothing was graded. Only training samples
-    have a reward. tokens and senior_share (None if unknown) count the authors' own tokens. ``left_out`` counts the
-    characters that are not shown. counts: how often things happened in an episode, by name.
+    CONTEXT for what the environment said between turns. ``tokens`` and ``senior_share`` (None if unknown) count the
+    authors' own tokens, ``left_out`` the characters that are not shown.
     """
 
+    line: Mapping[str, Any]
     spans: list[tuple[Author | None, str]]
-    correct: bool | None
-    reward: float | None
     tokens: int
     senior_share: float | None
-    stop_reason: str
     left_out: int
-    turns: int = 1
-    counts: Mapping[str, int | float] = {}
 
 
 class Problem(NamedTuple):
@@ -150,16 +145,15 @@ class _Reader:
     def _load_decoder(self, model: str, home: Path) -> Callable[[list[int]], str] | None:
         """The decoding function of the tokenizer that was asked for, or else of the first that is found: in the model's
         folder, in one of its name below the report's, or in ``hf/`` of the run that contains ``home``."""
-        tokenizer, parts = self._tokenizer, Path(model).parts
+        parts, found = Path(model).parts, self._tokenizer
         places = [Path(model), *(self._folder.joinpath(*parts[i:]) for i in range(1, len(parts)))]
         places += [export for run in (home, *home.parents) for export in sorted((run / "hf").glob("*"))]
-        for place in places if tokenizer is None else []:
-            if model and place.is_dir():
+        for place in places if model else ():
+            if found is None and place.is_dir():
                 with suppress(ModelError):
-                    tokenizer = load_tokenizer(place)
-                    break
-        if tokenizer is not None:
-            return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+                    found = load_tokenizer(place)
+        if found is not None:
+            return lambda tokens: str(found.decode(tokens, skip_special_tokens=True))
         self._say(
             f"The tokenizer of {model or 'a model'} was not found, so its samples do not show who wrote what; name it: "
             "tandemrl report --tokenizer FOLDER."
@@ -207,19 +201,13 @@ def _show(
     for who, part in whole:
         spans += [(who, part[:room])] if part[:room] else []
         room -= len(part[:room])
-    own_tokens = None if author is None else author[author >= 0]
-    shown = Shown(
-        spans=spans,
-        correct=line.get("correct"),
-        reward=line.get("reward"),
-        tokens=line["length"] if own_tokens is None else len(own_tokens),
-        senior_share=None if own_tokens is None else float(own_tokens.mean()) if len(own_tokens) else 0.0,
-        stop_reason=line["stop_reason"],
-        left_out=sum(len(part) for _, part in whole) - (CHARACTERS - room),
-        turns=line.get("turns", 1),
-        counts=transcript.get("counts") or {},
-    )
-    return shown, "\n".join("".join(text for _, text in turn) for turn in turns)
+    left_out = sum(len(part) for _, part in whole) - (CHARACTERS - room)
+    own_text = "\n".join("".join(text for _, text in turn) for turn in turns)
+    if author is None:
+        return Shown(line, spans, line["length"], None, left_out), own_text
+    by_senior = author[author >= 0]
+    share = float(by_senior.mean()) if len(by_senior) else 0.0
+    return Shown(line, spans, len(by_senior), share, left_out), own_text
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:

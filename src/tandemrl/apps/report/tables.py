@@ -25,26 +25,23 @@ def count(value: float) -> str:
     return f"{value:.1f}"
 
 
-def signed(value: float, shown: Callable[[float], str]) -> str:
-    """The text for a difference, with its sign unless it is shown as zero."""
-    text = shown(abs(value))
-    return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
+def texts(value: "Interval | Estimate", shown: Callable[[float], str], *, sign: bool = False) -> tuple[str, str]:
+    """A value and its interval, ``("0.20", "[0.10, 0.50]")``, with the same number of decimals; "" for no interval.
 
+    Args:
+        sign: whether it is a difference, which has a sign unless it is shown as zero.
+    """
 
-def signed_interval(interval: Interval, shown: Callable[[float], str]) -> tuple[str, str]:
-    """A difference and its interval, ``("+0.20", "[−0.10, +0.50]")``, with the same number of decimals."""
-    mean = signed(interval.mean, shown)
-    decimals = len(mean.partition(".")[2])
-    low, high = (signed(value, f"{{:,.{decimals}f}}".format) for value in interval[1:])
-    return mean, f"[{low}, {high}]"
+    def signed(value: float, shown: Callable[[float], str]) -> str:
+        text = shown(abs(value))
+        return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
 
-
-def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
-    """``[low, high]`` with as many decimals as the estimate itself is shown with; "" where there is no interval."""
+    as_text = signed if sign else lambda value, shown: shown(value)
+    mean = as_text(value.mean, shown)
     if value.low is None or value.high is None:
-        return ""
-    decimals = len(shown(value.mean).partition(".")[2])
-    return f"[{value.low:,.{decimals}f}, {value.high:,.{decimals}f}]"
+        return mean, ""
+    alike = f"{{:,.{len(mean.partition('.')[2])}f}}".format
+    return mean, f"[{as_text(value.low, alike)}, {as_text(value.high, alike)}]"
 
 
 class Column(NamedTuple):
@@ -199,13 +196,6 @@ def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
     return Estimate(mean, max(0.0, low), min(column.highest, high), by_seed)
 
 
-def cell(value: Estimate | None, shown: Callable[[float], str] = rate) -> str:
-    """``0.523 [0.480, 0.566]``"""
-    if value is None:
-        return MISSING
-    return f"{shown(value.mean)} {bounds(value, shown)}".rstrip()
-
-
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A Markdown table; all but the first ``left`` columns are numbers, aligned to the right."""
 
@@ -229,7 +219,7 @@ def shown_values(claim: Claim) -> str:
 def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = HEADLINE) -> str:
     """A Markdown table: a row per arm, each number with its 95 % interval."""
     columns = columns_of(arms, columns)
-    rows = [[arm.title, *(cell(estimate(arm, column), column.shown) for column in columns)] for arm in arms]
+    rows = [[arm.title, *(_cell(arm, column) for column in columns)] for arm in arms]
     return markdown_table(["", *(column.heading for column in columns)], rows)
 
 
@@ -237,7 +227,13 @@ def headline_lines(arms: Sequence[ArmRecord], columns: Sequence[Column] = HEADLI
     """The numbers of ``headline_table`` for a terminal: a block per column, a line per arm."""
     width = max(len(arm.title) for arm in arms)
     blocks = [
-        [column.heading, *(f"  {arm.title:<{width}}  {cell(estimate(arm, column), column.shown)}" for arm in arms)]
+        [column.heading, *(f"  {arm.title:<{width}}  {_cell(arm, column)}" for arm in arms)]
         for column in columns_of(arms, columns)
     ]
     return "\n".join(line for block in blocks for line in block)
+
+
+def _cell(arm: ArmRecord, column: Column) -> str:
+    """``0.523 [0.480, 0.566]``"""
+    value = estimate(arm, column)
+    return MISSING if value is None else " ".join(filter(None, texts(value, column.shown)))
