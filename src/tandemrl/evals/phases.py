@@ -1,50 +1,12 @@
 """The phases of an evaluation: for each, what it needs and what it makes of its texts (see `Phase`)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.reading import read_drift, read_legibility
-from tandemrl.evals.session import Session
-from tandemrl.types import Metrics
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a phase of an evaluation needs, and what it says of texts. A new one is a function and a line of `PHASES`.
-
-    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
-    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
-    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
-    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all.
-    """
-
-    name: str
-    read: Callable[["Texts"], list[Sample]]
-    measure: Callable[..., tuple[Metrics, Metrics]]
-    junior: bool = True
-    both: bool = False
-    by_junior: bool = False
-    of_solo: bool = False
-    judge: bool = False
-    graded: bool = True
-    one_vocabulary: bool = False
-
-
-@dataclass
-class Texts:
-    """The texts that a phase reads. read: called with the number of texts that a model has read. counters: what the
-    result counts beside its measures."""
-
-    session: Session
-    samples: list[Sample]
-    prompts: Sequence[Prompt]
-    read: Callable[[int], None]
-    counters: Metrics
+from tandemrl.evals.session import Phase, Texts
 
 
 def scored(texts: Texts) -> list[Sample]:

@@ -3,7 +3,7 @@ often the junior would have drawn the senior's token."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def read_legibility(
         channels = (_surprisal(logits[0].log_softmax(-1), tokens),)
         return channels if drawn is None else (*channels, _drawn(logits[0][:, :vocabulary], keys, drawn) == tokens)
 
-    def read(sample: Sample, cross_entropy: np.ndarray, accepted: np.ndarray | None = None) -> dict[str, float | None]:
+    def read(sample: Sample, cross_entropy: np.ndarray, accepted: np.ndarray | None = None) -> dict[str, Any]:
         size = max(1, len(sample.response.plain.encode()))
         return {
             "cross_entropy": _mean(cross_entropy),
@@ -140,7 +140,7 @@ def read_drift(
         kl = (own.exp() * (own - other)).sum(-1).clamp(min=0.0)  # below 0 by rounding only
         return _surprisal(own, tokens), _surprisal(other, tokens), kl
 
-    def read(_: Sample, surprisal: np.ndarray, cross_entropy: np.ndarray, kl: np.ndarray) -> dict[str, float]:
+    def read(_: Sample, surprisal: np.ndarray, cross_entropy: np.ndarray, kl: np.ndarray) -> dict[str, Any]:
         return {
             "surprisal": _mean(surprisal),
             "cross_entropy": _mean(cross_entropy),
@@ -194,7 +194,7 @@ def _read(
     texts: Mapping[int, Rollout],
     models: Sequence[PreTrainedModel],
     values: Callable[[Sequence[Tensor], Tensor, Tensor], Channels],
-    read: Callable[..., Mapping[str, float | None]],
+    read: Callable[..., dict[str, Any]],
     progress: Callable[[int], None] | None,
 ) -> list[Sample]:
     """The samples, each with what ``read`` says of the ``values`` at the authors' tokens of its text, which the models

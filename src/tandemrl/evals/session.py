@@ -1,11 +1,11 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests
-from tandemrl.evals.measures import EvalError
+from tandemrl.evals.measures import EvalError, Sample
 from tandemrl.evals.protocol import Profile, draws_turns, profile_of
 from tandemrl.evals.reading import TextReader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
@@ -37,9 +37,7 @@ from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
-
-if TYPE_CHECKING:
-    from tandemrl.evals.phases import Phase
+from tandemrl.types import Metrics
 
 CONCURRENCY = 16
 """How many requests to an endpoint run at once."""
@@ -84,6 +82,41 @@ class Endpoint:
             return client.model(self.model)
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What a phase of an evaluation needs, and what it says of texts. A new one is a function and a line of `PHASES`.
+
+    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
+    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
+    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
+    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
+    must share theirs, if the junior is loaded at all.
+    """
+
+    name: str
+    read: Callable[["Texts"], list[Sample]]
+    measure: Callable[..., tuple[Metrics, Metrics]]
+    junior: bool = True
+    both: bool = False
+    by_junior: bool = False
+    of_solo: bool = False
+    judge: bool = False
+    graded: bool = True
+    one_vocabulary: bool = False
+
+
+@dataclass
+class Texts:
+    """The texts that a phase reads. read: called with the number of texts that a model has read. counters: what the
+    result counts beside its measures."""
+
+    session: "Session"
+    samples: list[Sample]
+    prompts: Sequence[Prompt]
+    read: Callable[[int], None]
+    counters: Metrics
+
+
 class Session:
     """The models, data, engine and judge of an evaluation. Each is loaded once, when a phase first needs it."""
 
@@ -91,7 +124,7 @@ class Session:
         self,
         config: Config,
         model: str | Path | Endpoint,
-        phases: "Sequence[Phase]",
+        phases: Sequence[Phase],
         *,
         limit: int | None = None,
         stated: Collection[str] | None = None,
@@ -112,7 +145,7 @@ class Session:
         self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
 
-    def of_junior(self, phase: "Phase") -> "Session":
+    def of_junior(self, phase: Phase) -> "Session":
         """A session in which the junior is the model that generates alone, with its own tokenizer and template."""
         assert self.junior is not None  # refused in evaluate
         alone = Session(
@@ -159,7 +192,7 @@ class Session:
             }
         )
 
-    def identity(self, phase: "Phase") -> dict[str, Any]:
+    def identity(self, phase: Phase) -> dict[str, Any]:
         """Everything that the result of a phase depends on. A result with another identity is another result."""
         config, identity = self.config, dict(self.solo_identity)
         if phase.junior:
@@ -218,7 +251,7 @@ class Session:
         one = self.junior_tokenizer is None and self.endpoint is None
         return stored_eos_token_ids(self.model, self.tokenizer, self.junior if one else None)
 
-    def refusal(self, phase: "Phase") -> str | None:
+    def refusal(self, phase: Phase) -> str | None:
         """Why a junior with a vocabulary of its own cannot take part in a phase, and what would; None if it can."""
         if not phase.junior or self.junior_tokenizer is None:
             return None
@@ -324,7 +357,7 @@ class Session:
         paths = [path for path in (self.model, self.junior) if path is not None]
         return min(AutoConfig.from_pretrained(path).get_text_config().vocab_size for path in paths)
 
-    def engine(self, phase: "Phase") -> Engine:
+    def engine(self, phase: Phase) -> Engine:
         """The engine that writes the texts of a phase.
 
         An engine in a process of its own is the same for all phases, and has the junior if any of them needs it.

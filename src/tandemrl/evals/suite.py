@@ -12,10 +12,10 @@ import torch
 from tandemrl.config import Config, warn_of_reward_function
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
-from tandemrl.evals.phases import PHASES, Phase, Texts
+from tandemrl.evals.phases import PHASES
 from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
-from tandemrl.evals.session import Endpoint, Session
+from tandemrl.evals.session import Endpoint, Phase, Session, Texts
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.types import Metrics

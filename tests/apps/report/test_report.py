@@ -147,7 +147,7 @@ def page(experiment: Path) -> str:
 
 
 class Page(HTMLParser):
-    """Elements, ids and references of a page; the text of each element by its class."""
+    """Elements, ids and references of a page."""
 
     VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
 
@@ -157,7 +157,6 @@ class Page(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.ids: list[str] = []
         self.references: list[str] = []
-        self.texts: list[tuple[str, str]] = []
         self.feed(text)
         assert self.stack == []
 
@@ -168,7 +167,6 @@ class Page(HTMLParser):
         self.references += [found[name] for name in ("href", "src", "xlink:href", "action", "data") if name in found]
         if tag not in self.VOID:
             self.stack.append((tag, found.get("class", "")))
-            self.texts.append((found.get("class", ""), ""))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
@@ -178,11 +176,6 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self.stack[-1][0] == tag, f"</{tag}> closes <{self.stack[-1][0]}>"
         self.stack.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.texts:
-            kind, text = self.texts[-1]
-            self.texts[-1] = (kind, text + data)
 
 
 # ------------------------------------------------------------------------------------------------------------- records

@@ -30,22 +30,18 @@ def made_by(records: Records) -> list[tuple[str, str]]:
     arms = [arm for setting in records.settings for arm in setting.arms]
     results = [each.result for arm in arms for each in arm.evaluations]
     problems = {result["metrics"]["macro"].get("problems") for result in results} - {None}
-    values = {
-        "folder": [records.folder],
-        "training runs": [sum(len(arm.runs) for arm in arms)],
-        "evaluations": [len(results)],
+    found = {
+        "folder": [str(records.folder)],
+        "training runs": [str(sum(len(arm.runs) for arm in arms))],
+        "evaluations": [str(len(results))],
         "problems": [f"{count:g}" for count in sorted(problems)],
-        "command": filter(None, [records.experiment.get("command")]),
+        "command": [*filter(None, [records.experiment.get("command")])],
     }
-    found = {name: dict.fromkeys(map(str, each)) for name, each in values.items()}
     for versions in (dict(result.get("versions") or {}) for result in results):
-        commit, changed = (
-            versions.pop("git_revision", None),
-            ", uncommitted changes" * bool(versions.pop("git_dirty", 0)),
-        )
-        for name, value in {"commit": f"{commit}{changed}", **versions}.items():
-            found.setdefault(name, {})[str(value)] = None
-    return [(name, " and ".join(each)) for name, each in found.items() if each]
+        commit = str(versions.pop("git_revision", None)) + ", uncommitted changes" * bool(versions.pop("git_dirty", 0))
+        for name, value in {"commit": commit, **versions}.items():
+            found.setdefault(name, []).append(str(value))
+    return [(name, " and ".join(dict.fromkeys(each))) for name, each in found.items() if each]
 
 
 def differing_keys(setting: Setting) -> tuple[list[str], list[list[str]]]:
