@@ -4,8 +4,6 @@ import json
 import warnings
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
@@ -39,8 +37,8 @@ def data(tmp_path: Path) -> str:
         }
         for row in ROWS
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
-    return str(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(tmp_path / "rows.jsonl")
 
 
 def responses(folder: Path, *lines: object) -> Path:

@@ -1,7 +1,6 @@
 """Evaluation: bookkeeping on a fake engine with canned text."""
 
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import Sample, measures, protocol, sampling_for
 from tandemrl.evals.protocol import PROFILES, Profile, same_problems
+from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.engine import LOST, Completion, Passes, Sampling
 from tandemrl.selection import replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
@@ -63,12 +63,6 @@ class CannedEngine:
         return Completion(key, tokens, author.numpy().astype(np.int8), np.zeros(len(tokens), np.float32), stop)
 
 
-class FakeScore(NamedTuple):
-    value: float
-    parts: dict[str, float]
-    answer: str | None
-
-
 class FakeScorer:
     """The last word is the answer; "half" earns a format score that is not an accuracy."""
 
@@ -79,7 +73,7 @@ class FakeScorer:
     def mark(self, row, text):
         answer = (text.split() or [None])[-1]
         right = answer == row.ground_truth
-        return FakeScore(1.0 if right else 0.1 * (answer == "half"), {"acc": float(right)}, answer)
+        return Score(1.0 if right else 0.1 * (answer == "half"), {"acc": float(right)}, answer)
 
 
 def prompt(number, source="a", length=1):

@@ -84,12 +84,6 @@ def phase(pair, tmp_path):
     )
 
 
-def finite(value):
-    if isinstance(value, dict):
-        return all(finite(item) for item in value.values())
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def test_what_grades_nothing_needs_no_ground_truths(phase, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"data_source": "mine", "prompt": "How many?"}\n')
@@ -390,22 +384,26 @@ def log_softmax64(logits):
 
 @pytest.mark.parametrize("per_chunk", [1, 7, 1000])
 def test_drift_is_that_of_full_logits(per_chunk, monkeypatch):
-    """Two architectures, an LM head with a bias, more logits on one side, in chunks of any size."""
+    """Two architectures, an LM head with a bias, more logits on one side, in chunks of any size. What the environment
+    says is read and does not count; the EOS at the end is not read."""
     senior, junior = with_head_bias(qwen3(0, tied=False)), small_qwen3(1, vocabulary=VOCABULARY + 8)
     monkeypatch.setattr(reading, "LOGITS_ON_CPU", VOCABULARY * per_chunk)
     prompts = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(5))]
-    samples = [each._replace(author="S2C1J6", stop_reason="length") for each in texts_for(prompts, [9] * 5, VOCABULARY)]
+    samples = [each._replace(author="S2C1J6") for each in texts_for(prompts, [9] * 5, VOCABULARY)]
     found = reading.read_drift(samples, prompts, prepared(senior), prepared(junior))
-    for prompt, sample, read in zip(prompts, samples, found, strict=True):
+    legible = reading.read_legibility(samples, prompts, prepared(junior))
+    for prompt, sample, read, alone in zip(prompts, samples, found, legible, strict=True):
+        text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
         p, q = (
-            log_softmax64(reference_logits(model, prompt.tokens, sample.tokens)[:, :VOCABULARY])
-            for model in (senior, junior)
+            log_softmax64(reference_logits(model, prompt.tokens, text)[:, :VOCABULARY]) for model in (senior, junior)
         )
-        written = [i for i in range(len(sample.tokens)) if i != 2]  # without the environment's
-        tokens = [sample.tokens[i] for i in written]
+        written = [i for i in range(len(text)) if i != 2]  # the environment's is context
+        tokens = [text[i] for i in written]
         kl = (np.exp(p) * (p - q)).sum(-1)[written]
         wanted = -p[written, tokens].mean(), -q[written, tokens].mean(), kl.mean()
         assert (read.surprisal, read.cross_entropy, read.kl) == pytest.approx(wanted, abs=2e-5)
+        of_all = log_softmax64(reference_logits(junior, prompt.tokens, text))
+        assert alone.cross_entropy == pytest.approx(-of_all[written, tokens].mean(), abs=2e-5)
 
 
 def test_drift_reads_the_solo_texts_as_transformers_would(phase, pair, tokenizer, tmp_path, monkeypatch):

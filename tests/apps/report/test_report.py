@@ -42,12 +42,9 @@ VERSIONS = {"python": "3.11", "torch": "2.13", "git_revision": "abc123", "git_di
 # ------------------------------------------------------------------------------------------------- a folder of results
 
 
-def macro(values: dict[str, float], width: float = 0.01) -> dict[str, float]:
-    return {k: v for name, value in values.items() for k, v in _interval(name, value, width).items()}
-
-
-def _interval(name: str, value: float, width: float) -> dict[str, float]:
-    return {name: value, f"{name}/low": value - width, f"{name}/high": value + width}
+def macro(values: dict[str, float]) -> dict[str, float]:
+    ends = {"": 0.0, "/low": -0.01, "/high": 0.01}
+    return {f"{name}{end}": value + shift for name, value in values.items() for end, shift in ends.items()}
 
 
 def write_phase(folder: Path, phase: str, values: dict[str, float], samples: list[dict] = [], **config: Any) -> None:  # noqa: B006
@@ -239,7 +236,7 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics\.jsonl: not readable"),
-        ("config.yaml", "a: [", r"config\.yaml, line 1: not readable as YAML"),
+        ("config.yaml", "a: [", r"config\.yaml: not readable as YAML"),
         ("tandem.json", "{", r"tandem\.json: not readable"),
         ("tandem.json", '{"schema": 1, "phase": "tandem"}', r"tandem\.json: not an evaluation result of schema 1"),
         ("results.json", '{"contrasts": [{"phase": "x"}]}', r"results\.json: .*KeyError\('metric'\)"),
@@ -285,7 +282,10 @@ def test_a_run_that_failed_says_at_which_step_and_why(tmp_path: Path) -> None:
 
 
 def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> None:
+    """What files say is escaped."""
     found = Page(page)
+    for text in ("&lt;script&gt;alert(1)&lt;/script&gt;", "tandem &lt;GRPO&gt;", "a &lt; b &amp; c"):
+        assert text in page
     assert found.tags["script"] == found.tags["img"] == found.tags["link"] == found.tags["iframe"] == 0
     assert len(set(found.ids)) == len(found.ids)
     assert all(reference.removeprefix("#") in found.ids for reference in found.references)
@@ -320,13 +320,6 @@ def test_arrows_go_from_the_model_before_training_to_each_arm(experiment: Path, 
     assert "arrows: training" in page
 
 
-def test_text_from_files_is_escaped(page: str, experiment: Path) -> None:
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert "tandem &lt;GRPO&gt;" in page
-    assert "a &lt; b &amp; c" in page
-    assert "<title>&lt;b&gt;</title>" in to_html(build_report(experiment, title="<b>"))
-
-
 def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> None:
     found, _ = tokenizer
     tokens = found.encode(TEXT, add_special_tokens=False)
@@ -355,22 +348,18 @@ EPISODE = {
 }
 
 
-def episode(found: Any, **more: Any) -> dict:
-    """The senior's turn, what the world says, and a turn of the junior's; three further tokens are the world's."""
-    first, second = (found.encode(text, add_special_tokens=False) for text in ("is 10.", "is 8."))
-    runs = f"S{len(first)}C3J{len(second)}"
-    line = sample([*first, 5, 6, 7, *second], runs, "is 10.\nis 8.", turns=2, transcript=EPISODE)
-    return line | {"length": len(first) + len(second)} | more
-
-
 def test_an_episode_shows_turns_authors_and_what_the_world_said(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    """The senior's turn, what the world says, and a turn of the junior's; three further tokens are the world's."""
     found, folder = tokenizer
-    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [episode(found, stop_reason="turns")])
+    first, second = (found.encode(text, add_special_tokens=False) for text in ("is 10.", "is 8."))
+    line = sample([*first, 5, 6, 7, *second], f"S{len(first)}C3J{len(second)}", "is 10.\nis 8.", turns=2)
+    line |= {"transcript": EPISODE, "length": len(first) + len(second), "stop_reason": "turns"}
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [line])
     report = build_report(tmp_path, tokenizer=folder)
     shown = report.galleries[""][0].problems[0].shown[0][1]
     said = "</span></div><script>alert(2)</script> ? \u202e"
     assert shown.spans == [(Author.SENIOR, "is 10."), (Author.CONTEXT, said), (Author.JUNIOR, "is 8.")]
-    written = [len(found.encode(text, add_special_tokens=False)) for text in ("is 10.", "is 8.")]
+    written = [len(first), len(second)]
     assert (shown.tokens, shown.senior_share) == (sum(written), pytest.approx(written[0] / sum(written)))
     html = to_html(report)
     assert Page(html).tags["script"] == 0
@@ -437,17 +426,6 @@ def test_without_a_tokenizer_texts_have_no_authors_and_the_page_says_so(tmp_path
     assert gallery.problems[0].shown[0][1].spans == [(None, "five\n\nsix")]
     assert any("tokenizer of nowhere was not found" in caveat for caveat in report.caveats)
     assert 'five<span class="step">¶</span>\nsix' in to_html(report)
-
-
-def test_the_model_that_an_evaluation_names_shows_its_authors(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
-    """Also outside of the report's folder."""
-    found, folder = tokenizer
-    model = shutil.copytree(folder, tmp_path / "pair" / "senior")
-    tokens = found.encode("is 10.", add_special_tokens=False)
-    samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
-    write_phase(tmp_path / "e", "pass-at-k", {"pass@1": 0.5}, samples, model=str(model))
-    shown = build_report(tmp_path / "e").galleries[""][0].problems[0].shown[0][1]
-    assert shown.spans == [(Author.JUNIOR, "is 10.")]
 
 
 def test_the_junior_alone_is_a_row_of_its_own(tmp_path: Path) -> None:
