@@ -304,7 +304,7 @@ def _vllm(
     phase: Phase = ROLLOUT if vllm.sleep else ALWAYS
     items = [Item(phase, "engine: vLLM's share, KV cache included", total)]
     if apart is not None:  # it has as many blocks as the senior
-        on_it = (weights["junior"] + blocks * BLOCK * kept["junior"]) // parallel + logits
+        on_it = weights["junior"] + blocks * BLOCK * kept["junior"] + logits
         items.append(Item(phase, "engine, junior: weights and KV cache", on_it, apart))
     return items, Cache(rows, length, size)
 
