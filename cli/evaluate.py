@@ -227,25 +227,28 @@ def _resolved(
     source = config or (None if own is None else str(own))
     if not data and source is None and "data.eval" not in typed:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
-    asked = config is not None or profile is not None or "eval.profile" in typed
-    chosen |= _own_sampling(model, own) if not asked else {} if profile is None else {"eval.profile": profile}
+    asked = profile is not None or "eval.profile" in typed
+    of_run = [each for each in overrides or () if not each.startswith("eval.")]
+    chosen |= (
+        _own_sampling(model, source, of_run) if not asked else {} if profile is None else {"eval.profile": profile}
+    )
     resolved = load(source, [*(f"{key}={value}" for key, value in chosen.items()), *(overrides or ())])
     if not asked:
         used, where = profile_of(resolved.eval).sampling, "the defaults" if model is None else f"{model}, no run"
         drawn = f"at most {used.max_tokens} tokens, temperature {used.temperature:g}, top_p {used.top_p:g}"
-        typer.echo(f"{drawn}, top_k {used.top_k} (from {where if own is None else own}); others: --profile, --config")
+        typer.echo(f"{drawn}, top_k {used.top_k} (from {source or where}); others: --profile, --config")
     resolved = replace(resolved, data=replace(resolved.data, eval=tuple(data or resolved.data.eval)))
     return resolved, None if source is None else typed
 
 
-def _own_sampling(model: str | None, run: Path | None) -> dict[str, object]:
-    """Keys for the sampling of a model's own run, or of a model of no run."""
+def _own_sampling(model: str | None, source: str | None, overrides: Sequence[str]) -> dict[str, object]:
+    """Keys for the sampling of a run or config, or of a model of no run."""
     from tandemrl.config import load
     from tandemrl.evals import sampling_of_model
 
-    said = {} if run is not None else sampling_of_model(model)
-    if run is not None and (config := load(run)).eval.profile == "tiny":
-        # the default, with which a run says nothing: its own limit is that of its rollouts
+    said = {} if source is not None else sampling_of_model(model)
+    if source is not None and (config := load(source, overrides)).eval.profile == "tiny":
+        # the default, with which a config says nothing: its own limit is that of its rollouts
         said = {"max_tokens": config.rollout.max_tokens}
     return {f"eval.{key}": value for key, value in ({"profile": "custom"} | said if said else {}).items()}
 

@@ -262,7 +262,8 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
     assert (config.selection.prob_senior, config.eval.k, config.model.junior) == (0.25, (1, 2), "J")
     assert r"\boxed{}" in config.data.prompt_suffix
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(None, ["rollout.max_tokens=321", "data.eval=[d]"])))
-    assert evaluated(model)[0].eval.max_tokens == 321  # of a run that says nothing of evaluations
+    for asked in ([model], [Path("M"), "--config", str(tmp_path / "run")]):  # of a run that says nothing of evaluations
+        assert (evaluated(*asked)[0].eval.profile, evaluated(*asked)[0].eval.max_tokens) == ("custom", 321)
 
     (tmp_path / "run" / "config.yaml").unlink()
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 7, "max_new_tokens": 99}
