@@ -435,7 +435,7 @@ def prepare_tandem(
         return VllmEngine.start(senior, junior, load_tokenizer(senior), config, longest=longest, engine_args=arguments)
 
     def run(engine: VllmEngine, clock: Clock, name: str, mode: str, prompts: list[list[int]], number: int) -> Result:
-        engine.set_mode(mode)  # type: ignore[arg-type]  # a mode
+        engine.call_workers("tandem_mode", mode)
         keys = [request_key(0, number + 1, i, 0) for i in range(len(prompts))]
         strategy = alone if name == "solo" else both
         groups = engine.generate([Request(p, (key,), sampling, strategy) for p, key in zip(prompts, keys, strict=True)])
@@ -443,13 +443,13 @@ def prepare_tandem(
         return Result(*clock.read(setting.tokens if single else None), [c for g in groups for c in g], engine.passes)
 
     plain = engine(0)
-    plain_clock = Clock(plain.backend.llm)
+    plain_clock = Clock(plain.llm)
     contestants: dict[str, Run] = {}
     for name in names:
         if name.startswith("draft") or name == "auto":
             _, _, length = name.partition(" ")
             own = engine(int(length) if length else "auto")
-            contestants[name] = partial(run, own, Clock(own.backend.llm), name, "draft")
+            contestants[name] = partial(run, own, Clock(own.llm), name, "draft")
         elif name not in ("bare", "stock"):
             contestants[name] = partial(run, plain, plain_clock, name, "lazy" if name == "solo" else name)
     return contestants

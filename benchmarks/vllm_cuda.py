@@ -186,7 +186,7 @@ def exact(options: argparse.Namespace) -> None:
                 if senior == "next":
                     sync_weights(torch_model(senior), engine, 1)
                 for mode in ("lazy", "lockstep", "draft"):
-                    engine.set_mode(mode)
+                    engine.call_workers("tandem_mode", mode)
                     start = time.perf_counter()
                     found = flat(engine.generate(asked))
                     line = {"part": "exact", "graphs": graphs, "synced": senior == "next", "mode": mode}
@@ -372,7 +372,7 @@ def our_writer(engine: Any, *, solo: bool) -> Callable[..., dict[str, Any]]:
     strategy, calls = alone("senior") if solo else word(0.5, 32, words(engine.vocabulary)), itertools.count()
 
     def write(given: list[list[int]], tokens: int, mode: str) -> dict[str, Any]:
-        engine.set_mode(mode)
+        engine.call_workers("tandem_mode", mode)
         sampling, call = Sampling(tokens, ignore_eos=True), next(calls)
         asked = [Request(p, (request_key(1, call, i, 0),), sampling, strategy) for i, p in enumerate(given)]
         engine.generate(asked)
@@ -390,10 +390,10 @@ def our_writer(engine: Any, *, solo: bool) -> Callable[..., dict[str, Any]]:
 def train(options: argparse.Namespace, *, sleep: bool = False) -> None:
     from tandemrl.config import load
     from tandemrl.files import read_json_lines
-    from tandemrl.rollout.vllm import backend
+    from tandemrl.rollout.vllm import engine
     from tandemrl.training.loop import train as train_loop
 
-    backend.EngineArgs = partial(backend.EngineArgs, **QUIET)  # type: ignore[misc,assignment]
+    engine.EngineArgs = partial(engine.EngineArgs, **QUIET)  # type: ignore[misc,assignment]
     calls, memory = itertools.count(), ["rollout.vllm.gpu_memory_utilization=0.2"]
     if sleep and not options.smoke:
         memory = ["rollout.vllm.kv_cache_gb=2", "rollout.vllm.sleep=true"]

@@ -133,7 +133,7 @@ def test_the_core_is_pure(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_engine_imports_vllm(name: str) -> None:
-    of_requests, of_drafts = ("request_data", "outputs", "sampler"), ("junior_loop", "verifying")
+    of_requests, of_drafts = ("step_data", "sampler"), ("junior_loop", "verifying")
     modules = (*of_requests, *of_drafts, "call", "runner", "worker")
     inside = {f"tandemrl.rollout.vllm.{module}" for module in modules}
     for other in imported(MODULES[name]):

@@ -9,7 +9,7 @@ import faulthandler
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -207,6 +207,19 @@ def launched() -> int:
 def rank() -> int:
     """Which of them this one is; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """A context with these environment variables, after which each is as before."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def destroy_world(limit_s: float) -> None:

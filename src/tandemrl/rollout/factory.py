@@ -177,8 +177,7 @@ def vllm_engine(
     """Stock vLLM, on the device that it is built for."""
     require_vllm("rollout.engine=vllm")
     try:
-        from tandemrl.rollout.vllm.backend import platform_device
-        from tandemrl.rollout.vllm.engine import VllmEngine
+        from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
         from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
     except ImportError as error:
         raise cannot_import("rollout.engine=vllm", error) from None

@@ -170,7 +170,7 @@ class Engines:
             self._running[name] = start_engine(self.folder("senior"), junior, **settings)
         engine = self._running[name]
         if pair is not None:
-            engine.set_mode(mode)
+            engine.call_workers("tandem_mode", mode)
         return engine
 
     def keep(self, engine: Any) -> Any:
@@ -210,8 +210,8 @@ class Engines:
         for engine in self._running.values():
             if isinstance(engine, LLMEngine):
                 continue
-            if engine.backend.in_process:
-                engine.backend.close.detach()
+            if engine.in_process:
+                engine._close.detach()
             else:
                 engine.close()
 
@@ -234,7 +234,7 @@ def start_engine(
 
 def planner_of(engine: Any) -> Any:
     """The planner of an engine in this process."""
-    return engine.backend.llm.model_executor.driver_worker.worker.model_runner.planner
+    return engine.llm.model_executor.driver_worker.worker.model_runner.planner
 
 
 def reference(pair: str) -> TorchEngine:

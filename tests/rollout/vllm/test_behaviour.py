@@ -252,9 +252,9 @@ def test_loaded_weights_write_and_the_junior_stays(loading):
 def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
     batch = mixed(prompts(36, seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
     apart = loadable(engines, True)
-    assert not apart.backend.in_process
+    assert not apart.in_process
     for mode in (*MODES, "draft"):
-        apart.set_mode(mode)
+        apart.call_workers("tandem_mode", mode)
         written = apart.generate(batch)
         assert_equal_completions(flat(written), flat(engines(PAIR).generate(batch)))
         assert_sound(batch, written)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from helpers import VOCABULARY, tokenizer
 from runs import UNDECIDED
 from tandemrl.config import load, packaged_configs
 from tandemrl.models.loading import resolve_device
-from tandemrl.rollout.vllm import backend as vllm_backend
 from tandemrl.rollout.vllm import engine as vllm_engine
 from tandemrl.training.build import build_engine
 
@@ -25,16 +25,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The device of the first worker of every engine that is started."""
     devices: list[int] = []
 
-    def start(model: str, options: Any, *_: Any, **__: Any) -> Any:
-        devices.append(options.device)
-        return vllm_engine.Backend(None, dtype="float32")
+    def start(args: Any) -> Any:
+        devices.append(args.additional_config["tandem"]["device"])
+        return MagicMock()
 
     sizes = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=64)
     for place, name, fake in (
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 4),
-        (vllm_backend, "platform_device", lambda: "cuda"),
-        (vllm_engine.Backend, "start", start),
+        (vllm_engine, "platform_device", lambda: "cuda"),
+        (vllm_engine.LLMEngine, "from_engine_args", start),
         (vllm_engine.AutoConfig, "from_pretrained", lambda *_, **__: sizes),
         (vllm_engine, "stored_eos_token_ids", lambda *_: ()),
     ):

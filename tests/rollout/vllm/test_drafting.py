@@ -25,7 +25,7 @@ from pairs import (
 
 from helpers import prompts
 from tandemrl.rollout.drafting import DraftLength
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.engine import Completion, Request, Sampling
 from tandemrl.selection import solo
 
 pytestmark = VLLM
@@ -51,11 +51,11 @@ def drafted(engines, pair: str = NEAR, k: int = 8, **options: Any) -> Any:
 
 
 def in_mode(engine: Any, mode: str, batch: list[Request]) -> list[Completion]:
-    engine.set_mode(mode)
+    engine.call_workers("tandem_mode", mode)
     try:
         return flat(engine.generate(batch))
     finally:
-        engine.set_mode("draft")
+        engine.call_workers("tandem_mode", "draft")
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,3 @@ def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
         assert_sound(second, written)
         assert logprob_errors(models("Llama junior"), second, written).max() < 1e-4
     assert scheduled.cached_tokens - before > 1000
-
-
-def test_what_cannot_draft_says_so(engines):
-    with pytest.raises(EngineError, match="this engine was started without"):
-        engines(NEAR).set_mode("draft")

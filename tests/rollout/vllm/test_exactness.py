@@ -317,7 +317,7 @@ def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair, modes):
     single = {mode: flat(engines(pair, mode=mode).generate(batch)) for mode in MODES if mode in modes}
     both = engines(pair, tensor_parallel=2, draft_tokens=4)
     for mode in modes:
-        both.set_mode(mode)
+        both.call_workers("tandem_mode", mode)
         written = both.generate(batch)
         assert_equal_completions(flat(written), single.get(mode, single["lazy"]))
         assert_sound(batch, written)

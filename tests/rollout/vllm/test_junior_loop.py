@@ -69,7 +69,7 @@ def write(monkeypatch: pytest.MonkeyPatch) -> Write:
 
         monkeypatch.setattr(module, "stays_on_device", answer)
         monkeypatch.setattr(module.TandemModelRunner, "sample_tokens", sample)
-        assert engine.backend.llm.reset_prefix_cache()
+        assert engine.llm.reset_prefix_cache()
         written = flat(engine.generate(batch))
         return Outcome(written, engine.passes, answers, after)
 
@@ -110,7 +110,7 @@ def test_the_loop_changes_no_token_and_no_account(engines, scheduled, write, k, 
     assert loop.after == single.after
     assert sum(answer for _, answer in loop.answers) > 10
     assert preemptions > 0 or not options
-    engine.set_mode("lazy")
+    engine.call_workers("tandem_mode", "lazy")
     assert_equal_completions(loop.written, write(engine, batch, loop=False).written)
 
 
@@ -133,5 +133,5 @@ def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines
     outcome = write(engine, batch, loop=True)
     assert {depth for depth, answer in outcome.answers if answer} == {0, 1}
     assert_sound(batch, [[c] for c in outcome.written])
-    engine.set_mode("lazy")
+    engine.call_workers("tandem_mode", "lazy")
     assert_equal_completions(outcome.written, write(engine, batch, loop=False).written)

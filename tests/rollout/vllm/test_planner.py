@@ -345,7 +345,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     both, alone = planner.ahead(ids[:3]), planner.ahead(ids[3:4])
     assert both == DRAFTS(3, Passes(), share=0.5, context=12)
     assert alone == DRAFTS(1, Passes(), share=1.0, context=14)
-    planner.count_drafted(Passes(drafted=1000, accepted=300))
+    planner.stats.drafts += Passes(drafted=1000, accepted=300)
     assert planner.ahead(ids[3:4]) == 0 < alone
     planner.begin_call()
     assert planner.ahead(ids[:3]) == both > 0

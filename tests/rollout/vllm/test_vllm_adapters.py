@@ -65,7 +65,7 @@ def shared(engines) -> Callable[[str], Any]:
 
 def runners(engine: Any) -> tuple[Any, Any]:
     """Of the senior and the junior."""
-    both = engine.backend.llm.model_executor.driver_worker.worker.model_runner.runners
+    both = engine.llm.model_executor.driver_worker.worker.model_runner.runners
     return both[1], both[0]
 
 
@@ -97,7 +97,7 @@ def test_adapters_write_what_merged_weights_write(shared, kind: str) -> None:
     assert engine.info.adapters
     first, second = policy(kind, 1), policy(kind, 2)
     for version, (trained, mode) in enumerate([(first, "lazy"), (second, "draft")], start=1):
-        engine.set_mode(mode)
+        engine.call_workers("tandem_mode", mode)
         checksum = sync_weights(trained, engine, version)
         assert checksum == fingerprint(trained.named_parameters()) == engine.fingerprint()
         assert_writes_what_merged_weights_write(engine, kind, trained)

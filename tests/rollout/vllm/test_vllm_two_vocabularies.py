@@ -52,7 +52,7 @@ def started(senior: Path, junior: Path, own: Any = None) -> Iterator[Any]:
     engine = VllmTwoEngines.start(senior, junior, load_tokenizer(senior), own, config)
     yield engine
     for each in engine.engines.values():
-        each.backend.close.detach()
+        each._close.detach()
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,12 @@ Ray places the actors, restarts those that are lost and asks them again, and car
 The weights of a version are put into its object store once, in parts; the workers of a node share its copy.
 """
 
+import copy
 import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pickle import PicklingError
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from tandemrl.config import ConfigError
 from tandemrl.config.hints import pip_install
-from tandemrl.rollout.engine import Completion, Engine, EngineDeadError, EngineError, Request
+from tandemrl.processes.world import environment
+from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet.engine import TRIES, Weights
-from tandemrl.rollout.fleet.units import Described, Generated, UnitAnswer, WorkerEngine
+from tandemrl.rollout.fleet.units import Described, Generated, WorkerEngine
 
 PART_BYTES = 2**28  # what is copied at once on the way of the weights
 LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
@@ -144,7 +144,8 @@ class RayWorkers:
         from ray._private import ray_constants
 
         ray_constants.ENABLE_RAY_CLUSTER = False  # the variable of above, if ray was imported before (by vllm)
-        with warnings.catch_warnings(), _showing(cards_of(cluster)):
+        cards = cards_of(cluster)  # of the cluster, not of this process
+        with warnings.catch_warnings(), environment({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}):
             warnings.simplefilter("ignore")
             ray.init(
                 "local",
@@ -166,10 +167,7 @@ class RayWorkers:
         actor = self._actors[number]
         asked = actor.generate.remote(weights.version, weights.stored or [], requests, turns)
         told: Generated = self._result(actor, asked, tries=TRIES)
-        if isinstance(told.answer, UnitAnswer):
-            own = [[_own(completion) for completion in group] for group in told.answer.completions]
-            told = told._replace(answer=told.answer._replace(completions=own))
-        return told
+        return copy.deepcopy(told)  # no longer in Ray's memory, where its arrays could not be written to
 
     def _result(self, actor: Any, asked: Any, *, tries: int) -> Any:
         """What an actor answers. Ray asks it again when it was lost; one that is silent is restarted."""
@@ -210,20 +208,6 @@ def cards_of(cluster: Cluster) -> list[str] | None:
     return spare if len(spare) >= cluster.workers * cluster.gpus else cards
 
 
-@contextmanager
-def _showing(cards: Sequence[str] | None) -> Iterator[None]:
-    """A context in which a new cluster sees only these GPUs. What this process sees stays as it is."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if cards is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
-    try:
-        yield
-    finally:
-        if cards is not None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
-
-
 def parts_of(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[Stored]]:
     """Weights in parts of about ``limit`` bytes, as plain arrays in host memory."""
     part: list[Stored] = []
@@ -247,13 +231,6 @@ def restored(part: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
             warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
             flat = torch.from_numpy(data)
         yield name, flat.view(getattr(torch, dtype)).view(shape)
-
-
-def _own(completion: Completion) -> Completion:
-    """A completion whose channels are no longer in Ray's memory, where they could not be written to."""
-    names = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
-    channels = {name: getattr(completion, name) for name in names}
-    return replace(completion, **{name: each.copy() for name, each in channels.items() if each is not None})
 
 
 def _why(error: BaseException) -> str:

@@ -12,8 +12,7 @@ from vllm.v1.engine import exceptions
 
 from tandemrl.rollout.call import Event, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
-from tandemrl.rollout.open_call import CallEngine, OpenCall
-from tandemrl.rollout.vllm.backend import Backend
+from tandemrl.rollout.open_call import OpenCall
 from tandemrl.rollout.vllm.rows import VllmRow, authors_of
 from tandemrl.selection import Strategy
 
@@ -28,16 +27,15 @@ class VllmCall(OpenCall[VllmRow]):
     """The call of a ``VllmEngine``. Every turn of a row is a request of vLLM, which the prefix cache lets continue.
 
     Args:
-        backend: of the engine.
-        eos: the token ids that end a completion.
+        engine, turns, streams: see ``OpenCall``.
     """
 
     poll_every = 1  # vLLM would give the place of a row that waits to another one
 
-    def __init__(self, engine: CallEngine, backend: Backend, eos: Sequence[int], *, turns: bool, streams: bool) -> None:
+    def __init__(self, engine: Any, *, turns: bool, streams: bool) -> None:
         super().__init__(engine, turns=turns, streams=streams)
-        self._backend, self._eos = backend, eos
-        self._llm, self._next = backend.llm, 0
+        self._engine = engine  # a VllmEngine, whose module imports this one
+        self._llm, self._next = engine.llm, 0
         self._flying: dict[int, str] = {}
         """vLLM's name of each running turn, by number of the row."""
         self._strategies: dict[str, Strategy] = {}
@@ -45,8 +43,8 @@ class VllmCall(OpenCall[VllmRow]):
         self._ended = 0
         """How many tokens the ended turns have."""
         with ExitStack() as opened, death_reported():
-            opened.enter_context(backend.awake())
-            backend.call("tandem_begin")
+            opened.enter_context(engine.awake())
+            engine.call_workers("tandem_begin")
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -56,14 +54,11 @@ class VllmCall(OpenCall[VllmRow]):
                     self._llm.abort_request([*self._flying.values()], internal=True)
                     # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
                     self._llm.reset_prefix_cache()
-                self.engine.passes = self._passes()
+                stats = self._engine.stats()
+                junior, senior = stats["rows"]
+                self.engine.passes = Passes(self._ended, senior, junior) + Passes(*stats["drafts"])
         finally:
             self.engine.closed(self)
-
-    def _passes(self) -> Passes:
-        stats: dict[str, Any] = self._backend.call("tandem_stats")[0]
-        junior, senior = stats["rows"]
-        return Passes(self._ended, senior, junior, stats["drafted"], stats["accepted"])
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         for i, request in enumerate(requests):
@@ -87,8 +82,8 @@ class VllmCall(OpenCall[VllmRow]):
             return
         live = [*requests, *(row.request for row in self._rows.values() if not row.over)]
         self._strategies = {_name(request): request.strategy for request in live}
-        known: Any = self._strategies if self._backend.in_process else cloudpickle.dumps(self._strategies)
-        self._backend.call("tandem_register", known)
+        known: Any = self._strategies if self._engine.in_process else cloudpickle.dumps(self._strategies)
+        self._engine.call_workers("tandem_register", known)
 
     def _params(self, where: str, row: VllmRow) -> SamplingParams:
         """vLLM's sampling parameters of the row's next turn."""
@@ -97,7 +92,7 @@ class VllmCall(OpenCall[VllmRow]):
         if self._turns:
             arguments["tandem_row"] = row.number
         room = row.own_left if turn is None else min(row.own_left, turn)
-        return sampling_params(where, s, self._eos, room, arguments, stop=s.stop)
+        return sampling_params(where, s, self._engine.eos, room, arguments, stop=s.stop)
 
     def _begin_turn(self, row: VllmRow, params: SamplingParams) -> None:
         """Start the next turn of a row in vLLM.
@@ -152,7 +147,7 @@ class VllmCall(OpenCall[VllmRow]):
 
     def _reason(self, request: Request, output: Any) -> str:
         if output.finish_reason == "stop":
-            ended = not request.sampling.ignore_eos and output.stop_reason in self._eos
+            ended = not request.sampling.ignore_eos and output.stop_reason in self._engine.eos
             return "eos" if ended else "stop"
         if output.finish_reason == "length":
             return "length"

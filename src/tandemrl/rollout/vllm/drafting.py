@@ -169,7 +169,7 @@ class Round:
                 written = self.tokens[row, : count[row]].tolist()
                 count[row] = next((d + 1 for d, token in enumerate(written) if token in stops), count[row])
         kept = depth < count[:, None]
-        planner.count_drafted(count_accepted(senior & self._drafted & kept, ~self._corrected))
+        planner.stats.drafts += count_accepted(senior & self._drafted & kept, ~self._corrected)
         state.keep_prefix(slots, self._length + count, self._computed)
         last = count - 1
         planner.selection.rewind(torch.from_numpy(slots), self._marks, torch.from_numpy(last))

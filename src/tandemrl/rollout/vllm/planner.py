@@ -60,29 +60,28 @@ class ForwardPass:
     """For each row, the block ids that its runner does not know: all those of a new or replaced row; None if none."""
     outputs: list[int]
     """For each row, how many tokens it has written in this turn."""
-    new: list[int]
-    """The rows that this model has never seen."""
-    replaced: set[str]
-    """The requests that came back from preemption. Their block ids are replaced, not extended."""
     ends: np.ndarray
     """For each row, whether this pass predicts its next token (bool)."""
     rows: np.ndarray
     """Each row's index in the step."""
+    new: list[int] = field(default_factory=list)
+    """The rows that this model has never seen."""
+    replaced: set[str] = field(default_factory=set)
+    """The requests that came back from preemption. Their block ids are replaced, not extended."""
 
 
 @dataclass(slots=True)
 class Stats:
     """Counts since the beginning of a call. The lists hold [junior, senior].
 
-    passes: forward passes. rows: rows in these passes that decode. computed: tokens that the
-    passes computed. drafted, accepted: as in ``Passes``.
+    passes: forward passes. rows: rows in these passes that decode. computed: tokens that the passes computed. drafts:
+    how many tokens were drafted and accepted.
     """
 
     passes: list[int] = field(default_factory=lambda: [0, 0])
     rows: list[int] = field(default_factory=lambda: [0, 0])
     computed: list[int] = field(default_factory=lambda: [0, 0])
-    drafted: int = 0
-    accepted: int = 0
+    drafts: Passes = field(default_factory=Passes)
 
 
 class Planner:
@@ -266,8 +265,8 @@ class Planner:
         """
         slots = self._slots_of(ids)
         slots = slots[self.state.known[JUNIOR, slots]]
-        passes, writers = Passes(drafted=self.stats.drafted, accepted=self.stats.accepted), self.state.writers[:, slots]
-        return self._draft_length(len(slots), slots, writers[SENIOR] / writers.sum(0), passes)
+        writers = self.state.writers[:, slots]
+        return self._draft_length(len(slots), slots, writers[SENIOR] / writers.sum(0), self.stats.drafts)
 
     def _draft_length(self, rows: int, slots: np.ndarray, shares: np.ndarray, passes: Passes) -> int:
         """The length of drafts for so many rows such as these slots, of whose tokens the senior writes these shares."""
@@ -280,11 +279,6 @@ class Planner:
 
     def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
-
-    def count_drafted(self, counts: Passes) -> None:
-        """Count the drafted and accepted tokens of a round."""
-        self.stats.drafted += counts.drafted
-        self.stats.accepted += counts.accepted
 
     def _first_authors(
         self, admissions: Sequence[Admission], slots: np.ndarray, keys: Tensor, goes_on: np.ndarray
@@ -345,39 +339,25 @@ class Planner:
             outputs: for each row, how many tokens the runner takes to be written in this turn.
             provisional: whether the tokens may still change, so that the blocks do not count as filled.
         """
-        passes, slots, left = [], self.step[1][rows], np.arange(len(rows))
+        state, passes, slots, left = self.state, list[ForwardPass](), self.step[1][rows], np.arange(len(rows))
         while len(left):
-            start = self.state.computed[who][slots[left]]
+            start = state.computed[who][slots[left]]
             wanted = end[left] - start
             count = (self.budget - wanted.cumsum() + wanted).clip(0, wanted)
             fit, after = count > 0, left[count < wanted]
             now, start, count, last = left[fit], start[fit], count[fit], (count == wanted)[fit]
+            at, ids = slots[now], [self.step[0][i] for i in rows[now].tolist()]
             self.stats.passes[who] += 1
             self.stats.computed[who] += int(count.sum())
-            passes.append(self._pass(who, rows[now], slots[now], start, count, ends[now] & last, outputs[now]))
+            state.computed[who][at] = start + count
+            begin, amount, blocks = start.tolist(), count.tolist(), list[list[int] | None]([None] * len(ids))
+            forward = ForwardPass(ids, begin, amount, blocks, outputs[now].tolist(), ends[now] & last, rows[now])
+            for i in state.changed[who][at].nonzero()[0].tolist():
+                new, replaced, blocks[i] = state.take_update(who, int(at[i]))
+                forward.new += [i] * new
+                forward.replaced |= {ids[i]} if replaced else set()
+            passes.append(forward)
             if not provisional:
-                self.state.fill(who, slots[now], start, start + count)
+                state.fill(who, at, start, start + count)
             left = after
         return passes
-
-    def _pass(
-        self,
-        who: int,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        start: np.ndarray,
-        count: np.ndarray,
-        ends: np.ndarray,
-        outputs: np.ndarray,
-    ) -> ForwardPass:
-        state, ids, blocks = self.state, [self.step[0][i] for i in rows.tolist()], list[list[int] | None]()
-        state.computed[who][slots] = start + count
-        blocks += [None] * len(rows)
-        forward = ForwardPass(
-            ids, start.tolist(), count.tolist(), blocks, outputs.tolist(), new=[], replaced=set(), ends=ends, rows=rows
-        )
-        for row in state.changed[who][slots].nonzero()[0].tolist():
-            new, replaced, blocks[row] = state.take_update(who, int(slots[row]))
-            forward.new += [row] * new
-            forward.replaced |= {ids[row]} if replaced else set()
-        return forward

@@ -24,18 +24,16 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, DraftLength, Size
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.adapters import use_adapters
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.outputs import Written, sampled
 from tandemrl.rollout.vllm.planner import ForwardPass, Planner
-from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, set_outputs
-from tandemrl.rollout.vllm.sampler import TandemSampler
-from tandemrl.rollout.vllm.settings import TandemOptions
-from tandemrl.rollout.vllm.spans import Spans
+from tandemrl.rollout.vllm.sampler import Spans, TandemSampler
+from tandemrl.rollout.vllm.step_data import Written, admission, mirror_tokens, sampled, set_outputs
 from tandemrl.rollout.vllm.verifying import Draws, draws
 from tandemrl.selection import Strategy
 
@@ -47,25 +45,28 @@ _FOR_EACH = (
     *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache", "post_kv_cache_wake_up"),
 )
 """The methods of a model runner that, when the worker calls them, the runners of both models perform."""
+_SUMMED = ("profile_cudagraph_memory", "capture_model")
+"""Those whose result is the sum of both."""
 
 
 class TandemModelRunner:
     """The object that the worker takes for its model runner.
 
-    The methods in ``_FOR_EACH`` and those defined here act on both models. Anything else goes to the senior's runner.
+    The methods in ``_FOR_EACH`` and ``_SUMMED`` and those defined here act on both models. Anything else goes to the
+    senior's runner.
 
     Args:
         senior: vLLM's model runner of the senior.
         junior: vLLM's model runner of the junior, or None.
-        options: the options of tandem decoding.
+        draft, adapters: see ``worker.TandemOptions``.
     """
 
     planner: Planner
     """From ``initialize_kv_cache`` on."""
 
-    def __init__(self, senior: Any, junior: Any | None, options: TandemOptions) -> None:
+    def __init__(self, senior: Any, junior: Any | None, *, draft: int | str, adapters: AdapterPlan | None) -> None:
         self.runners: dict[int, Any] = {SENIOR: senior} | ({} if junior is None else {JUNIOR: junior})
-        self.options = options
+        self.adapters, self._draft_tokens = adapters, draft
         self.strategies: dict[str, Strategy] = {}
         self.spans: Spans | None = None
         """Of an engine that writes spans of texts which another engine goes on with."""
@@ -88,6 +89,8 @@ class TandemModelRunner:
     def __getattr__(self, name: str) -> Any:
         if name in _FOR_EACH:
             return partial(self._each, name)
+        if name in _SUMMED:
+            return lambda: sum(self._each(name))
         return getattr(self.__dict__["runners"][SENIOR], name)
 
     @contextmanager
@@ -107,24 +110,14 @@ class TandemModelRunner:
     # ------------------------------------------------------------------------------------------------------ starting up
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        plan = self.options.adapters
-        if plan is None:
-            self._each("load_model", *args, **kwargs)
-            return
-        with self.runner_of(JUNIOR) as junior:
-            junior.load_model(*args, **kwargs)
-        with self.runner_of(SENIOR) as senior:
-            use_adapters(junior.get_model(), plan, senior)
-            senior.load_model(*args, **kwargs)
+        for who in sorted(self.runners):  # the junior first, whose weights adapters are on
+            with self.runner_of(who) as runner:
+                if who == SENIOR and self.adapters is not None:
+                    use_adapters(self.runners[JUNIOR].get_model(), self.adapters, runner)
+                runner.load_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         return self._each("_dummy_run", *args, **kwargs)[0]  # the senior's: its sampler is warmed up with it
-
-    def profile_cudagraph_memory(self) -> int:
-        return sum(self._each("profile_cudagraph_memory"))
-
-    def capture_model(self) -> int:
-        return sum(self._each("capture_model"))
 
     @property
     def model_memory_usage(self) -> int:
@@ -157,8 +150,8 @@ class TandemModelRunner:
             with self.runner_of(who) as runner:
                 runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config), *args, **kwargs)
         config, length = self.runners[SENIOR].vllm_config, None
-        if JUNIOR in self.runners and self.options.draft != 0:
-            tokens = None if self.options.draft == "auto" else int(self.options.draft)
+        if JUNIOR in self.runners and self._draft_tokens != 0:
+            tokens = None if self._draft_tokens == "auto" else int(self._draft_tokens)
             costs = VLLM_CPU if torch.device(self.device).type == "cpu" else VLLM_CUDA
             senior, junior = _size(self.runners[SENIOR]), _size(self.runners[JUNIOR])
             length = DraftLength(tokens, senior, junior, costs, lazy=True)

@@ -7,6 +7,7 @@ request; what the other one wrote is part of its prompt, of which the prefix cac
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.decoding_rows import Decoder
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request
 from tandemrl.rollout.local_partner import LocalPartner
-from tandemrl.rollout.partner import Job, Written
+from tandemrl.rollout.partner import Job, MakePartner, Written
 from tandemrl.rollout.relay import Relay
-from tandemrl.rollout.vllm.backend import platform_device
 from tandemrl.rollout.vllm.call import death_reported, sampling_params
-from tandemrl.rollout.vllm.engine import VllmEngine
-from tandemrl.rollout.vllm.spans import HANDED_OVER, arguments_of
+from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
+from tandemrl.rollout.vllm.sampler import HANDED_OVER, arguments_of
 from tandemrl.selection import Who
 from tandemrl.selection.boundaries import start_table, token_bytes
 from tandemrl.selection.whole_words import TextTables, id_tables, text_tables
@@ -40,7 +40,7 @@ class VllmWriter:
     """A `partner.Writer`, whose engine was told of the vocabulary (``tandem_spans``)."""
 
     def __init__(self, engine: VllmEngine) -> None:
-        self._llm, self._eos = engine.backend.llm, engine.eos
+        self._llm, self._eos = engine.llm, engine.eos
         self._flying: dict[int, tuple[str, bool]] = {}  # vLLM's name of the request, and whether it is greedy
 
     def __len__(self) -> int:
@@ -96,14 +96,12 @@ class VllmTwoEngines(BatchEngine):
     def __init__(self, senior: VllmEngine, junior: VllmEngine, *, apart: bool, max_rows: int = 256) -> None:
         self.engines = {1: senior, 0: junior}
         self._writers = {who: VllmWriter(engine) for who, engine in self.engines.items()}
-        vocabulary, context, make_partner = senior.vocabulary, senior.context, None
+        vocabulary, context = senior.vocabulary, senior.context
+        make_partner: MakePartner | None = None
         if apart:
             own, pieces = vocabulary_of(junior.tokenizer), token_bytes(senior.tokenizer)
             theirs = self._writers.pop(0)
-
-            def make_partner() -> LocalPartner:
-                return LocalPartner(theirs, own, junior.eos, junior.context, pieces)
-
+            make_partner = partial(LocalPartner, theirs, own, junior.eos, junior.context, pieces)
         else:
             vocabulary, context = min(vocabulary, junior.vocabulary), min(context, junior.context)
         decoder = Decoder({}, {}, vocabulary, senior.eos, senior.tokenizer)
@@ -150,25 +148,17 @@ class VllmTwoEngines(BatchEngine):
         if junior_tokenizer is None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
             ends = ends or stored_eos_token_ids(str(senior), tokenizer, str(junior))
-        own = replace(config, vllm=replace(v, gpu_memory_utilization=v.gpu_memory_utilization / 2))
+        half = replace(config, vllm=replace(v, gpu_memory_utilization=v.gpu_memory_utilization / 2))
         args = {"block_size": BLOCK_SIZE} if platform_device() == "cpu" else {}
-        given = {**args, **(engine_args or {})}
+        given = args | dict(engine_args or {})
+        shared: dict[str, Any] = {"longest": longest, "ends": ends} if junior_tokenizer is None else {}
+        shared |= {"dtype": v.junior_dtype or dtype, "engine_args": given | {"quantization": v.junior_quantization}}
         with ExitStack() as started:
             first = VllmEngine.start(
-                senior, None, tokenizer, own, longest=longest, dtype=dtype, ends=ends, engine_args=given, **options
+                senior, None, tokenizer, half, longest=longest, dtype=dtype, ends=ends, engine_args=given, **options
             )
             started.callback(first.close)
-            second = VllmEngine.start(
-                junior,
-                None,
-                junior_tokenizer or tokenizer,
-                own,
-                longest=longest if junior_tokenizer is None else None,
-                dtype=v.junior_dtype or dtype,
-                ends=ends if junior_tokenizer is None else None,
-                engine_args=given | {"quantization": v.junior_quantization},
-                **options,
-            )
+            second = VllmEngine.start(junior, None, junior_tokenizer or tokenizer, half, **shared, **options)
             started.callback(second.close)
             both = cls(first, second, apart=junior_tokenizer is not None, max_rows=config.max_rows)
             started.pop_all()
@@ -176,7 +166,7 @@ class VllmTwoEngines(BatchEngine):
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("vllm", self.engines[1].backend.dtype, drops=True)
+        return EngineInfo("vllm", self.engines[1].info.dtype, drops=True)
 
     def generate(self, requests: Sequence[Request], **named: Any) -> list[list[Completion]]:
         if all(r.strategy.starts is None and r.strategy.writers == "senior" for r in requests):
@@ -184,11 +174,9 @@ class VllmTwoEngines(BatchEngine):
             written = alone.generate(requests, **named)
             self.passes = alone.passes
             return written
-        for i, request in enumerate(requests):
-            self._check(i, request)
         with death_reported(), ExitStack() as awake:
             for engine in self.engines.values():
-                awake.enter_context(engine.backend.awake())
+                awake.enter_context(engine.awake())
             return super().generate(requests, **named)
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
@@ -196,23 +184,21 @@ class VllmTwoEngines(BatchEngine):
         self.engines[1].abort(keys)  # if the senior writes alone
         super().abort(keys)
 
-    def _check(self, i: int, request: Request) -> None:
-        """Refuse a request that asks for something that spans cannot give.
-
-        Raises:
-            EngineError: the message names the request and what works instead.
-        """
+    def check(self, index: int, request: Request) -> None:
+        """Refuse also a request that asks for something that spans cannot give."""
+        super().check(index, request)
         if request.sampling.ignore_eos:
             raise EngineError(
-                f"request {i}: where each model has a vLLM engine of its own, spans end by EOS; leave out ignore_eos, "
-                "or use rollout.engine=torch"
+                f"request {index}: where each model has a vLLM engine of its own, spans end by EOS; leave out "
+                "ignore_eos, or use rollout.engine=torch"
             )
         starts, known = request.strategy.starts, self._starts
         same = starts is not None and (known is None or torch.equal(starts[: len(known)].nonzero(), known.nonzero()))
         if not same:
             raise EngineError(
-                f"request {i}: its strategy drops no proposals, or not where words begin for this engine of vLLM; use "
-                "strategies such as before_word in all steps, with the tokenizer's start_table, or rollout.engine=torch"
+                f"request {index}: its strategy drops no proposals, or not where words begin for this engine of vLLM; "
+                "use strategies such as before_word in all steps, with the tokenizer's start_table, or "
+                "rollout.engine=torch"
             )
 
     def make_batch(
@@ -221,8 +207,8 @@ class VllmTwoEngines(BatchEngine):
         return self.relay(self._writers, requests, total, turns=turns)
 
     def _tell(self, who: int, tables: TextTables) -> None:
-        backend = self.engines[who].backend
-        backend.call("tandem_spans", tables if backend.in_process else cloudpickle.dumps(tables))
+        engine = self.engines[who]
+        engine.call_workers("tandem_spans", tables if engine.in_process else cloudpickle.dumps(tables))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self.exclusive():

@@ -4,12 +4,14 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import torch
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.config.utils import replace
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,43 +21,59 @@ if current_platform.is_cpu():  # its import replaces torch.cuda's streams and ev
     from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from tandemrl.rollout.engine import EngineError, SentWeights
-from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
-from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.outputs import TandemOutput
-from tandemrl.rollout.vllm.parameters import hf_parameters
+from tandemrl.models.lora import AdapterPlan
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.kv_state import SENIOR
 from tandemrl.rollout.vllm.planner import SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
-from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
-from tandemrl.rollout.vllm.spans import HANDED_OVER, SPAN, Spans
-from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights
-from tandemrl.selection import Strategy, Who, solo
+from tandemrl.rollout.vllm.sampler import HANDED_OVER, SPAN, Spans
+from tandemrl.rollout.vllm.step_data import TandemOutput
+from tandemrl.rollout.vllm.weights import ReplacesWeights
+from tandemrl.selection import Strategy, solo
 from tandemrl.selection.whole_words import TextTables
 
 
-class _TandemWorker:
+@dataclass(frozen=True)
+class TandemOptions:
+    """The options of a worker beyond vLLM's own settings. They come in ``additional_config={"tandem": {...}}``."""
+
+    junior: str | None = None
+    """Model folder or hub id. None means that only the senior writes."""
+    draft: int | str = 0
+    """How many tokens the junior drafts. "auto" chooses it from step to step."""
+    junior_dtype: str | None = None
+    junior_quantization: str | None = None
+    junior_device: str | None = None
+    device: int = 0
+    """The CUDA device of the first worker, by its number in the engine's process; the others follow it. Left to itself,
+    vLLM would begin at 0 in every process of torchrun."""
+    adapters: AdapterPlan | None = None
+    """If given, the senior is these adapters on the junior's weights. They start as zero, and ``tandem_load`` takes
+    only them."""
+
+
+class _TandemWorker(ReplacesWeights):
     """What the workers below add to vLLM's. ``LLMEngine.collective_rpc`` calls the methods named ``tandem_*``."""
 
-    model_runner: Any
     vllm_config: VllmConfig
     device_config: DeviceConfig
-    device: torch.device
     local_rank: int
 
     def init_device(self) -> None:
-        check_config(self.vllm_config)
+        model = self.vllm_config.model_config
+        if model.is_multimodal_model or model.is_encoder_decoder:
+            raise EngineError(f"{model.model}: tandem decoding needs a text-only model that is decoder-only")
         options = TandemOptions(**self.vllm_config.additional_config["tandem"])  # type: ignore[index]  # a mapping
         if self.device_config.device_type == "cuda":
             self.local_rank += options.device  # by which vLLM chooses the device
         super().init_device()  # type: ignore[misc]  # vLLM's worker, the other base of both classes below
         senior, junior = self.model_runner, None
         if options.junior is not None:
-            config = junior_config(self.vllm_config, options)
+            config = _junior_config(self.vllm_config, options)
             device = torch.device(options.junior_device or senior.device)
             with set_current_vllm_config(config):
                 junior = type(senior)(config, device)
-        self.model_runner = TandemModelRunner(senior, junior, options)
+        self.model_runner = TandemModelRunner(senior, junior, draft=options.draft, adapters=options.adapters)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
         """Replace the strategies that requests can name, but that of spans.
@@ -72,7 +90,7 @@ class _TandemWorker:
             self.model_runner.planner.begin_call()
 
     def tandem_spans(self, tables: TextTables | bytes) -> None:
-        """From now on, requests are spans of texts (``spans``).
+        """From now on, requests are spans of texts (``sampler``).
 
         Args:
             tables: of the vocabulary of this engine's model, pickled if they come from another process. Other ids are
@@ -86,49 +104,13 @@ class _TandemWorker:
         runner.strategies[SPAN] = solo("senior")
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
-        """Set the scheduling mode.
-
-        Raises:
-            EngineError: it drafts, and this engine was not started for drafts.
-        """
-        planner = self.model_runner.planner
-        if mode == "draft" and planner.draft_length is None:
-            raise EngineError("this engine was started without a junior or with rollout.draft_tokens=0")
-        planner.mode = mode
+        """Set the scheduling mode, which measurements compare."""
+        self.model_runner.planner.mode = mode
 
     def tandem_stats(self) -> dict[str, Any]:
         """The counts of ``planner.Stats`` since a call began, and as ``requests`` how many the planner knows."""
         planner = self.model_runner.planner
         return dataclasses.asdict(planner.stats) | {"requests": len(planner.slots)}
-
-    def tandem_load(self, weights: SentWeights | str) -> None:
-        """Replace the senior's weights in place, or only its adapters if it is adapters.
-
-        Args:
-            weights: the trainer's, or the path of a file with them (``written_weights``).
-        """
-        sent = read_weights(weights) if isinstance(weights, str) else weights
-        with self.model_runner.runner_of(SENIOR) as runner:
-            if self.model_runner.options.adapters is None:
-                load_checkpoint_weights(runner, sent)
-            else:
-                load_adapters(runner.get_model(), sent)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
-
-    def tandem_fingerprint(self, who: Who) -> int:
-        """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
-
-        Raises:
-            EngineError: the weights cannot be read back.
-        """
-        runners, author = self.model_runner.runners, SENIOR if who == "senior" else JUNIOR
-        if author not in runners:
-            raise EngineError("this engine has no junior")
-        with self.model_runner.runner_of(author):
-            if author == SENIOR and self.model_runner.options.adapters is not None:
-                return fingerprint(adapted_parameters(runners[SENIOR], runners[JUNIOR]))
-            return fingerprint(hf_parameters(runners[author]))
 
 
 if current_platform.is_cpu():
@@ -215,6 +197,35 @@ def _one_by_one(output: Any) -> list[Any]:
             one.events = one.prefill_stats = None
         each.append(one)
     return each
+
+
+def _junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
+    """The config of the junior: the senior's config ``config`` with the junior's model in it."""
+    assert options.junior is not None
+    model = config.model_config
+    junior = ModelConfig(
+        model=options.junior,
+        tokenizer=options.junior,
+        trust_remote_code=model.trust_remote_code,
+        dtype=options.junior_dtype or model.dtype,  # type: ignore[arg-type]  # a name; vLLM lists them, and checks
+        quantization=options.junior_quantization,
+        seed=model.seed,
+        max_model_len=model.max_model_len,
+        enforce_eager=model.enforce_eager,
+        logprobs_mode=model.logprobs_mode,
+    )
+    own = replace(
+        config,
+        model_config=junior,
+        quant_config=None,
+        compilation_config=copy.deepcopy(config.compilation_config),
+        cache_config=copy.deepcopy(config.cache_config),
+        parallel_config=copy.deepcopy(config.parallel_config),
+        weight_transfer_config=None,
+    )
+    own.compilation_config.static_forward_context = {}
+    own.parallel_config.rank = config.parallel_config.rank
+    return own
 
 
 def tandem_arguments(options: TandemOptions) -> dict[str, Any]:
