@@ -1,16 +1,53 @@
-"""Workers in this process, to test a ``FleetEngine`` without Ray, and with faults that come on cue."""
+"""Workers in this process, to test a ``FleetEngine`` without Ray, and with faults that come on cue; their engine, and
+what it is asked."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from threading import Event
+from typing import Any
 from unittest.mock import Mock
 
+import torch
 from torch import Tensor
 
-from tandemrl.rollout.engine import EngineDeadError, EngineError, Request
+from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from tandemrl.rollout.engine import EngineDeadError, EngineError, Request, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.fleet.engine import Weights
 from tandemrl.rollout.fleet.units import Described, Generated, WorkerEngine
 from tandemrl.rollout.torch_engine import TorchEngine
+
+
+@cache
+def models() -> tuple[Any, Any]:
+    """Made once, since random models come from torch's one generator, and workers start in threads."""
+    return prepared(qwen3()), prepared(small_qwen3())
+
+
+def make() -> TorchEngine:
+    return TorchEngine(*copy.deepcopy(models()), tokenizer())
+
+
+@torch.no_grad()
+def learnt(model: Any) -> Any:
+    """The model with other weights."""
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(1.1)
+    return other
+
+
+def asked(count: int = 5, max_tokens: int = 12) -> list[Request]:
+    """Requests of two keys: with units of two, the last of five has one."""
+    return requests(prompts(count), Sampling(max_tokens=max_tokens), strategies()["word"], samples=2)
+
+
+def bits(written: list[list[Any]]) -> list[Any]:
+    return [
+        (c.key, c.tokens.tolist(), c.author.tolist(), c.behaviour_logprobs.tolist(), c.policy_version)
+        for c in flat(written)
+    ]
 
 
 class LocalWorkers:

@@ -19,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore
+from torch.distributed.tensor import DTensor
 
 from runs import FORKED
+from tandemrl.config import ParallelConfig
+from tandemrl.processes.world import init_world
 
 
 def status(name: str) -> int:
@@ -46,6 +50,22 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 30
             logs = [path.read_text(errors="replace")[-20000:] for path in sorted(Path(folder).iterdir())]
             text = "\n".join(f"--- stderr of process {rank}:\n{log}" for rank, log in enumerate(logs))
             raise type(error)(f"{error}\n{text}") from None
+
+
+MESHES_OF_TWO = [ParallelConfig(**{axis: 2}) for axis in ("dp_shard", "dp_replicate", "sp", "tp")]
+
+
+def on_every_mesh(compute: Callable[..., Any], *args: Any) -> list[Any]:
+    """In one of two processes: what ``compute(world, *args)`` gives on each of ``MESHES_OF_TWO``, with the data rank
+    and how many there are."""
+    worlds = (init_world(axes, torch.device("cpu")) for axes in MESHES_OF_TWO)
+    return [((world.data_rank, world.data_size), compute(world, *args)) for world in worlds]
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The whole gradients of the parameters that have one."""
+    own = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in own.items()}
 
 
 def _run(function: Callable[..., Any], size: int, args: tuple[Any, ...], timeout: float, folder: Path) -> list[Any]:

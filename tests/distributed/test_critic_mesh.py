@@ -6,24 +6,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from helpers import VOCABULARY, qwen3
-from processes import run
+from processes import MESHES_OF_TWO, gradients_of, on_every_mesh, run
 from runs import metrics
-from tandemrl.config import ParallelConfig, load
+from tandemrl.config import load
 from tandemrl.losses import adapt_kl_coef, value_loss
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
 from tandemrl.models.sharding import shard
-from tandemrl.processes.world import World, init_world
+from tandemrl.processes.world import World
 from tandemrl.training.loop import train
 
 LENGTHS = [9, 5, 12, 3]
-MESHES = [ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2), ParallelConfig(tp=2), ParallelConfig(sp=2)]
 
 
-def one_pass(folder: Path, world: World) -> tuple[list[Tensor], dict[str, Tensor]]:
+def one_pass(world: World, folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Values of this data rank's sequences, and the gradients of everybody's loss."""
     critic = shard(load_critic(folder), world, dtype=torch.float32, forward=packed_values)
     generator = np.random.default_rng(0)
@@ -32,19 +30,7 @@ def one_pass(folder: Path, world: World) -> tuple[list[Tensor], dict[str, Tensor
     values = token_values(critic, batch, select=batch.positions >= 0, shards=world.shards)
     returns = 2 * torch.sin(batch.tokens + 0.3 * batch.positions)
     value_loss(values, returns + 1, returns).sum().backward()
-    gradients = {}
-    for name, parameter in critic.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    return list(values.detach().split(batch.lengths.tolist())), gradients
-
-
-def on_every_mesh(folder: Path) -> list[tuple[tuple[int, int], list[Tensor], dict[str, Tensor]]]:
-    results = []
-    for axes in MESHES:
-        world = init_world(axes, torch.device("cpu"))
-        results.append(((world.data_rank, world.data_size), *one_pass(folder, world)))
-    return results
+    return list(values.detach().split(batch.lengths.tolist())), gradients_of(critic)
 
 
 def test_any_mesh_of_two_gives_the_values_and_gradients_of_one(tmp_path: Path) -> None:
@@ -55,9 +41,10 @@ def test_any_mesh_of_two_gives_the_values_and_gradients_of_one(tmp_path: Path) -
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
     critic.save_pretrained(tmp_path / "critic")
 
-    values, gradients = one_pass(tmp_path / "critic", World())
-    for meshes in run(on_every_mesh, 2, tmp_path / "critic"):
-        for axes, ((rank, size), results, theirs) in zip(MESHES, meshes, strict=True):
+    values, gradients = one_pass(World(), tmp_path / "critic")
+    assert gradients.keys() == dict(critic.named_parameters()).keys()
+    for meshes in run(on_every_mesh, 2, one_pass, tmp_path / "critic"):
+        for axes, ((rank, size), (results, theirs)) in zip(MESHES_OF_TWO, meshes, strict=True):
             for mine, expected in zip(results, values[rank::size], strict=True):
                 torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5, msg=str(axes))
             assert theirs.keys() == gradients.keys()

@@ -2,7 +2,6 @@
 
 import copy
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import local_workers
 import runs
-from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
-from local_workers import LocalWorkers
+from helpers import flat, tokenizer
+from local_workers import LocalWorkers, bits, learnt, make, models
 from processes import run
 from tandemrl.config import ParallelConfig
 from tandemrl.processes.world import World, init_world
-from tandemrl.rollout.engine import Completion, Engine, EngineError, Request, Sampling
+from tandemrl.rollout.engine import Completion, Engine, EngineError, Request
 from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.sync import sync_weights
@@ -25,28 +25,10 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.loop import train
 
-MODELS = prepared(qwen3()), prepared(small_qwen3())
-
-
-def make() -> TorchEngine:
-    return TorchEngine(*copy.deepcopy(MODELS), tokenizer())
-
 
 def asked(step: int, max_tokens: int = 10) -> list[Request]:
-    made = requests(prompts(4), Sampling(max_tokens=max_tokens), strategies()["word"], samples=2)
+    made = local_workers.asked(4, max_tokens)
     return [replace(request, keys=tuple(key + 1000 * step for key in request.keys)) for request in made]
-
-
-def bits(written: Sequence[Sequence[Completion]]) -> list[Any]:
-    return [(c.key, c.tokens.tolist(), c.behaviour_logprobs.tolist(), c.policy_version) for c in flat(written)]
-
-
-def learnt() -> Any:
-    model = copy.deepcopy(MODELS[0])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    return model
 
 
 def shared() -> tuple[FleetEngine, World]:
@@ -63,7 +45,7 @@ def rolled_out() -> dict[str, Any]:
     write = lambda engine, step, examples: engine.generate(asked(step))  # noqa: E731
     with AsyncRollouts(lambda: [0], write, [], fleet, lambda: lambda _: {}, ahead=3) as rollouts:  # type: ignore[arg-type]
         rollouts.start_until(1, 3)
-        found["checksum"] = sync_weights(learnt(), fleet, version=4)
+        found["checksum"] = sync_weights(learnt(models()[0]), fleet, version=4)
         found |= {f"step {step}": bits(rollouts.take(step)) for step in (1, 2, 3)}  # type: ignore[arg-type]
     found["after"] = bits(fleet.generate(asked(4)))
     found["passes"] = fleet.passes
@@ -87,7 +69,7 @@ def test_all_processes_get_what_the_fleet_of_rank_0_generates() -> None:
     assert one["first"] == bits(alone.generate(asked(0)))
     for step in (1, 2, 3):
         assert one[f"step {step}"] == bits(alone.generate(asked(step)))
-    assert one["checksum"] == sync_weights(learnt(), alone, version=4)
+    assert one["checksum"] == sync_weights(learnt(models()[0]), alone, version=4)
     assert one["after"] == one["again"] == bits(alone.generate(asked(4)))
     assert one["passes"] == alone.passes
 
@@ -131,7 +113,7 @@ class Slow(TorchEngine):
 def waited() -> int:
     """In one of the processes."""
     world = init_world(ParallelConfig(timeout_s=3.0), torch.device("cpu"))
-    slow = LocalWorkers(lambda: Slow(*copy.deepcopy(MODELS), tokenizer()))
+    slow = LocalWorkers(lambda: Slow(*copy.deepcopy(models()), tokenizer()))
     fleet = FleetEngine(slow if world.main else None, size=1, unit_groups=8, world=world)
     count = len(flat(fleet.generate(asked(0, 4))))
     fleet.close()

@@ -8,10 +8,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
-from local_workers import LocalWorkers
+from helpers import flat, prompts, requests, strategies, tokenizer
+from local_workers import LocalWorkers, asked, bits, learnt, make, models
 from tandemrl.config import ConfigError, load
 from tandemrl.rollout.engine import (
     Engine,
@@ -33,35 +32,8 @@ SAMPLING = Sampling(max_tokens=12)
 
 
 @cache
-def models() -> tuple[Any, Any]:
-    """Made once, since random models come from torch's one generator, and workers start in threads."""
-    return prepared(qwen3()), prepared(small_qwen3())
-
-
-def make() -> TorchEngine:
-    return TorchEngine(*copy.deepcopy(models()), tokenizer())
-
-
-@cache
-def learnt() -> Any:
-    """Other weights of the senior."""
-    model = copy.deepcopy(models()[0])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    return model
-
-
-def asked() -> list[Any]:
-    """Five requests of two keys: with units of two, the last unit has one."""
-    return requests(prompts(5), SAMPLING, STRATEGY, samples=2)
-
-
-def bits(written: list[list[Any]]) -> list[Any]:
-    return [
-        (c.key, c.tokens.tolist(), c.author.tolist(), c.behaviour_logprobs.tolist(), c.policy_version)
-        for c in flat(written)
-    ]
+def newer() -> Any:
+    return learnt(models()[0])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +41,7 @@ def alone() -> tuple[list[Any], list[Any], Passes]:
     """What units of two requests give in one engine, before and after other weights."""
     engine = make()
     before = bits([group for unit in units_of(asked(), 2) for group in engine.generate(unit)])
-    sync_weights(learnt(), engine, version=3)
+    sync_weights(newer(), engine, version=3)
     passes, after = Passes(), []
     for unit in units_of(asked(), 2):
         after += engine.generate(unit)
@@ -107,8 +79,8 @@ def test_any_number_of_workers_gives_the_bits_of_one_engine(
     first = engine.generate(asked(), progress=told.append)
     assert bits(first) == before
     assert sum(told) == sum(len(completion.tokens) for completion in flat(first))
-    checksum = sync_weights(learnt(), engine, version=3)
-    assert checksum == fingerprint(learnt().named_parameters())
+    checksum = sync_weights(newer(), engine, version=3)
+    assert checksum == fingerprint(newer().named_parameters())
     assert bits(engine.generate(asked())) == after != before
     assert engine.passes == passes
     found = {worker.engine.fingerprint() for worker in workers_of(engine).workers.values()}
@@ -131,7 +103,7 @@ def test_one_engine_by_units_is_the_same_without_a_fleet(alone: tuple[list[Any],
     engine = SpreadEngine(make(), unit_groups=2)
     assert isinstance(engine, Engine)
     assert bits(engine.generate(asked())) == before
-    sync_weights(learnt(), engine, version=3)
+    sync_weights(newer(), engine, version=3)
     assert bits(engine.generate(asked())) == after
     assert engine.passes == passes
 
@@ -152,14 +124,14 @@ def test_a_worker_that_weights_do_not_reach_generates_nothing_that_counts(
 ) -> None:
     engine = fleet(1, {0: "is stale"})
     engine.generate(asked())
-    sync_weights(learnt(), engine, version=3)
+    sync_weights(newer(), engine, version=3)
     assert bits(engine.generate(asked())) == alone[1]
     assert workers_of(engine).restarted == [0]
 
 
 def test_weights_that_reach_nobody_end_the_run(fleet: Callable[..., FleetEngine]) -> None:
     engine = fleet(1, {0: "always stale"})
-    sync_weights(learnt(), engine, version=3)
+    sync_weights(newer(), engine, version=3)
     with pytest.raises(EngineError, match=r"do not last: 4 tries of a unit failed; the last: weights 3 did not reach"):
         engine.generate(asked())
 
@@ -171,7 +143,7 @@ def test_workers_that_do_not_start_are_an_error_with_the_cause() -> None:
 
 def test_a_worker_whose_engine_is_another_one_is_refused() -> None:
     workers = LocalWorkers(make, size=2)
-    models = iter([make(), TorchEngine(copy.deepcopy(learnt()), copy.deepcopy(make().junior), tokenizer())])
+    models = iter([make(), TorchEngine(copy.deepcopy(newer()), copy.deepcopy(make().junior), tokenizer())])
     workers.make = lambda: next(models)
     with pytest.raises(EngineError, match="the engine of a worker is another one"):
         FleetEngine(workers, size=2, unit_groups=2)
@@ -182,7 +154,7 @@ def test_rollouts_of_a_step_keep_their_weights_though_newer_ones_come(
 ) -> None:
     """The snapshot was taken before; its lost unit is generated again, after the newer weights were sent."""
     engine = fleet(2, {0: "dies later", 1: "dies later"})
-    sync_weights(learnt(), engine, version=3)
+    sync_weights(newer(), engine, version=3)
     before = engine.snapshot()
     written: list[Any] = []
     thread = Thread(target=lambda: written.extend(before.generate(asked())))
@@ -217,7 +189,7 @@ def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) 
         engine.generate(requests([[]], SAMPLING, STRATEGY))
     with pytest.raises(EngineError, match="the workers have no environment to take turns with"):
         engine.generate(asked(), responder=Mock(spec=Responder))
-    sync_weights(learnt(), engine, version=3)
+    sync_weights(newer(), engine, version=3)
     with pytest.raises(EngineError, match="newer ones need a greater number, not 3"):
         engine.load_weights([], 3)
     assert engine.generate([]) == []

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import flat, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from helpers import flat, qwen3, small_qwen3, tokenizer
+from local_workers import asked, bits, learnt
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.config.hints import pip_install
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, Request, Sampling, generate_verified
+from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers, cards_of, parts_of, require_ray, restored
@@ -39,25 +40,6 @@ def engine_of(pair: Path, workers: int, **settings: Any) -> Engine:
     rollout = RolloutConfig(workers=workers, unit_groups=2, ray="local", **settings)
     sources = [ModelSource(str(pair / who), partial(load_model, pair / who)) for who in ("senior", "junior")]
     return make_engine(rollout, sources[0], sources[1], load_tokenizer(pair / "senior"))
-
-
-def asked() -> list[Request]:
-    return requests(prompts(5), Sampling(max_tokens=24), strategies()["word"], samples=2)
-
-
-def bits(written: list[list[Any]]) -> list[Any]:
-    return [
-        (c.key, c.tokens.tolist(), c.author.tolist(), c.behaviour_logprobs.tolist(), c.policy_version)
-        for c in flat(written)
-    ]
-
-
-def learnt(pair: Path) -> Any:
-    model = load_model(pair / "senior")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.02)
-    return model
 
 
 def processes_of(session: Path) -> list[str]:
@@ -90,9 +72,9 @@ def gone(session: Path, seconds: float = 60.0) -> bool:
 @needs_ray
 def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_models: Path) -> None:
     """Before and after new weights; on 127.0.0.1 alone; nothing is left when it is closed."""
-    given, alone = asked(), engine_of(pair_of_models, 0)
+    given, alone = asked(max_tokens=24), engine_of(pair_of_models, 0)
     before = bits(alone.generate(given))
-    checksum = sync_weights(learnt(pair_of_models), alone, version=1)
+    checksum = sync_weights(learnt(load_model(pair_of_models / "senior")), alone, version=1)
     after = bits(alone.generate(given))
     fleet = engine_of(pair_of_models, 2)
     import ray  # not before: the fleet says first that it stays on this machine
@@ -105,7 +87,7 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_
         workers = [actor["Pid"] for actor in ray._private.state.actors().values()]
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
         assert bits(generate_verified(fleet, given, given[0].strategy)[0]) == before
-        assert sync_weights(learnt(pair_of_models), fleet, version=1) == checksum
+        assert sync_weights(learnt(load_model(pair_of_models / "senior")), fleet, version=1) == checksum
         assert fleet.fingerprint("junior") == alone.fingerprint("junior")
         kill_at_the_first_unit(fleet)
         written = fleet.generate(given)

@@ -29,14 +29,13 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.envs.episodes import Episodes
-from tandemrl.rollout.fleet.units import INITIAL, Described, Generated, UnitAnswer
+from tandemrl.rollout.fleet.units import INITIAL, Described, Generated
 from tandemrl.rollout.spread import units_of
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
 TRIES = 4  # of a unit, before the fleet gives up
-COUNTED = ("restarts", "idle_s", "worker_s", "units", "unit_s", "loads", "load_s")
-"""What ``FleetEngine.counts`` has."""
+COUNTED = ("restarts", "busy_s", "units", "unit_s", "loads", "load_s")
 BEAT_S = 10.0
 """How often rank 0 says that it still waits for workers, at the least."""
 
@@ -111,7 +110,7 @@ class FleetEngine:
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._free: SimpleQueue[int] = SimpleQueue()
         self._busy, self._processes = dict[int, float](), dict[int, str]()
-        self._counted, self._base = dict.fromkeys((*COUNTED, "busy_s"), 0.0), 0
+        self._counted, self._base = dict.fromkeys(COUNTED, 0.0), 0
         self.passes = Passes()
         described = None
         if workers is not None:
@@ -140,14 +139,12 @@ class FleetEngine:
     ) -> list[list[Completion]]:
         """As ``Engine.generate``. The ``responder`` of rank 0 hears what became of the turns in the workers."""
 
-        def generated() -> tuple[list[list[Completion]], Passes]:
-            return self._generated(requests, progress, responder)
-
+        given = requests, progress, responder
         if self._world.size == 1:
-            completions, self.passes = generated()
+            completions, self.passes = self._generated(*given)
             return completions
         with ThreadPoolExecutor(1, thread_name_prefix="rollout") as thread:
-            completions, self.passes = self.told(thread.submit(generated) if self._world.main else None)
+            completions, self.passes = self.told(thread.submit(self._generated, *given) if self._world.main else None)
         return completions
 
     def told(self, running: Future[Any] | None) -> Any:
@@ -181,11 +178,13 @@ class FleetEngine:
             check_request(i, request, self)
         with self._lock:  # so that calls do not mix their units
             units = units_of(requests, self._unit_groups)
-            asked = [self._threads.submit(self._unit, unit, responder is not None) for unit in units]
+            asked = [self._threads.submit(self._ask, unit, responder is not None) for unit in units]
         completions, passes = list[list[Completion]](), Passes()
         try:
             for future in asked:
                 answer = future.result()
+                if answer.failure is not None:
+                    raise answer.failure
                 completions += answer.completions
                 passes += answer.passes
                 if isinstance(responder, Episodes):
@@ -196,13 +195,6 @@ class FleetEngine:
             for future in asked:
                 future.cancel()
         return completions, passes
-
-    def _unit(self, requests: Sequence[Request], turns: bool) -> UnitAnswer:
-        """What a worker generates of a unit."""
-        answer = self._ask(requests, turns).answer
-        if isinstance(answer, EngineError):
-            raise answer
-        return answer
 
     def _ask(self, requests: Sequence[Request], turns: bool = False) -> Generated:
         """What the next free worker says, once it has the right weights."""

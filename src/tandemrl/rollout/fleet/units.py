@@ -19,7 +19,7 @@ from tandemrl.rollout.engine import (
     Responder,
     Turn,
 )
-from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes, Tally
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Tally
 from tandemrl.types import Transcript
 
 INITIAL = -1
@@ -43,17 +43,8 @@ class Described(NamedTuple):
     """Whether the workers have an environment to take turns with."""
 
 
-class UnitAnswer(NamedTuple):
-    """What an engine has generated of a unit, and what it cost."""
-
-    completions: list[list[Completion]]
-    passes: Passes
-    tally: Tally = Tally()
-    """Of the turns that were taken with an environment."""
-
-
 class Generated(NamedTuple):
-    """What a worker has generated of a unit, or why it cannot."""
+    """What a worker has generated of a unit, or why it cannot, and what it cost."""
 
     version: int
     fingerprint: int
@@ -61,10 +52,14 @@ class Generated(NamedTuple):
     described: Described
     process: str
     """Another one after each start of the worker."""
-    answer: UnitAnswer | EngineError
     load_s: float
     """What it took to load the weights; 0 if it had them."""
     unit_s: float
+    completions: list[list[Completion]]
+    passes: Passes
+    tally: Tally
+    """Of the turns that were taken with an environment."""
+    failure: EngineError | None
 
 
 class WorkerEngine:
@@ -99,21 +94,20 @@ class WorkerEngine:
             self.engine.load_weights(weights, version)
             self._version, self._fingerprint = version, self.engine.fingerprint("senior")
             loaded = time.monotonic()
-        answer = self._answer(requests, self.acting.episodes() if turns and self.acting is not None else None)
-        seconds = loaded - begun, time.monotonic() - loaded
-        return Generated(self._version, self._fingerprint, self.described, self.process, answer, *seconds)
-
-    def _answer(self, requests: Sequence[Request], episodes: Episodes | None) -> UnitAnswer | EngineError:
-        if not requests:
-            return UnitAnswer([], Passes())
+        episodes = self.acting.episodes() if turns and self.acting is not None else None
+        responder: dict[str, Any] = {} if episodes is None else {"responder": Rounds(episodes)}  # not all take turns
+        completions, passes, failure = list[list[Completion]](), Passes(), None
         try:
-            acting: dict[str, Any] = {} if episodes is None else {"responder": Rounds(episodes)}  # not all take turns
-            completions = self.engine.generate(requests, **acting)
+            if requests:
+                completions = self.engine.generate(requests, **responder)
+                passes = self.engine.passes
         except EngineDeadError:
             raise  # so that the worker is lost, and another one generates the unit
         except EngineError as error:
-            return error
-        return UnitAnswer(completions, self.engine.passes, Tally() if episodes is None else episodes.tally)
+            failure = error
+        seconds, tally = (loaded - begun, time.monotonic() - loaded), Tally() if episodes is None else episodes.tally
+        told = self._version, self._fingerprint, self.described, self.process, *seconds
+        return Generated(*told, completions, passes, tally, failure)
 
 
 class Rounds:
