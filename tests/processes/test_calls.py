@@ -18,7 +18,7 @@ from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, 
 
 CHILD = """
 import asyncio, json, multiprocessing, os, subprocess, sys, time
-from tandemrl.processes.serving import serve_calls
+from tandemrl.processes.child import serve_calls
 
 def work(argument):
     what, *values = argument

@@ -80,7 +80,7 @@ def test_it_ends_with_the_block_also_after_an_error(
 
 
 def test_one_that_does_not_want_to_is_killed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandemrl.processes.keeper.GRACE_S", -4.0)  # here: the keeper, a script, has its own
+    monkeypatch.setattr("tandemrl.processes.server.GRACE_S", -4.0)  # here: the keeper, a script, has its own
     log = tmp_path / "server.log"
     with serving(f"{command} stubborn", log, key="k", error=RuntimeError):
         pids = started(log)

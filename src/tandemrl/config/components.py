@@ -82,7 +82,7 @@ class RetrieverKind(NamedTuple):
 
 _HERE = "tandemrl.rollout.envs"
 _BM25, _SEMANTIC = f"{_HERE}.retrieval:bm25", f"{_HERE}.retrieval:semantic"
-_SERVICE, _HOPS = f"{_HERE}.search_service:service", "tandemrl.tasks.generated.hops:retriever"
+_SERVICE, _HOPS = f"{_HERE}.retrieval:service", "tandemrl.tasks.generated.hops:retriever"
 _IN_HOPS = "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra"
 _HOSTED = "in the corpus of the service at `url`, with POST /search"
 _GOLDEN = "the supporting documents, whatever the query is"

@@ -76,7 +76,7 @@ class Caller(Protocol):
 
 
 class ChildCalls:
-    """Makes calls in child processes (see `serving.serve_calls`), which are started when they are first needed.
+    """Makes calls in child processes (see `child.serve_calls`), which are started when they are first needed.
 
     A late call is given up, and its process gets no further calls; it is killed when its other calls are done. If a
     process dies, or does not answer because a call holds the interpreter, it is unknown which of several calls caused

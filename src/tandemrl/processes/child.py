@@ -6,6 +6,7 @@ the processes that it starts end with it.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,6 +146,48 @@ class Parent:
                     left = left[os.write(self._descriptor, left) :]
             except OSError:  # nobody listens any more
                 end()
+
+
+def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
+    """The child's side of `calls.ChildCalls`: make calls, in threads, until the parent is gone.
+
+    Args:
+        prepare: receives the parent's setup, and returns the function to call, which returns a JSON text.
+    """
+    parent = Parent()
+    setup, patience_s = parent.receive()
+    function = prepare(setup)
+
+    def work(number: int, argument: bytes) -> None:
+        try:
+            said = f'"result": {function(pickle.loads(argument))}'
+        except BaseException as error:  # SystemExit and asyncio.CancelledError, too: it is answered in any case
+            said = f'"error": {json.dumps(f"{type(error).__name__}: {error}")}'
+        parent.send(f'{{"number": {number}, {said}}}')
+
+    def beat() -> None:
+        """Postpone, again and again, an alarm with which the kernel ends this process.
+
+        It goes off if a call holds the interpreter for too long and no parent is left to notice.
+        """
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, patience_s)
+            time.sleep(min(1.0, patience_s / 2))
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    threading.Thread(target=beat, daemon=True).start()
+    threads = ThreadPoolExecutor(CALLS_AT_ONCE)
+    parent.send(READY)
+    while True:
+        asked = parent.receive()
+        if asked is None:
+            parent.send(HERE)
+            continue
+        try:
+            threads.submit(work, *asked)
+        except BaseException:  # it is no call; the end of this thread alone would wait for those that hang
+            traceback.print_exc()
+            end()
 
 
 def end() -> NoReturn:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
@@ -229,11 +229,11 @@ class Client:
         return Response(status, content)
 
 
-class Response:
+class Response(NamedTuple):
     """A response with its whole body."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status, self.body = status, body
+    status: int
+    body: bytes
 
     def json(self) -> Any:
         """The body, parsed.

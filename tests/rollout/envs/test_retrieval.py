@@ -17,10 +17,10 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
 from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, write_corpus
+from tandemrl.rollout.envs.bm25 import Corpus, word_scores, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
-from tandemrl.rollout.envs.retrieval import by_words, halves, make_retriever, reciprocal_ranks
+from tandemrl.rollout.envs.retrieval import halves, make_retriever, ranked, reciprocal_ranks
 from tandemrl.rollout.envs.semantic import is_cross_encoder, make_relevance
 
 DOCS = [
@@ -81,7 +81,7 @@ def test_scores_are_those_of_bm25(words: None) -> None:
                 score += idf * each[place] / (each[place] + 1.5 * (0.25 + 0.75 * length / mean))
             expected.append(score)
         query = " ".join(words[place] for place in chosen)
-        assert WordIndex(texts).scores(query) == pytest.approx(expected, rel=1e-5)
+        assert word_scores()(query, tuple(texts)) == pytest.approx(expected, rel=1e-5)
 
 
 def numbered(count: int) -> list[dict[str, object]]:
@@ -146,9 +146,10 @@ def test_an_index_that_is_not_whole(words: None, tmp_path: Path) -> None:
 
 def test_a_text_without_a_word_of_the_query_has_no_rank_by_words(words: None) -> None:
     texts = ("a fox", "a dog", "a cat")
-    assert by_words(matching=True)("cats and nothing", texts, 3) == [2]
-    assert by_words(matching=True)("Katze", texts, 3) == []
-    merged = reciprocal_ranks(lambda query, texts, count: [2, 1, 0][:count], by_words(matching=True))
+    by_words = ranked(word_scores(), matching=True)
+    assert by_words("cats and nothing", texts, 3) == [2]
+    assert by_words("Katze", texts, 3) == []
+    merged = reciprocal_ranks(lambda query, texts, count: [2, 1, 0][:count], by_words)
     assert merged("Katze", texts, 3) == [2, 1, 0]
 
 

@@ -3,7 +3,8 @@ words."""
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,27 @@ from tandemrl.data.rows import DataError
 from tandemrl.files import write_directory
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
+KEPT = 256
+"""For how many questions an index is kept."""
 _PARAMETERS, _DOCUMENTS = "params.index.json", "corpus.jsonl"
 """Two of the files of an index, all of which are those of bm25s."""
 
 
-class WordIndex:
-    """An index of texts that can be searched by words.
+def word_scores() -> Callable[[str, tuple[str, ...]], np.ndarray]:
+    """The BM25 score of each text, which is 0 where it shares no word with the query. The texts of a question are
+    indexed once.
 
     Raises:
         BrokenEnvironmentError: bm25s or PyStemmer is not installed.
     """
+    _packages()  # one that is missing is missed now
+    index_of = lru_cache(KEPT)(indexed)
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._count, self._index = len(texts), indexed(texts)
+    def scores(query: str, texts: tuple[str, ...]) -> np.ndarray:
+        words, index = tokenized([query])[0], index_of(texts)
+        return index.get_scores(words) if index is not None and words else np.zeros(len(texts), np.float32)
 
-    def scores(self, query: str) -> np.ndarray:
-        """The BM25 score of each text, which is 0 where it shares no word with the query."""
-        words = tokenized([query])[0]
-        if self._index is None or not words:
-            return np.zeros(self._count, np.float32)
-        return self._index.get_scores(words)
+    return scores
 
 
 class Corpus:
@@ -46,7 +48,7 @@ class Corpus:
     """
 
     def __init__(self, folder: Path) -> None:
-        bm25s = _bm25s()
+        bm25s, _ = _packages()
         try:
             self._index = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
             if self._index.corpus is None:
@@ -99,11 +101,9 @@ def write_corpus(corpus: Path, out: Path) -> int:
 
 def best(scores: np.ndarray, count: int) -> list[int]:
     """The indices of the ``count`` greatest scores, best first. Of equal scores, the first one comes first."""
+    places = np.arange(len(scores))
     if count < len(scores):
-        least = np.partition(scores, len(scores) - count)[len(scores) - count]
-        places = np.flatnonzero(scores >= least)
-    else:
-        places = np.arange(len(scores))
+        places = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
     return places[np.argsort(-scores[places], kind="stable")][:count].tolist()
 
 
@@ -112,30 +112,24 @@ def indexed(texts: Sequence[str]) -> Any | None:
     words = tokenized(texts)
     if not any(words):
         return None
-    index = _bm25s().BM25(k1=1.5, b=0.75, method="lucene", backend="numpy")
+    index = _packages()[0].BM25(k1=1.5, b=0.75, method="lucene", backend="numpy")
     index.index(words, show_progress=False)
     return index
 
 
 def tokenized(texts: Sequence[str]) -> list[list[str]]:
     """The stems of each text's words of two letters or more, without stop words."""
-    return _bm25s().tokenize(list(texts), stopwords="en", stemmer=_stemmer(), return_ids=False, show_progress=False)
+    bm25s, stemmer = _packages()
+    return bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
 
 
-def _bm25s() -> Any:
+def _packages() -> tuple[Any, Any]:
+    """bm25s, and PyStemmer's stemmer."""
     try:
         import bm25s
-    except ImportError:
-        raise BrokenEnvironmentError(_MISSING.format("bm25s")) from None
-    return bm25s
-
-
-def _stemmer() -> Any:
-    try:
         import Stemmer
     except ImportError:
-        raise BrokenEnvironmentError(_MISSING.format("PyStemmer")) from None
-    return Stemmer.Stemmer("english")
-
-
-_MISSING = f"searching by words needs {{}}: {pip_install('retrieval')}, or retrieval.retriever=golden"
+        raise BrokenEnvironmentError(
+            f"searching by words needs bm25s and PyStemmer: {pip_install('retrieval')}, or retrieval.retriever=golden"
+        ) from None
+    return bm25s, Stemmer.Stemmer("english")

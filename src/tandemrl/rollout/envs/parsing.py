@@ -1,7 +1,6 @@
 """Parses what an author wrote in a turn to a message. Parsing is fast and raises no error, whatever the text is."""
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -199,27 +198,24 @@ def _by_template(text: str, schemas: list[Schema], tokenizer: Any, prefix: str) 
     return {"role": "assistant", "content": ""} | kept | {"tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _json_fault(value: Any, depth: int = 0) -> str | None:
+def _json_fault(value: Any) -> str | None:
     """Why a parsed value cannot be written as JSON and read again, or None if it can.
 
     Python's parser accepts more than valid JSON.
     """
-    if depth > MAX_DEPTH:
+    try:
+        if _depth(value) > MAX_DEPTH:
+            raise RecursionError
+        json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
+    except RecursionError:
         return f"the arguments are nested more than {MAX_DEPTH} deep"
-    if isinstance(value, str):
-        return None if value.isascii() or _encodable(value) else "the arguments have half of a surrogate pair"
-    if isinstance(value, float):
-        return None if math.isfinite(value) else "the arguments have a number that is not finite"
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    if isinstance(value, list):
-        return next((fault for each in value if (fault := _json_fault(each, depth + 1))), None)
+    except UnicodeEncodeError:
+        return "the arguments have half of a surrogate pair"
+    except ValueError:
+        return "the arguments have a number that is not finite"
     return None
 
 
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _depth(value: Any) -> int:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    return 0 if inside is None else 1 + max(map(_depth, inside), default=0)

@@ -7,24 +7,24 @@ up by their texts.
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlencode
 
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.data.documents import Document, documents_of
-from tandemrl.data.rows import Row
+from tandemrl.data.documents import Document, document, documents_of
+from tandemrl.data.rows import DataError, Row
+from tandemrl.processes.http import PermanentError, Response, RetryableError, excerpt
 from tandemrl.processes.names import instantiate
-from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best
+from tandemrl.rollout.envs.bm25 import Corpus, best, word_scores
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
-from tandemrl.rollout.envs.semantic import make_relevance
+from tandemrl.rollout.envs.semantic import Relevance, client_of, make_relevance
 
 Retriever = Callable[[Row, str, int], list[Document]]
 """A function of (row, query, count) that returns the documents it finds, best first."""
 Ranking = Callable[[str, tuple[str, ...], int], list[int]]
 """A function of (query, texts, count) that returns the indices of the best texts, best first."""
 
-KEPT = 256
-"""For how many questions an index is kept."""
 RRF_K = 60
 
 
@@ -48,7 +48,7 @@ def make_retriever(config: RetrievalConfig) -> Retriever:
 def bm25(config: RetrievalConfig) -> Retriever:
     """By words, in the documents of the row or in a corpus."""
     if config.index is None:
-        return within_row(by_words())
+        return within_row(ranked(word_scores()))
     corpus = Corpus(Path(config.index))
     where = f"retrieval.index={config.index}"
     return lambda row, query, count: of_row(row, corpus.search(query, count), where)
@@ -77,13 +77,51 @@ def golden() -> Retriever:
 
 def semantic(config: RetrievalConfig) -> Retriever:
     """By a model or a service."""
-    return within_row(by_relevance(config))
+    return within_row(ranked(make_relevance(config)))
 
 
 def hybrid(config: RetrievalConfig) -> Retriever:
     """By relevance and by words, merged."""
     merge = {"rrf": reciprocal_ranks, "halves": halves}[config.merge]
-    return within_row(merge(by_relevance(config), by_words(matching=config.merge == "rrf")))
+    words = ranked(word_scores(), matching=config.merge == "rrf")
+    return within_row(merge(ranked(make_relevance(config)), words))
+
+
+def service(config: RetrievalConfig) -> Retriever:
+    """In a corpus behind a service, such as rlvr's of Wikipedia: POST /search with ``query`` and ``top_n``.
+
+    What is asked is sent in the address and as JSON, since both forms are in use. A document is read as in a row's
+    ``extra_info.docs``.
+
+    Raises:
+        BrokenEnvironmentError: the key of the service is not set. When it searches: the service fails, or calls another
+            document by the id of one of the row's documents, so that sources could not be scored.
+    """
+    client = client_of(config, "a service with POST /search")
+
+    def search(row: Row, query: str, count: int) -> list[Document]:
+        asked = {"query": query, "top_n": count}
+        found = client.post(f"/search?{urlencode(asked)}", asked, _documents)[:count]
+        return of_row(row, found, f"the service at {config.url} (retrieval.url)")
+
+    return search
+
+
+def _documents(response: Response) -> list[Document]:
+    """The documents in ``{"results": [{"document": {"id", "title", "body"}}]}``, or without the inner ``document``."""
+    if response.status == 404:
+        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; retrieval.url must end where /search begins")
+    content = response.json()
+    results = content.get("results") if isinstance(content, dict) else content
+    if not isinstance(results, list):
+        raise RetryableError(f"not a list of documents: {excerpt(response.body)}")
+    try:
+        return [
+            document(each["document"] if isinstance(each, dict) and "document" in each else each, "POST /search")
+            for each in results
+        ]
+    except DataError as error:
+        raise RetryableError(f"not a list of documents: {error}") from None
 
 
 def within_row(ranking: Ranking) -> Retriever:
@@ -96,26 +134,18 @@ def within_row(ranking: Ranking) -> Retriever:
     return search
 
 
-def by_words(*, matching: bool = False) -> Ranking:
-    """The ranking by words (BM25). The texts of a question are indexed once.
+def ranked(scores: Relevance, *, matching: bool = False) -> Ranking:
+    """The ranking by scores.
 
     Args:
-        matching: only of texts that share a word with the query; the others have no rank.
+        matching: only of texts with a score above 0, such as those that share a word with the query.
     """
-    WordIndex(["a text"])  # a package that is missing is missed now
-    index = lru_cache(KEPT)(WordIndex)
 
     def ranking(query: str, texts: tuple[str, ...], count: int) -> list[int]:
-        scores = index(texts).scores(query)
-        return [place for place in best(scores, count) if scores[place] > 0 or not matching]
+        found = scores(query, texts)
+        return [place for place in best(found, count) if found[place] > 0 or not matching]
 
     return ranking
-
-
-def by_relevance(config: RetrievalConfig) -> Ranking:
-    """The ranking by a model or a service."""
-    relevance = make_relevance(config)
-    return lambda query, texts, count: best(relevance(query, texts), count)
 
 
 def reciprocal_ranks(*rankings: Ranking) -> Ranking:

@@ -28,10 +28,7 @@ def make_relevance(config: RetrievalConfig) -> Relevance:
     Raises:
         BrokenEnvironmentError: the model cannot be loaded, or the key of the service is not set.
     """
-    if config.url is not None:
-        return _service(config)
-    assert config.model is not None  # `config.compatibility`
-    return _model(config.model, config.device)
+    return _model(str(config.model), config.device) if config.url is None else _service(config)
 
 
 # ---- a service -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row
-from tandemrl.processes.serving import serve_calls
+from tandemrl.processes.child import serve_calls
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
 from tandemrl.rollout.envs.factory import make_environment
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tandemrl.config import Config
-from tandemrl.processes.keeper import GRACE_S
-from tandemrl.processes.server import serving
+from tandemrl.processes.server import GRACE_S, serving
 from tandemrl.tasks.rubric.judge import JudgeError
 
 LOG = "judge.log"
