@@ -432,7 +432,7 @@ def prepare_tandem(
             vllm=VllmConfig(kv_cache_gb=KV_CACHE_GB, enforce_eager=True),
         )
         longest, arguments = setting.prompt + setting.tokens, engine_arguments(setting)
-        return VllmEngine.start(senior, junior, load_tokenizer(senior), config, longest=longest, engine_args=arguments)
+        return VllmEngine(senior, junior, load_tokenizer(senior), config, longest=longest, engine_args=arguments)
 
     def run(engine: VllmEngine, clock: Clock, name: str, mode: str, prompts: list[list[int]], number: int) -> Result:
         engine.call_workers("tandem_mode", mode)

@@ -111,8 +111,8 @@ def prepare(path: Path, rows: int, options: argparse.Namespace) -> dict[str, Cal
         from tandemrl.rollout.vllm.two_engines import BLOCK_SIZE, VllmTwoEngines
 
         config = RolloutConfig(max_rows=rows, vllm=VllmConfig(kv_cache_gb=0.1))
-        together = VllmEngine.start(path, path, tokenizer, config, engine_args={"block_size": BLOCK_SIZE})
-        one, apart = (VllmTwoEngines.start(path, path, tokenizer, own, config) for own in (None, load_tokenizer(path)))
+        together = VllmEngine(path, path, tokenizer, config, engine_args={"block_size": BLOCK_SIZE})
+        one, apart = (VllmTwoEngines(path, path, tokenizer, own, config) for own in (None, load_tokenizer(path)))
         return {
             "word": contestant(together, word(0.5, 32, word_boundary_table(tokenizer, vocabulary))),
             "one": contestant(one, before_word(0.5, start_table(tokenizer, vocabulary))),

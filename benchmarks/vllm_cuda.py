@@ -130,7 +130,7 @@ def ours(senior: Path, junior: Path | None, dtype: str, kv_cache_gb: float, rows
     v = VllmConfig(kv_cache_gb=kv_cache_gb, gpu_memory_utilization=0.1, enforce_eager=eager)
     config = RolloutConfig(engine="vllm", max_rows=rows, draft_tokens=ahead, vllm=v)
     tokenizer = models.tokenizer()
-    return VllmEngine.start(senior, junior, tokenizer, config, dtype=dtype, longest=1024, engine_args=QUIET)
+    return VllmEngine(senior, junior, tokenizer, config, dtype=dtype, longest=1024, engine_args=QUIET)
 
 
 def words(vocabulary: int) -> torch.Tensor:

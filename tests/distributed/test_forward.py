@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from helpers import _build, _common, with_head_bias
-from processes import run
+from processes import gradients_of, run
 from tandemrl.config import ParallelConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.models.attention import ModelError
@@ -127,10 +127,6 @@ class Outcome(NamedTuple):
     sharded: bool
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
     """Forward and backward of this process's share of the micro-batches."""
     logprobs, entropies, loss = {}, {}, torch.zeros(())
@@ -149,7 +145,7 @@ def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
         part.backward()
         loss = loss + part.detach()
         logprobs[number], entropies[number] = logp.detach(), entropy.detach()
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(model)
     norm = clip_gradients(list(model.parameters()), 1e9)
     with torch.no_grad():
         token_logprobs(model, packed[0][0], select=packed[0][1], shards=world.shards)

@@ -186,14 +186,14 @@ def vllm_engine(
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     number = resolve_device(device).index or 0  # this process's, which holds the trainer, too
     if junior is not None and (junior.tokenizer is not None or junior.whole_words):
-        return VllmTwoEngines.start(
+        return VllmTwoEngines(
             *(senior.path, junior.path, tokenizer, junior.tokenizer, config),
             longest=longest,
             dtype=dtype,
             device=number,
             ends=ends,
         )
-    return VllmEngine.start(
+    return VllmEngine(
         senior.path,
         None if junior is None else junior.path,
         tokenizer,

@@ -133,7 +133,7 @@ class FaultyRun:
         self.here, self.random = config.parent, random.Random(seed)
         self.held: list[Any] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
-        self.peak_bytes = self.drivers = self.allowed = 0
+        self.drivers = self.allowed = 0
 
     def finish(self, faults: list[Fault]) -> None:
         """Run to the end, of ``steps_for(faults)`` steps.
@@ -155,7 +155,6 @@ class FaultyRun:
                 else:
                     self.until(partial(passed, time.monotonic() + fault.moment * step_s))
                 self.make(fault.kind)
-                self.note_memory()
             self.allow(self.allowed + 1)  # with new weights, if they still have to be lost
             self.until(lambda: not self.lose.exists())
             self.allow(10**9)
@@ -265,14 +264,6 @@ class FaultyRun:
                 self.cluster.remove_node(node, allow_graceful=False)
         for _ in range(NODES - len(self.cluster.worker_nodes)):
             self.cluster.add_node(**NODE, num_cpus=1, wait=False)
-
-    def note_memory(self) -> None:
-        """What all processes of the cluster and the run have, each shared page in part."""
-        used = 0
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                used += process.memory_full_info().pss
-        self.peak_bytes = max(self.peak_bytes, used)
 
 
 class Filler:

@@ -19,7 +19,6 @@ from tandemrl.training.loop import train
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")]
 FAULTS = int(os.environ.get("TANDEMRL_FLEET_FAULTS", "12"))
 SEED, WORKERS, STOP_S = 0, 2, 30.0
-MOST_BYTES = 6 * 2**30
 RUN = (
     f"train.steps={steps_for(FAULTS)}",
     "train.eval_every=0",
@@ -75,5 +74,4 @@ def test_a_run_with_faults_is_that_without(cluster: Any, tiny_pair: Path, tmp_pa
         assert (here / "run" / file).read_bytes() == (alone / file).read_bytes(), file
     assert {fault.kind for fault in faults} == {*get_args(Kind)}
     assert run.drivers == 1 + sum(fault.kind == "driver killed" for fault in faults)
-    assert run.peak_bytes < MOST_BYTES
     assert sum(step["fleet/restarts"] for step in metrics(here / "run")) >= 1

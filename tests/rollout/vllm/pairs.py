@@ -219,7 +219,7 @@ class Engines:
 def start_engine(
     senior: Path, junior: Path | None, *, kv_blocks: int | None = None, block_size: int | None = None, **options: Any
 ) -> Any:
-    """A vLLM engine whose options are those of ``rollout.vllm``, of ``rollout`` or of ``VllmEngine.start``."""
+    """A vLLM engine whose options are those of ``rollout.vllm``, of ``rollout`` or of ``VllmEngine``."""
     from tandemrl.rollout.vllm.engine import VllmEngine
 
     def taken(kind: type) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def start_engine(
     engine_args: dict[str, Any] = {"num_gpu_blocks_override": kv_blocks}
     if block_size is not None:
         engine_args["block_size"] = block_size
-    return VllmEngine.start(senior, junior, tokenizer(), config, engine_args=engine_args, **options)
+    return VllmEngine(senior, junior, tokenizer(), config, engine_args=engine_args, **options)
 
 
 def planner_of(engine: Any) -> Any:

@@ -276,18 +276,6 @@ def test_lazy_computes_what_its_author_needs_and_no_more(strategy, mode, compute
     assert planner.stats.computed == computed
 
 
-def test_a_long_catch_up_is_split_and_predicts_once() -> None:
-    planner = Planner(budget=5, block_size=BLOCK, num_blocks=16)
-    planner.admit([Admission("a", 3, 1, chunk(9, "senior")), Admission("b", 1, 2, solo("senior"))])
-    planner.schedule(["a", "b"], [0, 0], [3, 1], [[0, 1, 2], [3]])
-    for i in range(9):
-        planner.postprocess(np.array([4, 4]))
-        junior, senior = planner.schedule(["a", "b"], [3 + i, 1 + i], [1, 1], [None, [4] if i == 3 else None])
-    assert [work.count for work in junior] == [[5], [4]]
-    assert [(work.start, work.ends.tolist()) for work in junior] == [([3], [False]), ([8], [True])]
-    assert [work.ids for work in senior] == [["b"]]
-
-
 @pytest.mark.parametrize("surplus", [0, 2])
 @pytest.mark.parametrize("row", [None, 5])
 def test_another_turn_goes_on_whatever_the_workers_still_know(row, surplus) -> None:
@@ -318,19 +306,6 @@ def test_a_broken_promise_is_an_error() -> None:
     planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
     with pytest.raises(EngineError, match=r"Strategy\.writers"):
         steps(planner, liar)
-
-
-def test_finished_requests_leave_nothing_behind() -> None:
-    planner = Planner(budget=640, block_size=BLOCK, num_blocks=64, capacity=2)
-    for number in range(50):
-        ids = [f"{number}.{i}" for i in range(5)]
-        planner.admit([Admission(id, 3, i, bernoulli(0.5)) for i, id in enumerate(ids)])
-        planner.schedule(ids, [0] * 5, [3] * 5, [[i] for i in range(5)])
-        planner.postprocess(np.full(5, 9))
-        planner.finish([*ids, "unknown"])
-    assert planner.slots == {}
-    assert len(planner.state.blocks) == 8  # grown to the five that were there at once, not to all 250
-    assert len(planner.selection._strategies) <= 6
 
 
 def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:

@@ -49,7 +49,7 @@ def folders(tiny_pair: Path, other_junior: Path) -> tuple[Path, Path]:
 
 def started(senior: Path, junior: Path, own: Any = None) -> Iterator[Any]:
     config = RolloutConfig(max_rows=12, vllm=VllmConfig(kv_cache_gb=0.05))
-    engine = VllmTwoEngines.start(senior, junior, load_tokenizer(senior), own, config)
+    engine = VllmTwoEngines(senior, junior, load_tokenizer(senior), own, config)
     yield engine
     for each in engine.engines.values():
         each._close.detach()

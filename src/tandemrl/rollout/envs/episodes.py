@@ -116,7 +116,6 @@ class EpisodeRunner:
             template_arguments=template_arguments,
         )
         self._tokenizer, self._junior = tokenizer, junior
-        self._prefix = self.rendering.prefix
         self._calls: CallFormat = self._call_format()
         self.junior_rendering: Rendering | None = None
         if junior is not None:
@@ -187,7 +186,7 @@ class EpisodeRunner:
         if tokens and turn.stop_reason != "length" and tokens[-1] in self.ends:
             tokens.pop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return parse_turn(text, self.schemas, self._tokenizer, self._prefix, self._calls)
+        return parse_turn(text, self.schemas, self._tokenizer, self.rendering.prefix, self._calls)
 
     def _call_format(self) -> CallFormat:
         """The format in which the chat template writes calls: that in which a call of every tool is read back.
@@ -212,7 +211,7 @@ class EpisodeRunner:
         for tool in self.tools:
             name, arguments = tool["function"]["name"], sample(tool["function"]["parameters"])
             text = rendering.call_text(name, arguments)
-            read = parse_turn(text, self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
+            read = parse_turn(text, self.schemas, self._tokenizer, self.rendering.prefix, calls).get("tool_calls")
             if read != [{"type": "function", "function": {"name": name, "arguments": arguments}}]:
                 return name, text, arguments
         return None

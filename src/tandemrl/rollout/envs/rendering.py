@@ -90,16 +90,17 @@ class Rendering:
         self._controls = controls_of(tokenizer, self._template)
         self._markup = lru_cache(maxsize=1024)(self._markup_of)
         self._roles: set[str] = set()
+        self.prefix = self._render([{"role": "user", "content": _QUESTION}], to_write=True)
+        """What the template writes up to the beginning of a turn. Response templates read it."""
         self.end_of_turn, self._end_text = self._find_end(eos_token_ids)
         self._mark = self._encode(CUT)[0]
-        if schemas:
-            self._check_tools()
+        hidden = [name for schema in schemas if (name := schema["function"]["name"]) not in self.prefix]
+        if hidden:
+            raise ConfigError(
+                f"{self._name}: its chat template does not tell of tools ({hidden[0]} is not in what it writes); use a "
+                "model that calls tools, or a chat template that takes `tools`"
+            )
         self._markup((("tool" if schemas else "user", None),))
-
-    @property
-    def prefix(self) -> str:
-        """What the template writes up to the beginning of a turn. Response templates read it."""
-        return self._render([{"role": "user", "content": _QUESTION}], to_write=True)
 
     def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What the template writes for a turn that consists of one call, without the end of the turn.
@@ -226,16 +227,6 @@ class Rendering:
         start, end = first.offsets[0]
         return first.ids[0], after.lstrip()[start:end]
 
-    def _check_tools(self) -> None:
-        opening = [{"role": "user", "content": _QUESTION}]
-        told = self._render(opening, to_write=True)
-        for schema in self._schemas:
-            if schema["function"]["name"] not in told:
-                raise ConfigError(
-                    f"{self._name}: its chat template does not tell of tools ({schema['function']['name']} is not in "
-                    "what it writes); use a model that calls tools, or a chat template that takes `tools`"
-                )
-
     def _check_role(self, role: str) -> None:
         """Check that the template shows messages of a role, and still writes earlier turns as they were written.
 
@@ -244,33 +235,31 @@ class Rendering:
         """
         if role in self._roles:
             return
-        conversation: list[Message] = [{"role": "user", "content": _QUESTION}]
-        before = self._render(conversation, to_write=True)
         knows = any(tag in self._template for tag in (THOUGHT, END_OF_THOUGHT))
-        thoughts = knows and END_OF_THOUGHT not in before  # without an empty one that keeps the author from thinking
-        for number in range(3):
-            thought = f"{THOUGHT}\nTHOUGHTofDUMMY\n{END_OF_THOUGHT}\n\n" if thoughts and number else ""
-            conversation.append(self._turn_before([role], f"{thought}{_WRITTEN}{number}"))
-            after = self._render(conversation, to_write=False)
-            self._check_kept(before, after, role)
-            conversation.append({"role": role, "content": f"{_SAID}{number}"})
-            before = self._render(conversation, to_write=True)
-            if f"{_SAID}{number}" not in before:
+        # Without an empty one that keeps the author from thinking.
+        thoughts = knows and END_OF_THOUGHT not in self.prefix
+        conversation: list[Message] = [{"role": "user", "content": _QUESTION}]
+        before = self.prefix
+        for number in range(6):
+            if number % 2 == 0:
+                thought = f"{THOUGHT}\nTHOUGHTofDUMMY\n{END_OF_THOUGHT}\n\n" if thoughts and number else ""
+                conversation.append(self._turn_before([role], f"{thought}{_WRITTEN}{number}"))
+            else:
+                conversation.append({"role": role, "content": f"{_SAID}{number}"})
+            after = self._render(conversation, to_write=number % 2 == 1)
+            if number % 2 and f"{_SAID}{number}" not in after:
                 raise ConfigError(f"{self._name}: its chat template does not show messages of the role {role!r}")
-            self._check_kept(after, before, role)
+            if not self._keep_turns and not after.startswith(before):
+                same = _common(before, after)
+                raise ConfigError(
+                    f"{self._name}: its chat template rewrites a turn once a message of the role {role!r} or another "
+                    f"turn follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. Later turns "
+                    "would be written after another text than the one that is trained on. Set rollout.keep_turns=true: "
+                    "earlier turns stay as they were written, with their thoughts, also empty ones, which the template "
+                    "would leave out (Qwen3). Or use a template that leaves earlier turns as they were"
+                )
+            before = after
         self._roles.add(role)
-
-    def _check_kept(self, before: str, after: str, role: str) -> None:
-        if self._keep_turns or after.startswith(before):
-            return
-        same = _common(before, after)
-        raise ConfigError(
-            f"{self._name}: its chat template rewrites a turn once a message of the role {role!r} or another turn "
-            f"follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. Later turns would be written "
-            "after another text than the one that is trained on. Set rollout.keep_turns=true: earlier turns stay as "
-            "they were written, with their thoughts, also empty ones, which the template would leave out (Qwen3). Or "
-            "use a template that leaves earlier turns as they were"
-        )
 
     def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> "_Markup":
         """The markup between the end of a turn and the beginning of the next, around messages of these roles and

@@ -5,7 +5,6 @@ It does not import torch by itself.
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.messages import Message
@@ -30,14 +29,8 @@ def answering(environment: Environment) -> Callable[[Turned], str]:
         answer = environment.reply(*turned)
         if not isinstance(answer, Answer):
             raise TypeError(f"reply must return an Answer, not a {type(answer).__name__}")
-        content: dict[str, Any] = {
-            "messages": list(answer.messages),
-            "state": answer.state,
-            "over": answer.over,
-            "counts": answer.counts,
-        }
         try:
-            return json.dumps(content, allow_nan=False)
+            return json.dumps({**vars(answer), "messages": [*answer.messages]}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise type(error)(f"its answer has to be of JSON values, and so has its state: {error}") from error
 

@@ -38,53 +38,31 @@ def platform_device() -> str:
 class VllmEngine(CallEngine):
     """Tandem decoding inside vLLM; see ``rollout.engine.Engine`` for the contract and ``planner`` for the idea.
 
-    It handles in which process and on which GPU vLLM is, and its sleep. With ``rollout.vllm.sleep``, vLLM gives its
-    memory back after every call, and takes it again for the next.
+    It starts vLLM as ``rollout.*`` of a config says, and handles in which process and on which GPU vLLM is, and its
+    sleep. With ``rollout.vllm.sleep``, vLLM gives its memory back after every call, and takes it again for the next.
+    The weights on disk are policy version 0.
 
     Args:
-        llm: the running vLLM engine, with tandem workers.
-        options: of its workers.
-        config: ``rollout.*`` of a config.
-        tokenizer: the tokenizer of both models.
+        senior: model folder or hub id of the senior.
+        junior: model folder or hub id of the junior. None allows only strategies by which the senior writes alone.
+        tokenizer: the tokenizer of the senior.
+        config: ``rollout.*`` of a config; None stands for the defaults.
         dtype: the dtype of the engine's weights, by torch's name for it.
-        vocabulary: the size of the smaller of the two LM heads. Token ids are below it.
-        context: how many tokens the longest request can have, prompt and completion together.
-        eos: the token ids that end a completion.
+        device: the CUDA device of the engine's models, by its number in this process. ``rollout.vllm.devices`` and
+            ``junior_device`` take precedence.
+        longest: how many tokens prompt and completion may have together. None means as many as both models allow.
+        adapters: if given, the senior is these adapters on the junior's weights. Both are then loaded from the same
+            folder, and the weights only once.
+        ends: the ids that end a completion. None stands for those of both models.
+        engine_args: further ``vllm.EngineArgs``.
+
+    Raises:
+        EngineError: a setting is not supported, or a model has too few logits for the tokenizer.
+        ModelError: the models do not share a vocabulary.
     """
 
     def __init__(
         self,
-        llm: Any,
-        options: TandemOptions,
-        config: RolloutConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        dtype: str,
-        vocabulary: int,
-        context: int,
-        eos: tuple[int, ...],
-    ) -> None:
-        super().__init__()
-        self.llm, self.tokenizer, self.vocabulary, self.context, self.eos = llm, tokenizer, vocabulary, context, eos
-        self.has_junior, self.policy_version, self.passes = options.junior is not None, 0, Passes()
-        self._info = EngineInfo("vllm", dtype, adapters=options.adapters is not None)
-        self.in_process = not config.vllm.multiprocess and config.tensor_parallel == 1
-        """Whether vLLM and its worker live in this process. Then weights are handed over as they are, else through a
-        file."""
-        self._sleeps, self._asleep = config.vllm.sleep, set[str]()
-        client = llm.engine_core
-        self._close: Callable[[], object] = client.shutdown
-        if self.in_process:
-            client._finalizer.detach()  # it would shut down what engines in this process share
-            _RUNNING.add(id(client.engine_core))
-            self._close = weakref.finalize(self, _shut_down, client.engine_core)
-        if self._sleeps:  # the trainer has the memory first: what it resumes from comes there
-            with self.awake():
-                pass
-
-    @classmethod
-    def start(
-        cls,
         senior: str | Path,
         junior: str | Path | None,
         tokenizer: PreTrainedTokenizerBase,
@@ -96,27 +74,8 @@ class VllmEngine(CallEngine):
         adapters: AdapterPlan | None = None,
         ends: Sequence[int] | None = None,
         engine_args: Mapping[str, Any] | None = None,
-    ) -> "VllmEngine":
-        """Start vLLM as ``rollout.*`` of a config says. The weights on disk are policy version 0.
-
-        Args:
-            senior: model folder or hub id of the senior.
-            junior: model folder or hub id of the junior. None allows only strategies by which the senior writes alone.
-            tokenizer: the tokenizer of the senior.
-            config: ``rollout.*`` of a config; None stands for the defaults.
-            dtype: the dtype of the engine's weights, by torch's name for it.
-            device: the CUDA device of the engine's models, by its number in this process. ``rollout.vllm.devices`` and
-                ``junior_device`` take precedence.
-            longest: how many tokens prompt and completion may have together. None means as many as both models allow.
-            adapters: if given, the senior is these adapters on the junior's weights. Both are then loaded from the same
-                folder, and the weights only once.
-            ends: the ids that end a completion. None stands for those of both models.
-            engine_args: further ``vllm.EngineArgs``.
-
-        Raises:
-            EngineError: a setting is not supported, or a model has too few logits for the tokenizer.
-            ModelError: the models do not share a vocabulary.
-        """
+    ) -> None:
+        super().__init__()
         if vllm.__version__.partition("+")[0] != VLLM_TESTED:
             tested = f"tandem decoding was tested with {VLLM_TESTED}, and relies on internals that change"
             warnings.warn(f"vLLM {vllm.__version__}: {tested}", stacklevel=2)
@@ -162,11 +121,26 @@ class VllmEngine(CallEngine):
         )
         readable = _readable_modules() if on_cpu else nullcontext()
         with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1), readable:
-            llm = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
+            self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
         if ends is None:
             ends = stored_eos_token_ids(paths[0], tokenizer, *paths[1:])
-        eos = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger one
-        return cls(llm, options, config, tokenizer, dtype=dtype, vocabulary=vocabulary, context=context, eos=eos)
+        self.eos = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger one
+        self.tokenizer, self.vocabulary, self.context, self.has_junior = tokenizer, vocabulary, context, len(paths) > 1
+        self.policy_version, self.passes = 0, Passes()
+        self._info = EngineInfo("vllm", dtype, adapters=adapters is not None)
+        self.in_process = not v.multiprocess and parallel == 1
+        """Whether vLLM and its worker live in this process. Then weights are handed over as they are, else through a
+        file."""
+        self._sleeps, self._asleep = v.sleep, set[str]()
+        client: Any = self.llm.engine_core
+        self._close: Callable[[], object] = client.shutdown
+        if self.in_process:
+            client._finalizer.detach()  # it would shut down what engines in this process share
+            _RUNNING.add(id(client.engine_core))
+            self._close = weakref.finalize(self, _shut_down, client.engine_core)
+        if self._sleeps:  # the trainer has the memory first: what it resumes from comes there
+            with self.awake():
+                pass
 
     @property
     def info(self) -> EngineInfo:

@@ -29,7 +29,7 @@ from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
 from tandemrl.rollout.vllm.sampler import HANDED_OVER, arguments_of
 from tandemrl.selection import Who
 from tandemrl.selection.boundaries import start_table, token_bytes
-from tandemrl.selection.whole_words import TextTables, id_tables, text_tables
+from tandemrl.selection.whole_words import id_tables, text_tables
 from tandemrl.selection.words import vocabulary_of
 
 BLOCK_SIZE = 32
@@ -88,32 +88,19 @@ class VllmTwoEngines(BatchEngine):
     Strategies that drop proposals (``Strategy.starts``) can be had of it, and the senior alone.
 
     Args:
-        senior, junior: the engines, each without a junior.
-        apart: whether the junior has a vocabulary of its own.
-        max_rows: how many completions are written at once.
+        senior, junior, tokenizer, config, dtype, engine_args, options: as of ``VllmEngine``. Each engine takes half of
+            the share of the device's memory.
+        junior_tokenizer: that of a junior with a vocabulary of its own, whose context is all that its model has.
+        longest: of the senior's tokens.
+        ends: of a text in them.
+
+    Raises:
+        EngineError: a setting needs both models in one engine, or is not supported.
+        ModelError: the models do not share a vocabulary, and no tokenizer of the junior is given.
     """
 
-    def __init__(self, senior: VllmEngine, junior: VllmEngine, *, apart: bool, max_rows: int = 256) -> None:
-        self.engines = {1: senior, 0: junior}
-        self._writers = {who: VllmWriter(engine) for who, engine in self.engines.items()}
-        vocabulary, context = senior.vocabulary, senior.context
-        make_partner: MakePartner | None = None
-        if apart:
-            own, pieces = vocabulary_of(junior.tokenizer), token_bytes(senior.tokenizer)
-            theirs = self._writers.pop(0)
-            make_partner = partial(LocalPartner, theirs, own, junior.eos, junior.context, pieces)
-        else:
-            vocabulary, context = min(vocabulary, junior.vocabulary), min(context, junior.context)
-        decoder = Decoder({}, {}, vocabulary, senior.eos, senior.tokenizer)
-        super().__init__(decoder, context, max_rows=max_rows, has_junior=True, make_partner=make_partner)
-        self._starts = None if apart else start_table(senior.tokenizer, vocabulary)[:vocabulary]
-        for who, engine in self.engines.items():
-            known = self._starts
-            self._tell(who, text_tables(engine.tokenizer, engine.vocabulary) if known is None else id_tables(known))
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         senior: str | Path,
         junior: str | Path,
         tokenizer: PreTrainedTokenizerBase,
@@ -125,44 +112,45 @@ class VllmTwoEngines(BatchEngine):
         ends: Sequence[int] | None = None,
         engine_args: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> "VllmTwoEngines":
-        """Start both engines; the arguments are those of ``VllmEngine.start``. Each takes half of the share of the
-        device's memory.
-
-        Args:
-            junior_tokenizer: that of a junior with a vocabulary of its own, whose context is all that its model has.
-            longest: of the senior's tokens.
-            ends: of a text in them.
-
-        Raises:
-            EngineError: a setting needs both models in one engine, or is not supported.
-            ModelError: the models do not share a vocabulary, and no tokenizer of the junior is given.
-        """
-        config = config or RolloutConfig()
+    ) -> None:
+        config, apart = config or RolloutConfig(), junior_tokenizer is not None
         v = config.vllm
         if (config.tensor_parallel, config.draft_tokens, v.junior_device) != (1, 0, None):
             raise EngineError(
                 "with a vLLM engine for each model, rollout.tensor_parallel must be 1, rollout.draft_tokens 0 and "
                 "rollout.vllm.junior_device null"
             )
-        if junior_tokenizer is None:
+        if not apart:
             vocabulary_check(tokenizer, load_tokenizer(junior))
             ends = ends or stored_eos_token_ids(str(senior), tokenizer, str(junior))
         half = replace(config, vllm=replace(v, gpu_memory_utilization=v.gpu_memory_utilization / 2))
-        args = {"block_size": BLOCK_SIZE} if platform_device() == "cpu" else {}
-        given = args | dict(engine_args or {})
-        shared: dict[str, Any] = {"longest": longest, "ends": ends} if junior_tokenizer is None else {}
+        given = ({"block_size": BLOCK_SIZE} if platform_device() == "cpu" else {}) | dict(engine_args or {})
+        shared: dict[str, Any] = {} if apart else {"longest": longest, "ends": ends}
         shared |= {"dtype": v.junior_dtype or dtype, "engine_args": given | {"quantization": v.junior_quantization}}
         with ExitStack() as started:
-            first = VllmEngine.start(
+            first = VllmEngine(
                 senior, None, tokenizer, half, longest=longest, dtype=dtype, ends=ends, engine_args=given, **options
             )
             started.callback(first.close)
-            second = VllmEngine.start(junior, None, junior_tokenizer or tokenizer, half, **shared, **options)
+            second = VllmEngine(junior, None, junior_tokenizer or tokenizer, half, **shared, **options)
             started.callback(second.close)
-            both = cls(first, second, apart=junior_tokenizer is not None, max_rows=config.max_rows)
+            self.engines = {1: first, 0: second}
+            self._writers = {who: VllmWriter(engine) for who, engine in self.engines.items()}
+            vocabulary, context = first.vocabulary, first.context
+            make_partner: MakePartner | None = None
+            if apart:
+                own, pieces = vocabulary_of(second.tokenizer), token_bytes(tokenizer)
+                make_partner = partial(LocalPartner, self._writers.pop(0), own, second.eos, second.context, pieces)
+            else:
+                vocabulary, context = min(vocabulary, second.vocabulary), min(context, second.context)
+            decoder = Decoder({}, {}, vocabulary, first.eos, tokenizer)
+            super().__init__(decoder, context, max_rows=config.max_rows, has_junior=True, make_partner=make_partner)
+            self._starts = None if apart else start_table(tokenizer, vocabulary)[:vocabulary]
+            for engine in (first, second):
+                one = self._starts
+                known: Any = text_tables(engine.tokenizer, engine.vocabulary) if one is None else id_tables(one)
+                engine.call_workers("tandem_spans", known if engine.in_process else cloudpickle.dumps(known))
             started.pop_all()
-            return both
 
     @property
     def info(self) -> EngineInfo:
@@ -205,10 +193,6 @@ class VllmTwoEngines(BatchEngine):
         self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
     ) -> Relay:
         return self.relay(self._writers, requests, total, turns=turns)
-
-    def _tell(self, who: int, tables: TextTables) -> None:
-        engine = self.engines[who]
-        engine.call_workers("tandem_spans", tables if engine.in_process else cloudpickle.dumps(tables))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self.exclusive():
