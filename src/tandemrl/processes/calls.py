@@ -151,9 +151,9 @@ class ChildCalls:
         now = time.monotonic()
         if process.here:  # so it is the late calls' own fault
             process.here, process.asked = False, None
-            late = [number for number, begun in process.begun.items() if now >= begun.since + self._limit_s]
+            late = [number for number, call in process.begun.items() if now >= call.since + self._limit_s]
             for number in late:
-                self._deliver(process.begun.pop(number).call, Outcome("timeout"))
+                self._deliver(process.begun.pop(number), Outcome("timeout"))
             if late and process.lane.process is process:
                 process.lane.process = None
         due = process.due(self._limit_s)
@@ -171,7 +171,7 @@ class ChildCalls:
         if not process.ready:
             self.close()
             raise ProcessError(f"`{' '.join(self._command)}` did not start: {stderr_tail}")
-        calls = [begun.call for begun in process.begun.values()]
+        calls = [*process.begun.values()]
         if len(calls) == 1:
             self._deliver(calls[0], Outcome("timeout") if process.alive else Outcome("death", stderr_tail))
         else:
@@ -200,7 +200,7 @@ class ThreadCalls:
     def __init__(self, function: Callable[[Any], str], *, limit_s: float) -> None:
         self._function, self._limit_s = function, limit_s
         self._waiting: deque[_Call] = deque()
-        self._begun: dict[Future[Outcome], _Begun] = {}
+        self._begun: dict[Future[Outcome], _Call] = {}
 
     def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
         self._waiting.append(_Call(pickle.dumps(argument), deliver))  # a copy: calls share nothing
@@ -217,7 +217,7 @@ class ThreadCalls:
             }
             over |= {each: each.result() for each in done}
             for each, outcome in over.items():
-                self._begun.pop(each).call.deliver(outcome)
+                self._begun.pop(each).deliver(outcome)
             self._feed()
             if not wait:
                 break
@@ -229,7 +229,7 @@ class ThreadCalls:
     def _feed(self) -> None:
         while self._waiting and len(self._begun) < CALLS_AT_ONCE:
             call, future = self._waiting.popleft(), Future[Outcome]()
-            self._begun[future] = _Begun(call, time.monotonic())
+            self._begun[future], call.since = call, time.monotonic()
             # not those of an executor, whose end waits for them
             threading.Thread(target=self._work, args=(future, call.argument), daemon=True).start()
 
@@ -244,15 +244,13 @@ class ThreadCalls:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+@dataclass(eq=False)
+class _Call:
+    """argument: the pickled one. since: when it has begun."""
+
     argument: bytes
-    """The pickled argument."""
     deliver: Deliver
-
-
-class _Begun(NamedTuple):
-    call: _Call
-    since: float
+    since: float = 0.0
 
 
 @dataclass(eq=False)
@@ -276,7 +274,7 @@ class _Process(Child):
         super().__init__(command)
         os.set_blocking(self.stdin, False)
         self.lane = lane
-        self.begun: dict[int, _Begun] = {}
+        self.begun: dict[int, _Call] = {}
         self.ready = self.here = self.alone = False
         self.asked: float | None = None
         self._started = time.monotonic()
@@ -285,7 +283,7 @@ class _Process(Child):
 
     def begin(self, call: _Call) -> None:
         number = next(self._numbers)
-        self.begun[number] = _Begun(call, time.monotonic())
+        self.begun[number], call.since = call, time.monotonic()
         self.send(pickle.dumps((number, call.argument)))
 
     def ask(self, now: float) -> None:
@@ -312,11 +310,11 @@ class _Process(Child):
             else:
                 try:
                     said = json.loads(line)
-                    begun = self.begun.pop(said.pop("number"), None)
+                    call = self.begun.pop(said.pop("number"), None)
                     [(how, value)] = said.items()
                 except (ValueError, KeyError, AttributeError):  # something else than our code spoke
                     self.alive = False
                     break
-                if begun is not None:  # it was not given up
-                    done.append((begun.call, Outcome(how, value)))
+                if call is not None:  # it was not given up
+                    done.append((call, Outcome(how, value)))
         return done
