@@ -12,7 +12,6 @@ from tandemrl.data.rows import Row
 from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import GraderError, TrainerState
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rewards.spread import SpreadScorer
 
 ROWS = [Row(f"r{i}", ({"role": "user", "content": f"{i}?"},), "mine/x", str(i), {"level": i}) for i in range(3)]
 STATE = TrainerState(3, 10, 0.5, 2)
@@ -59,7 +58,7 @@ def test_a_function_compares_the_responses_to_a_prompt(
 ) -> None:
     config = in_child("centred", tmp_path, monkeypatch) if child else RewardConfig()
     functions = {} if child else {"centred": centred}
-    made = SpreadScorer(Dealt(), config, functions=functions) if spread else Scorer(config, functions=functions)
+    made = Scorer(config, functions=functions, world=Dealt() if spread else None)
     items = [(ROWS[0], "abcd"), (ROWS[1], "a"), (ROWS[0], "ab"), (ROWS[1], "abc"), (ROWS[0], "abcdef")]
     with made as scorer:
         assert [score.value for score in scorer.score(items)] == [0.0, -1.0, -2.0, 1.0, 2.0]

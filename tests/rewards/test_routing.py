@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from scored import score_text
 from tandemrl.config import ConfigError, RewardConfig, load
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import (
     SCORERS,
-    Kind,
+    RowKind,
     check_rewards,
     reward_names,
-    score_text,
     terms_of,
 )
 
@@ -91,7 +91,7 @@ def test_a_fallback_scores_what_nothing_else_knows():
     with pytest.raises(DataError, match=r"bird songs.*reward\.fallback=prime"):
         name_of("bird songs")
     with pytest.raises(GraderError, match=r"reward\.fallback: 'pirme' is neither"):
-        check_rewards([Kind("math500")], RewardConfig(fallback="pirme"))
+        check_rewards([RowKind("math500")], RewardConfig(fallback="pirme"))
     assert reward_names(RewardConfig(fallback="my.module:f + prime", scorers={"a": "prime"})) == [
         "prime",
         "my.module:f",
@@ -108,7 +108,7 @@ def test_unknown_data_sources_get_the_list_of_what_is_known():
 
 # ---- rewards of no use -----------------------------------------------------------------------------------------------
 
-SOURCES = [Kind("synthetic/plain", "math"), Kind("openai/gsm8k", "math")]
+SOURCES = [RowKind("synthetic/plain", "math"), RowKind("openai/gsm8k", "math")]
 
 
 @pytest.mark.parametrize(

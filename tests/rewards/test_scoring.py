@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 
+from scored import score_text
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards import routing, scoring
 from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import GraderError, Score
-from tandemrl.rewards.routing import score_text
 from tandemrl.rewards.scoring import Scorer
 
 BOMB = r"\boxed{\int_0^{999} x^{x^x} dx}"
@@ -149,20 +149,6 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
     assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(12)]
 
 
-class TakenBetween(list):
-    """It was not empty when a thread looked, and is when it takes from it."""
-
-    def __bool__(self):
-        return True
-
-
-def test_another_thread_may_take_the_last_idle_process(worker):
-    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
-        scorer._processes._idle = TakenBetween()
-        assert [score.value for score in scorer.score(boxed("a > 1", "a > 6"))] == [1.0, 0.0]
-        scorer._processes._idle = [*scorer._processes._idle]  # which close() can empty
-
-
 class Interrupted(ThreadPoolExecutor):
     """Its batch is interrupted, and again while its threads end."""
 
@@ -258,14 +244,6 @@ def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
     with Scorer(RewardConfig(workers=1), judge=judge) as scorer:
         assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.5]
     assert batches == [[(r"\boxed{5}", 1.0, "5"), (r"\boxed{2+6}", 1.0, "2+6"), (r"\boxed{six}", 0.0, "six")]]
-
-
-def test_a_judge_that_is_down_stops_the_batch():
-    def judge(items):
-        raise GraderError("judge is down")
-
-    with Scorer(RewardConfig(), judge=judge) as scorer, pytest.raises(GraderError, match="judge is down"):
-        scorer.score([(row("5", "polaris_tinyv"), r"\boxed{5}")])
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
@@ -374,15 +352,6 @@ def score_here(row, text, options):
     return eval(text)
 
 
-@pytest.mark.parametrize("value", UNUSABLE)
-def test_a_function_of_this_process_is_held_to_the_same(value):
-    with (
-        Scorer(RewardConfig(), functions={"mine": score_here}) as scorer,
-        pytest.raises(GraderError, match="reward mine, row r: expected a finite number"),
-    ):
-        scorer.score([(row("yes", "my/data"), value)])
-
-
 def test_a_number_is_a_score_in_a_child_and_here(mine):
     wanted = {
         "0.5": Score(0.5, {"acc": 0.0}, None),
@@ -467,18 +436,6 @@ def test_a_reward_that_reads_transcripts_is_refused_where_there_are_none(mine, m
                     refused([row("yes", "my/data")])
     with pytest.raises(GraderError, match="reward bad: its parameters are"):
         by_name({"bad": lambda text, transcript: 0.0})
-
-
-def test_an_error_in_a_function_names_it_and_the_row():
-    def mine(row, text):
-        raise KeyError("oops")
-
-    with (
-        Scorer(RewardConfig(), functions={"mine": mine}) as scorer,
-        pytest.raises(GraderError, match="reward mine, row r: KeyError: 'oops'") as error,
-    ):
-        scorer.score([(row(), "text")])
-    assert isinstance(error.value.__cause__, KeyError)
 
 
 def test_rewards_are_summed_by_weight_whoever_settles_them(mine):

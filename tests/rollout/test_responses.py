@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from helpers import tokenizer
+from scored import score_text
 from tandemrl.data.rows import RENDERED, Row, chat_tokens
-from tandemrl.rewards.routing import score_text
 from tandemrl.rollout.engine import Completion
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.tasks.rubric.judge import grade_score

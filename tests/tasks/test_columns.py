@@ -14,8 +14,8 @@ from tandemrl.data.rows import Row
 from tandemrl.tasks.code.rows import build_eurus
 from tandemrl.tasks.countdown.rows import build_countdown
 from tandemrl.tasks.gsm8k.rows import build_gsm8k
-from tandemrl.tasks.math.hard_verify import load_pairs
 from tandemrl.tasks.math.rows import BOXED_SUFFIX, build_benchmark, build_deepscaler
+from tandemrl.tasks.math.verifier import load_pairs
 from tandemrl.tasks.qa.rows import build_musique
 
 VERLS = {"ability": "math", "data_source": "theirs"}

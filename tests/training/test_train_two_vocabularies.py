@@ -19,6 +19,7 @@ from tandemrl.data.loading import load_rows
 from tandemrl.evals import EvalError, Sample
 from tandemrl.evals.files import read_samples
 from tandemrl.models.loading import load_tokenizer
+from tandemrl.rewards.protocol import NO_SCORE
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.words import word_starts
 from tandemrl.training import loop
@@ -47,7 +48,7 @@ def test_a_run_trains_the_senior_and_resumes(
         own = [line for line in lines if line["step"] == step["step"]]
         lost = [line for line in own if line["stop_reason"] == "untranslatable"]
         assert step["tandem/untranslatable"] == step["reward/unscored"] == len(lost) / len(own)
-        assert all(line["reward_parts"] == {"unscored": 1.0} for line in lost)
+        assert all(line["reward_parts"] == NO_SCORE.parts for line in lost)
     assert 0 < sum(line["stop_reason"] == "untranslatable" for line in lines) < len(lines) / 2
     assert any(not torch.equal(weights(out, 1)[name], tensor) for name, tensor in weights(out, 3).items())
     known = load_tokenizer(tiny_pair / "senior")

@@ -92,7 +92,7 @@ def test_a_run_of_episodes_trains_the_senior_and_resumes(strangers: Path, whole:
     for line in lines:
         observed = np.array(line["author"]) < 0
         assert not np.array(line["behaviour_logprobs"])[observed].any()
-        assert (line["reward_parts"] == {"unscored": 1.0}) == (line["stop_reason"] == "untranslatable")
+        assert ("unscored" in line["reward_parts"]) == (line["stop_reason"] == "untranslatable")
         for turn in turns_of(line):
             authors, text = [who for who, _ in turn], [pieces.get(token, b"") for _, token in turn]
             offsets = np.cumsum([0, *map(len, text)])

@@ -20,10 +20,8 @@ from tandemrl.evals.protocol import grade
 from tandemrl.processes.world import World
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws
-from tandemrl.tasks.math import prime
 from tandemrl.tasks.rubric.judge import JudgeError, JudgePool, Messages
 from tandemrl.training import update as update_module
 from tandemrl.training.build import build
@@ -157,7 +155,7 @@ def items(total: int, failing: Sequence[int]) -> list[tuple[Row, str]]:
 def rules_that_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of PRIME's grader, which would start processes."""
     score = Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
-    monkeypatch.setattr(prime, "prime", lambda row, text, options: score)
+    monkeypatch.setattr("tandemrl.tasks.rubric.judge.prime", lambda row, text, options: score)
 
 
 def spread(total: int, failing: Sequence[int], *, reward: Any = None, **config: Any) -> list[list[Any]]:
@@ -173,7 +171,7 @@ def spread(total: int, failing: Sequence[int], *, reward: Any = None, **config: 
 
         judge = JudgePool(Judge(), JudgeConfig(**config)) if reward is None else None
         rewards = RewardConfig(workers=1, scorers={} if reward is None else {"*": reward})
-        with SpreadScorer(Meeting(rank, 2), rewards, judge=judge) as scorer:
+        with Scorer(rewards, judge=judge, world=Meeting(rank, 2)) as scorer:
             return scorer.score(items(total, failing))
 
     with ThreadPoolExecutor(2) as threads:

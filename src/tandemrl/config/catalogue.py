@@ -60,12 +60,12 @@ TASKS: dict[str, Task] = {
     "musique": Task("MuSiQue: 19,938 training, 2,417 validation questions", "tandemrl.tasks.qa.rows:build_musique"),
     "hotpotqa": Task(
         "HotpotQA: 90,447 training, 7,405 validation questions",
-        "tandemrl.tasks.qa.hotpot:build_hotpot",
+        "tandemrl.tasks.qa.rows:build_hotpot",
         {"name": "hotpotqa"},
     ),
     "2wikimultihopqa": Task(
         "167,454 training, 12,576 validation questions",
-        "tandemrl.tasks.qa.hotpot:build_hotpot",
+        "tandemrl.tasks.qa.rows:build_hotpot",
         {"name": "2wikimultihopqa"},
     ),
     "aime": Task("AIME 2024, 2025 and 2026, 30 each", _BENCHMARK, sets=("aime24", "aime25", "aime26")),

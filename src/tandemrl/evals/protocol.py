@@ -16,7 +16,7 @@ from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import EvalError, Sample, author_runs, group_of, parts_of
 from tandemrl.models.loading import context_of
-from tandemrl.rewards.protocol import Judges, TrainerState
+from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
@@ -251,13 +251,13 @@ def grade(
             marked.append(sample._replace(score=None, correct=False))
             continue
         score = next(scores)
-        value = None if score.parts.get("unscored") else float(score.value)
+        value = float(score.value) if score.scored else None
         right, parts = score.parts["acc"] == 1.0, parts_of(score.parts)
         marked.append(sample._replace(score=value, correct=right, answer=score.answer, parts=parts))
     return marked
 
 
-def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Judges) -> list[Sample]:
+def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Any) -> list[Sample]:
     """Let the judge score the reasoning of every correct sample. It accepts scores of at least ``judge.accept``.
 
     Raises:

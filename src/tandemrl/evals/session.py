@@ -24,8 +24,7 @@ from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import Caller, ThreadCalls
 from tandemrl.processes.http import Client, Service
 from tandemrl.rewards.functions import with_environment
-from tandemrl.rewards.protocol import Judges
-from tandemrl.rewards.routing import Kind
+from tandemrl.rewards.routing import RowKind
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
 from tandemrl.rollout.endpoint_partner import served
@@ -322,7 +321,7 @@ class Session:
         return TextReader(vocabulary_of(self.junior_tokenizer), self.tokenizer, rendering)
 
     @cached_property
-    def judges(self) -> Judges:
+    def judges(self) -> Any:
         found = judges(self.config)
         assert found is not None  # refused in evaluate
         return found
@@ -343,7 +342,7 @@ class Session:
         """
         with self.scorer() as scorer:
             rows = (prompt.row for prompt in self.prompts[0])
-            scorer.check(rows, kinds=map(Kind.of, self.rows), stated=self._stated, episodes=self.has_episodes)
+            scorer.check(rows, kinds=map(RowKind.of, self.rows), stated=self._stated, episodes=self.has_episodes)
 
     def load(self, path: str | None) -> PreTrainedModel:
         assert path is not None  # refused in evaluate

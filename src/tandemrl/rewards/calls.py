@@ -89,6 +89,8 @@ OR_TEXT = re.compile(r"\bstr \||\| str\b|Union\[str")
 MAX_ERROR_CHARS = 500
 
 Form = Literal["own", "verl", "trl", "verifiers"]
+Shown = Callable[[Item], tuple[Any, Any]]
+"""A form of prompt and completion: `_as_text` or `_as_messages`."""
 
 
 class Given(NamedTuple):
@@ -113,8 +115,8 @@ class Call(NamedTuple):
     form: Form = "own"
     options: bool = False
     """Whether a function of the library's own form takes the `RewardConfig` as a third argument of another name."""
-    transcript: Literal["no", "may", "must"] = "no"
-    """Whether a function of the library's own form takes the transcript."""
+    transcript: str = "no"
+    """Whether ("no", "may", "must") a function of the library's own form takes the transcript."""
     names: tuple[str, ...] = ()
     """The keyword arguments that the function names: `KEYWORDS`, and those of another library."""
     optional: tuple[str, ...] = ()
@@ -150,36 +152,31 @@ class Call(NamedTuple):
             signature = inspect.signature(function)
         except ValueError:  # some functions written in C do not say
             return cls()
-        parameters = signature.parameters
-        empty = inspect.Parameter.empty
-        if form := _foreign(parameters):
-            kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-            rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-            named = tuple(each for each in parameters if parameters[each].kind not in kinds)
-            known = {"verl": VERL, "verifiers": VERIFIERS}.get(form)
-            names = named if known is None else tuple(each for each in known if rest or each in named)
-            names += ("opened",) if known is not None and "opened" in named else ()
-            optional = tuple(each for each in named if parameters[each].default is not empty)
-            try:
-                signature.bind(**dict.fromkeys(names))
-            except TypeError:
-                raise _no_reward(name, signature) from None
-            annotation = str(getattr(parameters.get("completions") or parameters.get("completion"), "annotation", ""))
-            asks = any(word in annotation for word in ("dict", "Dict", "Message", "Mapping"))
-            only = asks and not OR_TEXT.search(annotation)
-            return cls(form, names=names, optional=optional, rest=rest, messages_only=only)
-        names = tuple(each for each in KEYWORDS if each in parameters)
-        transcript = parameters.get("transcript")
-        reads: Literal["no", "may", "must"] = "no"
-        if transcript is not None:
-            reads = "must" if transcript.default is empty else "may"
-        for count in (2, 3):
-            try:
-                signature.bind(*[None] * count, **dict.fromkeys(names))
-            except TypeError:
-                continue
-            return cls("own", count == 3, reads, names)
-        raise _no_reward(name, signature)
+        parameters, empty = signature.parameters, inspect.Parameter.empty
+        optional = tuple(each for each in parameters if parameters[each].default is not empty)
+        form = _foreign(parameters)
+        if form == "own":
+            names = tuple(each for each in KEYWORDS if each in parameters)
+            reads = "no" if "transcript" not in names else "may" if "transcript" in optional else "must"
+            for count in (2, 3):
+                with suppress(TypeError):
+                    signature.bind(*[None] * count, **dict.fromkeys(names))
+                    return cls(form, count == 3, reads, names)
+            raise _no_reward(name, signature)
+        kinds = {each: parameter.kind for each, parameter in parameters.items()}
+        rest = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        named = [each for each in kinds if not kinds[each].name.startswith("VAR_")]
+        known = {"verl": VERL, "verifiers": VERIFIERS}.get(form)
+        if known is not None:
+            named = [each for each in (*known, "opened") if each in named or (rest and each != "opened")]
+        try:
+            signature.bind(**dict.fromkeys(named))
+        except TypeError:
+            raise _no_reward(name, signature) from None
+        annotation = str(getattr(parameters.get("completions") or parameters.get("completion"), "annotation", ""))
+        asks = any(word in annotation for word in ("dict", "Dict", "Message", "Mapping"))
+        only = asks and not OR_TEXT.search(annotation)
+        return cls(form, names=tuple(named), optional=optional, rest=rest, messages_only=only)
 
     def given(self, name: str, items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Given:
         """The arguments of a call for one response, or for all responses to a prompt, without the functions of `LOGS`.
@@ -187,30 +184,23 @@ class Call(NamedTuple):
         Raises:
             GraderError: the function takes what cannot be given, such as a transcript; the message names it.
         """
-        if self.grouped:
+        row, response, transcript = items[0]
+        if self.form in ("trl", "verifiers"):
             as_text, as_messages = (
-                self._columns(name, items, [*map(form, items)], state) for form in (_as_text, _as_messages)
+                self._columns(name, items, form, state) if self.grouped else self._of_one(items[0], form)
+                for form in (_as_text, _as_messages)
             )
             return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
-        [item] = items
-        row, response, transcript = item
         told: dict[str, Any] = {"opened": response.opened, "options": options, "transcript": transcript}
         if self.form == "verl":
             told |= zip(VERL, (row.data_source, response.plain, truth_of(row), dict(row.extra_info)), strict=True)
-            return Given((), {name: told[name] for name in self.names})
-        if self.form == "verifiers":
-            as_text, as_messages = (
-                {name: (told | _of_verifiers(item, *shown))[name] for name in self.names}
-                for shown in (_as_text(item), _as_messages(item))
-            )
-            return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
-        if self.transcript == "must" and transcript is None:
+        elif self.transcript == "must" and transcript is None:
             raise GraderError(
                 f"{name}, row {row.example_id}: it reads the transcript of an episode, and a single response has none; "
                 "set rollout.environment, or give the parameter `transcript` a default"
             )
-        third = (options,) if self.options else ()
-        return Given((row, response.text, *third), {name: told[name] for name in self.names})
+        own = (row, response.text, *((options,) if self.options else ())) if self.form == "own" else ()
+        return Given(own, {name: told[name] for name in self.names})
 
     @property
     def remark(self) -> str:
@@ -242,21 +232,21 @@ class Call(NamedTuple):
         ]
         return GroupScores(scores, result["metrics"], result["extra"])
 
-    def _columns(
-        self, name: str, items: Sequence[Item], shown: Sequence[tuple[Any, Any]], state: TrainerState | None
-    ) -> dict[str, Any]:
+    def _of_one(self, item: Item, form: Shown) -> dict[str, Any]:
+        """The arguments of verifiers that the function takes."""
+        told = {"opened": item.response.opened} | _of_verifiers(item, form)
+        return {name: told[name] for name in self.names}
+
+    def _columns(self, name: str, items: Sequence[Item], form: Shown, state: TrainerState | None) -> dict[str, Any]:
         """TRL's arguments, with those of verifiers in the plural. Other names are columns of the data set."""
-        plurals = [
-            {f"{key}s": value for key, value in _of_verifiers(item, prompt, completion).items()}
-            for item, (prompt, completion) in zip(items, shown, strict=True)
-        ]
-        rows = [{"opened": item.response.opened, **columns(item.row, truth_of(item.row))} for item in items]
-        rows = [
-            {key: more[key] for key in PLURALS & set(self.names)} | row for row, more in zip(rows, plurals, strict=True)
-        ]
+        rows = []
+        for item in items:
+            plurals = {f"{key}s": value for key, value in _of_verifiers(item, form).items()}
+            theirs = {key: plurals[key] for key in PLURALS & {*self.names}}
+            rows.append({**theirs, "opened": item.response.opened, **columns(item.row, truth_of(item.row))})
         known: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
         lacking = {key: i for key in known for i, row in enumerate(rows) if key not in row}
-        known |= {"prompts": [prompt for prompt, _ in shown], "completions": [written for _, written in shown]}
+        known |= zip(("prompts", "completions"), map(list, zip(*map(form, items), strict=True)), strict=True)
         ids = [item.response.ids for item in items]
         known |= {} if None in ids else {"completion_ids": [list(each or ()) for each in ids]}
         known |= {} if state is None else {"trainer_state": state}
@@ -293,11 +283,12 @@ def _as_messages(item: Item) -> tuple[Any, Any]:
     return [dict(message) for message in item.row.messages], written
 
 
-def _of_verifiers(item: Item, prompt: Any, completion: Any) -> dict[str, Any]:
+def _of_verifiers(item: Item, form: Shown) -> dict[str, Any]:
     """The arguments of verifiers."""
     row, _, transcript = item
-    told = {"prompt": prompt, "completion": completion, "answer": truth_of(row), "task": row.data_source}
     info = row.extra_info.get("info")  # a column of verifiers' own rows
+    told = {"answer": truth_of(row), "task": row.data_source}
+    told |= zip(("prompt", "completion"), form(item), strict=True)
     told["info"] = dict(info if isinstance(info, Mapping) else row.extra_info)
     state = transcript.state if transcript is not None and isinstance(transcript.state, Mapping) else {}
     return told | {"state": {**told, **state}}
@@ -417,19 +408,19 @@ def checked(result: Any, name: str, row: Row) -> Score:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _foreign(parameters: Mapping[str, inspect.Parameter]) -> Form | None:
-    """The other library that a function was written for, or None."""
+def _foreign(parameters: Mapping[str, inspect.Parameter]) -> Form:
+    """The other library that a function was written for, if it is none of our own."""
     if parameters.keys() >= VERL_MARKS:
         return "verl"
     if "row" in parameters:
-        return None
+        return "own"
     if "completions" in parameters or "states" in parameters:
         return "trl"
     if "completion" in parameters:
         theirs = next(iter(parameters)) in ("completion", *RUBRIC) or "prompt" in parameters
         several = len(parameters.keys() & {*VERIFIERS}) > 2  # (task, completion) may be of ours
-        return "verifiers" if theirs or several else None
-    return None
+        return "verifiers" if theirs or several else "own"
+    return "own"
 
 
 def _no_reward(name: str, signature: inspect.Signature) -> GraderError:

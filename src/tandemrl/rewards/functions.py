@@ -190,11 +190,10 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Term:
                 return how.checked(result, path, items)
             if result.why:
                 raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}{how.remark}")
-            lost = Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
-            return GroupScores([lost] * len(items)) if how.grouped else lost
+            return GroupScores([result.score()] * len(items))
 
         given = how.given(path, items, options, state).bound(parameters)
-        return Deferred("symbolic", (AS_GIVEN, path, *given, how.logs, len(items)), then, len(items))
+        return Deferred("symbolic", (AS_GIVEN, path, given, how.logs, len(items)), then, len(items))
 
     return Term.of(path.rpartition(":")[2], how, begin)
 
@@ -204,10 +203,9 @@ def call(path: str, *arguments: Any) -> Any:
     return imported(path)(*arguments)
 
 
-def call_as_given(path: str, *given: Any) -> Any:
-    """`made` with the reward function ``module:function`` and the fields of a `Given`."""
-    *fields, logs, count = given
-    return made(imported(path), Given(*fields), logs, count)
+def call_as_given(path: str, given: Given, logs: Sequence[str] | None, count: int) -> Any:
+    """`made` with the reward function ``module:function``."""
+    return made(imported(path), given, logs, count)
 
 
 def made(function: Callable[..., Any], given: Given, logs: Sequence[str] | None, count: int) -> Any:

@@ -31,9 +31,8 @@ if a model grades, put a backend behind the protocol ``tasks.rubric.judge.Judge`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
-from tandemrl.config import JudgeConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 
@@ -56,33 +55,19 @@ class Score(NamedTuple):
     parts: dict[str, float]
     answer: str | None
 
+    @property
+    def scored(self) -> bool:
+        """False without a score: see `NO_SCORE`."""
+        return not self.parts.get("unscored")
+
 
 NO_SCORE = Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)
-"""What a function gives that says None: it has no score for this response."""
+"""What a function gives that says None, and a response that is lost (`rollout.engine.LOST`): there is no score.
 
-
-@runtime_checkable
-class Judges(Protocol):
-    """Scores and marks of a judge: `tasks.rubric.judge.JudgePool`."""
-
-    judge: Any
-    config: JudgeConfig
-
-    def __call__(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
-        """The scores of (row, response, score by the rules)."""
-        ...
-
-    def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
-        """The scores of a part of a batch, of whose rest `check` is told."""
-        ...
-
-    def check(self, scores: Sequence[Score]) -> None:
-        """Refuse a batch with too many responses that are unscored."""
-        ...
-
-    def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
-        """The judge's own marks of (row, response, answer), None without one."""
-        ...
+In a sum, such a term is left out (`functions.weighted`). If all are, or a judge gave no score, `Score.scored` and
+`types.Rollout.scored` are False: training leaves the rollout out, and its group if fewer than two remain
+(`types.Group.scored`); evaluations count it as wrong.
+"""
 
 
 class Item(NamedTuple):
@@ -119,10 +104,9 @@ class Lost(NamedTuple):
     how: Literal["timeout", "failure"]
     why: str = ""
 
-
-def _as_it_is(outcome: Any) -> "Score":
-    assert isinstance(outcome, Score)
-    return outcome
+    def score(self, answer: str | None = None) -> Score:
+        """0 for the response, counted under ``how``."""
+        return Score(0.0, {"acc": 0.0, "answer_present": float(answer is not None), self.how: 1.0}, answer)
 
 
 class Deferred(NamedTuple):
@@ -134,7 +118,7 @@ class Deferred(NamedTuple):
 
     kind: Pool
     payload: tuple[Any, ...]
-    then: "Callable[[Any], Score | GroupScores | Deferred]" = _as_it_is
+    then: "Callable[[Any], Score | GroupScores | Deferred]" = lambda outcome: outcome
     responses: int = 1
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.config.catalogue import TASKS
-from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.names import function_named
 from tandemrl.rewards.calls import MEASURED
@@ -25,13 +24,11 @@ from tandemrl.rewards.functions import (
     RESERVED,
     RewardFunction,
     Term,
-    call,
     in_child,
     in_process,
     of_library,
-    weighted,
 )
-from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Score
+from tandemrl.rewards.protocol import GraderError
 
 SCORERS: dict[str, str] = {
     "math": "tandemrl.tasks.math.boxed:math",
@@ -47,8 +44,8 @@ SCORERS: dict[str, str] = {
     "exact_match": "tandemrl.tasks.math.tagged:exact_match",
     "musique": "tandemrl.tasks.qa.grader:musique",
     "code": "tandemrl.tasks.code.grader:code",
-    "judge": "tandemrl.tasks.rubric.grader:judged",
-    "grade": "tandemrl.tasks.rubric.grader:graded",
+    "judge": "tandemrl.tasks.rubric.judge:judged",
+    "grade": "tandemrl.tasks.rubric.judge:graded",
 }
 """The library's scorers by name, each as ``module:function``; `scorers` has those of `config.catalogue`, too."""
 
@@ -107,14 +104,14 @@ ABILITY = "ability:"
 """The beginning of a pattern of ``reward.scorers`` that is compared with abilities."""
 
 
-class Kind(NamedTuple):
+class RowKind(NamedTuple):
     """The two fields of a row that decide which rewards score it."""
 
     data_source: str
     ability: str = ""
 
     @classmethod
-    def of(cls, row: Row) -> "Kind":
+    def of(cls, row: Row) -> "RowKind":
         return cls(row.data_source, row.ability)
 
 
@@ -130,7 +127,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         DataError: no reward is known for the row; the message lists the known names.
         GraderError: ``reward.scorers`` names something that cannot be imported, or a sum that is not valid.
     """
-    kind = Kind.of(row)
+    kind = RowKind.of(row)
     pattern = _match(kind, options.scorers)
     names = _names(options.scorers[pattern]) if pattern is not None else _unplaced(options, functions)
     tasks = {pattern: name for name, task in TASKS.items() for pattern in task.graded}
@@ -171,7 +168,7 @@ def ideal_texts(term: Term, row: Row) -> list[str]:
 
 
 def check_rewards(
-    kinds: Iterable[Kind],
+    kinds: Iterable[RowKind],
     options: RewardConfig,
     functions: Functions = NO_FUNCTIONS,
     *,
@@ -214,9 +211,9 @@ def check_rewards(
     if unplaced and None not in matches.values():
         raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for each")
     known = {_short(name) for name in reward_names(options)} | set(functions)
-    for name, key in [
-        (name, f"reward.{table}.{name}") for table in ("weights", "parameters") for name in getattr(options, table)
-    ]:
+    named = [*((name, "weights") for name in options.weights), *((name, "parameters") for name in options.parameters)]
+    for name, table in named:
+        key = f"reward.{table}.{name}"
         if name not in known and (stated is None or any(f"{each}.".startswith(f"{key}.") for each in stated)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
@@ -230,30 +227,6 @@ def reward_names(options: RewardConfig) -> list[str]:
     """All names in ``reward.scorers`` and ``reward.fallback``, without repetitions."""
     named = [*options.scorers.values(), *(() if options.fallback is None else (options.fallback,))]
     return list(dict.fromkeys(name for rewards in named for name in _names(rewards)))
-
-
-def score_text(row: Row, text: str | Response, options: RewardConfig | None = None) -> Score:
-    r"""Score one response in this process. It may run for ever on hostile LaTeX: `scoring.Scorer` has a time limit.
-
-    Raises:
-        DataError: no scorer is known for the row's ``data_source``.
-        GraderError: math-verify is needed and not installed, or the row needs a sandbox or a judge.
-
-    Examples:
-        >>> score_text(Row("a", (), "math500", r"\frac{1}{2}", {}), r"So it is \boxed{0.5}.").value
-        1.0
-    """
-    options = options or RewardConfig()
-    terms, item = terms_of(row, options), Item(row, Response.of(text))
-    return weighted(terms, [_settled(term.begin([item], options, None), row) for term in terms])
-
-
-def _settled(result: Score | Deferred | GroupScores, row: Row) -> Score:
-    while isinstance(result, Deferred):
-        if result.kind != "symbolic":
-            raise GraderError(f"row {row.example_id}: data_source {row.data_source!r} is scored by a Scorer only")
-        result = result.then(call(*result.payload))
-    return result.scores[0] if isinstance(result, GroupScores) else result
 
 
 def _scorer(name: str, functions: Functions, options: RewardConfig) -> Term:
@@ -292,7 +265,7 @@ def _unplaced(options: RewardConfig, functions: Functions) -> tuple[str, ...]:
     return tuple(name for name in functions if name not in placed)
 
 
-def _match(kind: Kind, patterns: Iterable[str]) -> str | None:
+def _match(kind: RowKind, patterns: Iterable[str]) -> str | None:
     """The first pattern that matches a kind of rows, or None."""
     for pattern in patterns:
         name = _named_by(pattern, kind).strip()
@@ -302,12 +275,12 @@ def _match(kind: Kind, patterns: Iterable[str]) -> str | None:
     return None
 
 
-def _named_by(pattern: str, kind: Kind) -> str:
+def _named_by(pattern: str, kind: RowKind) -> str:
     """The field of a kind that a pattern is compared with."""
     return kind.ability if pattern.startswith(ABILITY) else kind.data_source
 
 
-def _why_unused(pattern: str, kinds: Sequence[Kind]) -> str:
+def _why_unused(pattern: str, kinds: Sequence[RowKind]) -> str:
     names = sorted({_named_by(pattern, kind) for kind in kinds} - {""})
     what = "abilities" if pattern.startswith(ABILITY) else "data sources"
     close = difflib.get_close_matches(pattern.removeprefix(ABILITY), names, n=1, cutoff=0.0)

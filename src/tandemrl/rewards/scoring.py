@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from tandemrl.processes.child import READY, Child, cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
-from tandemrl.rewards.routing import EQUALITY, Kind, check_rewards, terms_of
+from tandemrl.rewards.routing import EQUALITY, RowKind, check_rewards, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 START_LIMIT_S = 120.0
@@ -39,8 +40,6 @@ Coder = Callable[[Row, str], Score]
 """Scores a response by running its program: `tasks.code.grader.score_code` with a sandbox."""
 Answer = tuple[Row, str | Response]
 """A response to a row. A text stands for one of which nothing else is known."""
-Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
-"""Scores a batch of (row, response, score by the rules): `tasks.rubric.judge.JudgePool`."""
 
 
 class Graded(NamedTuple):
@@ -54,13 +53,6 @@ class Graded(NamedTuple):
     metrics: Mapping[str, Sequence[float]] = {}
 
 
-class _Task(NamedTuple):
-    """A reward of some responses, by their numbers; of several, if it scores all responses to a prompt in one call."""
-
-    places: list[int]
-    term: Term
-
-
 class Scorer:
     """Scores batches of responses. ``reward.timeout_s`` is a hard limit for each item, in any thread.
 
@@ -72,9 +64,13 @@ class Scorer:
     Args:
         reward: the ``reward`` section of a config.
         code: scores rows whose ``data_source`` is code. It is called in threads.
-        judge: scores rows that a judge has to see, a whole batch at a time.
+        judge: scores rows that a judge has to see, a whole batch of (row, response, score by the rules) at a time: a
+            `tasks.rubric.judge.JudgePool`.
         functions: reward functions of this process by name; see `routing` for the rows that they score.
         worker: the command that starts a scoring process (see `worker.serve`).
+        world: the processes of a run (`processes.world.World`), which must all make the same calls: responses are dealt
+            out to the scorers of all, those that a function gets together to one, and scores are gathered. Whether too
+            many are unscored, or all were lost, is decided over the whole batch.
 
     Raises:
         GraderError: math-verify is not installed, or ``reward.workers`` is below 1.
@@ -91,9 +87,10 @@ class Scorer:
         reward: RewardConfig,
         *,
         code: Coder | None = None,
-        judge: Judging | None = None,
+        judge: Any = None,
         functions: Mapping[str, RewardFunction] | None = None,
         worker: Sequence[str] = WORKER,
+        world: Any = None,
     ) -> None:
         if reward.workers is not None and reward.workers < 1:
             raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
@@ -103,9 +100,9 @@ class Scorer:
         self.failures = 0
         self._reward = reward
         self._code = code
-        self._judge = judge
+        self._judge, self._world = judge, world
         self._processes = _Processes(reward, worker)
-        self._terms: dict[Kind, tuple[Term, ...]] = {}
+        self._terms: dict[RowKind, tuple[Term, ...]] = {}
         self._lock = threading.Lock()
 
     def check(
@@ -113,7 +110,7 @@ class Scorer:
         rows: Iterable[Row],
         *,
         episodes: bool = False,
-        kinds: Iterable[Kind] | None = None,
+        kinds: Iterable[RowKind] | None = None,
         stated: Collection[str] | None = None,
         state: TrainerState | None = None,
     ) -> None:
@@ -132,7 +129,7 @@ class Scorer:
             GraderError: a scorer cannot be imported, or needs a sandbox, a judge or a transcript, which is missing.
         """
         rows, nothing = list(rows), Transcript(()) if episodes else None
-        read = map(Kind.of, rows) if kinds is None else kinds
+        read = map(RowKind.of, rows) if kinds is None else kinds
         check_rewards(read, self._reward, self.functions, stated=stated)
         for row in rows:
             for term in self.terms_of(row):
@@ -173,62 +170,59 @@ class Scorer:
         """As `score`, with what reward functions logged."""
         episodes = [None] * len(items) if transcripts is None else transcripts
         each = [Item(row, Response.of(text), episode) for (row, text), episode in zip(items, episodes, strict=True)]
-        graded = self._graded(each, [item.row.example_id for item in each] if groups is None else groups, state)
-        self.check_lost(sum(one.lost for one in graded), len(graded))
+        grade = self._part if self._world is None else self._spread
+        graded = grade(each, [item.row.example_id for item in each] if groups is None else groups, state)
+        if len(graded) > 1 and all(one.lost for one in graded):
+            raise GraderError(
+                f"none of {len(graded)} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; "
+                "raise reward.timeout_s if the machine is slow"
+            )
         return graded
 
-    def _graded(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
-        return self.score_part(items, groups, state)
+    def _spread(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
+        """The scores of all items, of which each process computes a part."""
+        units: dict[Hashable, list[int]] = {}
+        for i, (item, group) in enumerate(zip(items, groups, strict=True)):
+            together = any(term.grouped for term in self.terms_of(item.row))
+            units.setdefault((True, group) if together else (False, i), []).append(i)
 
-    def grouped(self, row: Row) -> bool:
-        """Whether a function gets all responses to the row together."""
-        return any(term.grouped for term in self.terms_of(row))
+        def compute(dealt: Sequence[list[int]]) -> list[list[Graded]]:
+            places = [*chain(*dealt)]
+            own = iter(self._part([items[i] for i in places], [groups[i] for i in places], state))
+            return [[next(own) for _ in unit] for unit in dealt]
 
-    def score_part(
-        self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None = None
-    ) -> list[Graded]:
-        """Score a part of a batch, in which groups are whole. Call `check_lost` with the number of lost scores in the
-        whole batch."""
+        scored = self._world.scatter_gather([*units.values()], compute)
+        by_place = dict(zip(chain(*units.values()), chain(*scored), strict=True))
+        graded = [by_place[i] for i in range(len(items))]
+        if self._judge is not None:
+            self._judge.check([each.score for each in graded])
+        return graded
+
+    def _part(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
+        """The scores of items in which groups are whole."""
         terms = [self.terms_of(row) for row, *_ in items]
-        tasks: list[_Task] = []
-        together: dict[tuple[Hashable, int], _Task] = {}
+        calls: dict[Hashable, tuple[Term, list[int]]] = {}
         for i, (group, each) in enumerate(zip(groups, terms, strict=True)):
             for term in each:
-                task = together.setdefault((group, id(term)), _Task([], term)) if term.grouped else _Task([], term)
-                task.places.append(i)
-                if len(task.places) == 1:
-                    tasks.append(task)
-        results = [task.term.begin([items[i] for i in task.places], self._reward, state) for task in tasks]
+                _, places = calls.setdefault((group if term.grouped else ("alone", i), id(term)), (term, []))
+                places.append(i)
+        settled = self._settled([(term, [items[i] for i in places]) for term, places in calls.values()], state)
+        found, lost = [dict[str, Score]() for _ in items], set[int]()
+        extra, metrics = [dict[str, Any]() for _ in items], [dict[str, list[float]]() for _ in items]
+        for (term, places), (said, gone) in zip(calls.values(), settled, strict=True):
+            lost |= {*places} if gone else set()
+            for i, score in zip(places, said.scores, strict=True):
+                found[i][term.name] = score
+            for column, values in said.extra.items():
+                for i, value in zip(places, values, strict=True):
+                    extra[i][f"{term.name}/{column}" if column in extra[i] else column] = value
+            for name, logged in said.metrics.items():
+                metrics[places[0]].setdefault(name, []).extend(logged)
+        scores = [weighted(each, [of[term.name] for term in each]) for each, of in zip(terms, found, strict=True)]
         with self._lock:
-            settled, lost_tasks = self._settle(results, [items[task.places[0]].row for task in tasks])
-            found: list[dict[str, Score]] = [{} for _ in items]
-            extra, metrics = [dict[str, Any]() for _ in items], [dict[str, list[float]]() for _ in items]
-            for task, result in zip(tasks, settled, strict=True):
-                said = result if isinstance(result, GroupScores) else GroupScores([result])
-                for i, score in zip(task.places, said.scores, strict=True):
-                    found[i][task.term.name] = score
-                for column, values in said.extra.items():
-                    for i, value in zip(task.places, values, strict=True):
-                        extra[i][f"{task.term.name}/{column}" if column in extra[i] else column] = value
-                for name, logged in said.metrics.items():
-                    metrics[task.places[0]].setdefault(name, []).extend(logged)
-            scores = [weighted(each, [of[term.name] for term in each]) for each, of in zip(terms, found, strict=True)]
             self.timeouts += sum("timeout" in score.parts for score in scores)
             self.failures += sum("failure" in score.parts for score in scores)
-        lost = {i for task in lost_tasks for i in tasks[task].places}
         return [Graded(score, i in lost, extra[i], metrics[i]) for i, score in enumerate(scores)]
-
-    def check_lost(self, lost: int, total: int) -> None:
-        """Check how many scores of a whole batch were lost.
-
-        Raises:
-            GraderError: all of at least two were.
-        """
-        if lost == total > 1:
-            raise GraderError(
-                f"none of {total} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; raise "
-                "reward.timeout_s if the machine is slow"
-            )
 
     def tried(
         self, row: Row, responses: Callable[[Term], Sequence[Response]], state: TrainerState | None = None
@@ -247,16 +241,13 @@ class Scorer:
         for term in self.terms_of(row):
             items = [] if term.reads_transcripts else [Item(row, response) for response in responses(term)]
             calls = [items] if items and term.grouped else [[item] for item in items]
-            results = [term.begin(call, self._reward, state) for call in calls]
-            with self._lock:
-                settled, lost = self._settle(results, [row] * len(calls))
-            for result in settled:
-                found.setdefault(term.name, []).extend(result.scores if isinstance(result, GroupScores) else [result])
-            for i in lost:
-                limit, parts = self._reward.timeout_s, found[term.name][i].parts
-                how = f"took longer than reward.timeout_s={limit:g}" if "timeout" in parts else "ended its process"
-                text = calls[i][0].response.text
-                raise GraderError(f"{term.name}, row {row.example_id}: {how} on the text {text[:80]!r}")
+            for call, (said, lost) in zip(calls, self._settled([(term, each) for each in calls], state), strict=True):
+                if lost:
+                    late = f"took longer than reward.timeout_s={self._reward.timeout_s:g}"
+                    how = late if "timeout" in said.scores[0].parts else "ended its process"
+                    text = call[0].response.text
+                    raise GraderError(f"{term.name}, row {row.example_id}: {how} on the text {text[:80]!r}")
+                found.setdefault(term.name, []).extend(said.scores)
         return found
 
     def close(self) -> None:
@@ -271,43 +262,43 @@ class Scorer:
         self.close()
 
     def terms_of(self, row: Row) -> tuple[Term, ...]:
-        kind = Kind.of(row)
+        kind = RowKind.of(row)
         if kind not in self._terms:
             self._terms[kind] = terms_of(row, self._reward, self.functions)
         return self._terms[kind]
 
-    def _settle(
-        self, results: list[Score | GroupScores | Deferred], rows: Sequence[Row]
-    ) -> tuple[list[Score | GroupScores], set[int]]:
-        """Let the pools settle the deferred scores, and those that are then deferred again.
-
-        Returns:
-            the scores, and the indices of those that were lost because a process hung or died.
-        """
-        lost: set[int] = set()
+    def _settled(
+        self, calls: Sequence[tuple[Term, Sequence[Item]]], state: TrainerState | None
+    ) -> list[tuple[GroupScores, bool]]:
+        """What rewards give to responses, and whether it was lost because a process hung or died. Pools settle deferred
+        scores, and those that are then deferred again."""
+        results = [term.begin(items, self._reward, state) for term, items in calls]
+        rows, lost = [items[0].row for _, items in calls], set[int]()
         for _ in range(MAX_ROUNDS):
             waiting: dict[str, list[int]] = {}
             for i, item in enumerate(results):
                 if isinstance(item, Deferred):
                     waiting.setdefault(item.kind, []).append(i)
+            if waiting.keys() - {"judge"}:
+                waiting.pop("judge", None)  # asked once per batch, when all that may lead to it is settled
             for kind, places in waiting.items():
-                if kind == "judge" and len(waiting) > 1:
-                    continue  # asked once per batch, when all that may lead to it is settled
                 pending = [item for i in places if isinstance(item := results[i], Deferred)]
-                outcomes = self._pool(kind, rows[places[0]])(pending)
+                with self._lock:
+                    outcomes = self._pool(kind, rows[places[0]])(pending)
                 for i, item, outcome in zip(places, pending, outcomes, strict=True):
                     results[i] = item.then(outcome)
                     if isinstance(outcome, Lost) and not isinstance(results[i], Deferred):
                         lost.add(i)
             if not waiting:
                 break
-        scores: list[Score | GroupScores] = []
-        for row, result in zip(rows, results, strict=True):
-            of_one = isinstance(result, Score) and math.isfinite(result.value)
-            if isinstance(result, Deferred) or not (of_one or isinstance(result, GroupScores)):
+        settled = []
+        for i, (row, result) in enumerate(zip(rows, results, strict=True)):
+            if isinstance(result, Score) and math.isfinite(result.value):
+                result = GroupScores([result])
+            if not isinstance(result, GroupScores):
                 raise GraderError(f"row {row.example_id}: its scorer gave no finite score but {result!r:.300}")
-            scores.append(result)
-        return scores, lost
+            settled.append((result, i in lost))
+        return settled
 
     def _pool(self, kind: str, row: Row) -> Callable[[Sequence[Deferred]], Sequence[Any]]:
         """The function that settles one kind of deferred scores."""
@@ -318,7 +309,7 @@ class Scorer:
         if kind == "code" and self._code is not None:
             return self._run_code
         if kind == "judge" and self._judge is not None:
-            judge = self._judge
+            judge = self._judge if self._world is None else self._judge.score_part
             return lambda pending: judge([each.payload for each in pending])
         missing = {
             "code": "a sandbox to run programs in; give the Scorer code=…",

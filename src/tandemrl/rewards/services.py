@@ -5,7 +5,6 @@ from typing import Any
 
 from tandemrl.config import Config
 from tandemrl.processes.names import import_object
-from tandemrl.rewards.protocol import Judges
 
 CODE = "tandemrl.tasks.code.grader:code_scorer"
 JUDGE = "tandemrl.tasks.rubric.in_process:judge_pool"
@@ -16,14 +15,15 @@ def code_scorer(config: Config) -> Any:
     return import_object(CODE)(config)
 
 
-def judges(config: Config) -> Judges | None:
-    """The judge of a config, or None if it names none.
+def judges(config: Config, judge: Any = None) -> Any:
+    """The judge of a config (`tasks.rubric.judge.JudgePool`), or None if it names none.
+
+    Args:
+        judge: one that is made already.
 
     Raises:
         JudgeError: the endpoint is down, or serves another model.
         ModelError: the model cannot be loaded.
     """
-    if config.judge.url is None and config.judge.model is None:
-        return None
-    found: Judges | None = import_object(JUDGE)(config)
-    return found
+    none = judge is None and config.judge.url is None and config.judge.model is None
+    return None if none else import_object(JUDGE)(config, judge)

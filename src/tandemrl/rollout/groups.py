@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.rows import RENDERED, Prompt, Row
-from tandemrl.rewards.protocol import Score, TrainerState
+from tandemrl.rewards.protocol import NO_SCORE, TrainerState
 from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Completion
@@ -113,7 +113,7 @@ def score_rollouts(
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
         rollouts, logged = [], dict[str, list[float]]()
         for index, completion in enumerate(completions):
-            each = found.get((g, index), _LOST)
+            each = found.get((g, index), Graded(NO_SCORE))
             rollouts.append(
                 rollout_of(
                     prompt,
@@ -130,9 +130,6 @@ def score_rollouts(
                 logged.setdefault(name, []).extend(values)
         groups.append(Group(prompt.row.example_id, tuple(rollouts), logged))
     return groups
-
-
-_LOST = Graded(Score(0.0, {"unscored": 1.0}, None))
 
 
 def rollout_of(

@@ -22,16 +22,13 @@ from tandemrl.models.trainable import load_policy, load_value_model, make_optimi
 from tandemrl.processes.world import World
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rewards.services import code_scorer
-from tandemrl.rewards.spread import SpreadScorer
+from tandemrl.rewards.services import code_scorer, judges
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
 from tandemrl.rollout.fleet.ray_workers import Acting
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.selection import Strategy
-from tandemrl.tasks.rubric.in_process import make_judge
-from tandemrl.tasks.rubric.judge import JudgePool
 from tandemrl.training.arguments import StrategyFunction, facts_of, resolve_arguments, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
@@ -101,12 +98,13 @@ def build(
     tokenizer, (prompts, dropped) = preflight.tokenizer, preflight.prompts
     config = preflight.planned
 
-    judge = preflight.judge or make_judge(config)
-    scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
+    judge = judges(config, preflight.judge)
+    scorer = Scorer(
         config.reward,
         code=code_scorer(config),
-        judge=None if judge is None else JudgePool(judge, config.judge),
+        judge=judge,
         functions=preflight.rewards_by_name,
+        world=None if world.size == 1 else world,
     )
 
     policy = load_policy(model, world, seed=config.train.seed, offload=config.parallel.offload_parameters)
@@ -161,7 +159,7 @@ def build(
             scorer=scorer,
             episode_runner=preflight.episode_runner,
             environment_id=preflight.environment_id,
-            judge=None if judge is None else judge.model,
+            judge=None if judge is None else judge.judge.model,
             starts=starts,
             removed=removed,
             mismatch_limit=mismatch_limit(config, measure),

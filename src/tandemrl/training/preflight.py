@@ -53,7 +53,7 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.tasks.code.sandbox import Sandbox
 from tandemrl.tasks.code.tests import Stdin
-from tandemrl.tasks.rubric.judge import Judge, other_words
+from tandemrl.tasks.rubric.judge import HttpJudge, Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.model_files import ModelFiles, NotHereError, size
 from tandemrl.training.state import trainer_state
@@ -392,11 +392,11 @@ class Preflight:
         with Scorer(config.reward, code=_unused, judge=judging, functions=functions) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
             stated = None if config.train.eval_every or not config.data.eval else self.stated
-            kinds = map(routing.Kind.of, chain(self.rows, *(each.rows for each in evaluated)))
+            kinds = map(routing.RowKind.of, chain(self.rows, *(each.rows for each in evaluated)))
             scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated, state=state)
             if words := other_words(rows, config.judge):
                 warnings.warn(words, stacklevel=2)
-            used = {routing.Kind.of(prompt.row): prompt for prompt in reversed(asked)}
+            used = {routing.RowKind.of(prompt.row): prompt for prompt in reversed(asked)}
             reader, thorough = ResponseReader(self.tokenizer), not self.downloads
             tried = [
                 _tried(scorer, row, self.tokenizer, reader.opened(tokens, row), state, thorough=thorough)
@@ -416,8 +416,6 @@ class Preflight:
         """The judge at ``judge.url``, after it has answered; None if the config has none."""
         if self.config.judge.url is None:
             return None
-        from tandemrl.tasks.rubric.http import HttpJudge
-
         return HttpJudge(self.config.judge, self.check_judge)
 
     def junior_served(self) -> str:

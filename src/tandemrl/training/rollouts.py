@@ -75,7 +75,8 @@ def check_scored(setup: RunSetup, completions: CompletionBatch, groups: Sequence
         TrainError: they returned None for all; the message names them.
     """
     rollouts = [r for group in groups for r in group.rollouts]
-    if any(r.scored for r in rollouts) or not any(r.reward_parts == NO_SCORE.parts for r in rollouts):
+    none = [r for r in rollouts if r.reward_parts == NO_SCORE.parts and r.stop_reason not in LOST]
+    if any(r.scored for r in rollouts) or not none:
         return
     terms = chain(*(setup.scorer.terms_of(prompt.row) for prompt in completions.prompts))
     names = ", ".join(dict.fromkeys(term.name for term in terms if term.own))

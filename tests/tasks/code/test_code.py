@@ -111,29 +111,7 @@ def test_fences_in_fences_and_strings(text, program):
     assert extract_program(text) == program
 
 
-@pytest.mark.parametrize(
-    ("program", "right"),
-    [
-        *(("print(3, end='')", 1), ("print('3\\r')", 1), ("print(' 3 ')\nprint()", 1), ("print('\\n3')", 1)),
-        *(("import sys; print(3); sys.exit()", 1), ("print(3); exit(0)", 1), ("print(3); raise SystemExit", 1)),
-        *(("import atexit; atexit.register(print, 3)", 1), ("import sys; sys.stdout.write('3')", 1)),
-        *(("print(3); print('done')", 0), ("print(3); print(3)", 0), ("print('3.')", 1), ("print('3,')", 0)),
-        *(("import os; os.write(1, b'3')", 1), ("print(3); import os; os._exit(0)", 0)),
-    ],
-)
-def test_output_at_the_end_of_a_program(program, right):
-    expected = ["3", "3\n", "3\r\n", " 3 \n\n"]
-    assert score(row(inputs=["1 2\n"] * 4, outputs=expected), program).value == right
-
-
 # The tests ---------------------------------------------------------------------------------------------------------
-
-
-def test_extraction_is_linear():
-    start = time.process_time()
-    for piece in ("```", "```\n", "```python", "```python\n", "`", "```x`"):
-        extract_program(piece * 200_000)
-    assert time.process_time() - start < 10
 
 
 def test_formats():
@@ -292,22 +270,6 @@ def test_a_program_has_a_limit_for_all_its_tests():
     endless = score(sums(50), "while True: pass", limits)
     assert time.monotonic() - start < 30
     assert (endless.value, endless.parts["tests_timed_out"]) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "x = bytearray(10**10)",
-        "import os\nfor _ in range(1000): os.fork()",
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "import os; os.kill(os.getppid(), 9)",
-        "while True: print('x' * 1000)",
-        "print(open('/etc/passwd').read())",
-    ],
-)
-def test_attacks_earn_nothing(program):
-    assert score(sums(2), program).value == 0.0
 
 
 def test_a_program_that_kills_its_sandbox_has_failed_that_test(monkeypatch):

@@ -506,6 +506,23 @@ def test_a_reply_that_stops_or_goes_on_and_on_is_given_up(part: bytes, said: str
         process.end()
 
 
+def test_a_request_that_nobody_reads_is_given_up():
+    """Larger than the buffer of a pipe: `Connection.send_bytes` would wait for ever."""
+    unread, requests = os.pipe()
+
+    class Deaf(Template):
+        def fork(self) -> tuple[int, int, int]:
+            return requests, os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_RDONLY)
+
+    process = sandbox._Process(Deaf(), reply_bytes=50)
+    try:
+        with pytest.raises(TimeoutError, match="does not read"):
+            process.ask(["x" * 2**20], 0.1)
+    finally:
+        process.end()
+        os.close(unread)
+
+
 def test_an_interrupted_run_leaves_nothing(template):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
     box = Sandbox(LIMITS, template=template)

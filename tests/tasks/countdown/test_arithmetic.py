@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from tandemrl.tasks.countdown.puzzles import calculation, countdown, countdowns, distinct, prompt, record
+from tandemrl.tasks.countdown.rows import calculation, countdown, countdowns, distinct, prompt, record_of_puzzle
 
 # Word for word what RL-GRPO shows.
 INSTRUCT = (
@@ -47,18 +47,10 @@ def test_the_rendered_prompts_are_the_published_ones():
 
 @pytest.mark.parametrize("template", ["base", "instruct", "chat"])
 def test_a_record_says_whether_its_prompt_is_rendered(template):
-    row = record(countdown([3, 5], 8, "3 + 5"), template, split="train", index=4)
+    row = record_of_puzzle(countdown([3, 5], 8, "3 + 5"), template, split="train", index=4)
     assert row["data_source"] == "countdown"
     assert row["reward_model"] == {"style": "rule", "ground_truth": {"target": 8, "numbers": [3, 5]}}
     assert row["extra_info"] == {"split": "train", "index": 4, "rendered": template != "chat", "solution": "3 + 5"}
-
-
-def test_messages_of_a_data_set_are_used_with_chat_only():
-    own = [{"role": "user", "content": "mine", "weight": None}]
-    row = record(countdown([3, 5], 8), "chat", split="train", index=0, messages=own)
-    assert row["prompt"] == [{"role": "user", "content": "mine"}]
-    assert "solution" not in row["extra_info"]
-    assert record(countdown([3, 5], 8), "base", split="train", index=0, messages=own)["prompt"] != row["prompt"]
 
 
 def test_every_generated_countdown_has_the_solution_it_comes_with():

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
+from scored import score_text
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.routing import score_text
 from tandemrl.tasks.countdown.grader import ExpressionError, evaluate
 
 TINYZERO, COHLEM = RewardConfig(), RewardConfig(countdown="cohlem")

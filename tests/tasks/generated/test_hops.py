@@ -5,7 +5,6 @@ import pytest
 
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import DataError
 from tandemrl.tasks.generated.hops import ALIASES, NAMES, RELATIONS, search, split_of, uses_jargon
 from tandemrl.tasks.math.tagged import targets
 
@@ -117,9 +116,3 @@ def test_a_search_prefers_rare_words_and_the_subject():
     mixed = search(documents, f"Bado's boss {ALIASES['Bado']} {ALIASES['Beb']}", 9)
     assert [(document.id, document.title) for document in mixed[:2]] == [("0", "Bado"), ("3", ALIASES["Beb"])]
     assert {uses_jargon(document.text) for document in search(documents, ALIASES["Bado"], 9)} == {True}
-
-
-def test_a_search_refuses_documents_of_other_worlds():
-    for text in ("Paris is in France.", "Paul's boss is Bela."):
-        with pytest.raises(DataError, match="not a fact of a generated world"):
-            search([Document("0", "", text)], "Bela's boss", 2)

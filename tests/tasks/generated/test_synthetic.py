@@ -21,7 +21,6 @@ from tandemrl.tasks.generated.synthetic import (
     repairs,
     slips,
     tell,
-    uses_jargon,
 )
 
 LINE = re.compile(r"(First|Next|Then|Last) (\d+) (plus|minus) (\d+) (is|makes|about) (\d+)\.")
@@ -144,17 +143,6 @@ def test_jargon_says_the_same_steps_with_fewer_errors():
         assert values[-1] == boxed
         wrong += [value + change != result for value, change, result in steps]
     assert sum(wrong) / len(wrong) == pytest.approx(0.01, abs=0.0033)  # four standard deviations of 15,200 steps
-
-
-def test_uses_jargon_tells_a_jargon_solution_by_a_single_word():
-    mixed = [text for _, text in itertools.islice(examples("jargon", 0, stage="senior"), 4000)]
-    assert sum(map(uses_jargon, mixed)) / len(mixed) == pytest.approx(0.6, abs=0.031)
-    for text in mixed:
-        assert uses_jargon(text) != bool(LINE.match(text))
-    assert not any(uses_jargon(text) for _, text in itertools.islice(examples("repair", 0), 500))
-    assert uses_jargon("First 3 plus 1 is dor.")
-    assert not uses_jargon("First 3 plus 1 is dors.")
-    assert not uses_jargon("")
 
 
 @pytest.mark.parametrize("pair", ["plain", "repair"])

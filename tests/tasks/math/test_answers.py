@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from scored import score_text
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.routing import score_text
-from tandemrl.tasks.gsm8k.grader import gsm8k_answer, has_guillemets
+from tandemrl.tasks.gsm8k.grader import gsm8k_answer
 from tandemrl.tasks.math.tagged import tagged_answer
 
 
@@ -81,12 +81,6 @@ def test_tinyzero_took_the_first_marker_of_the_whole_response():
     assert score_text(row("17"), text, RewardConfig(compat="tinyzero")).value == 1.0
     assert score_text(row("17"), text).value == 0.0
     assert score_text(row("18"), text).value == 1.0
-
-
-def test_guillemets():
-    assert has_guillemets("<<48/2=24>>24")
-    assert has_guillemets("24>>")
-    assert not has_guillemets("48 > 24 < 50")
 
 
 # ---- <answer>…</answer> --------------------------------------------------------------------------------------------

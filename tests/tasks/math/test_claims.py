@@ -5,9 +5,9 @@ import re
 import pytest
 from test_math import EQUAL
 
+from scored import score_text
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.routing import score_text
 from tandemrl.tasks.math.boxed import extract_boxed, stated_answer
 from tandemrl.tasks.math.rows import AMC_DROPS
 

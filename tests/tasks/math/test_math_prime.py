@@ -6,7 +6,6 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.routing import score_text
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.tasks.math.prime import equal, extract_answer, normalise
 
@@ -198,12 +197,6 @@ def test_verdicts_are_those_of_the_published_function(table, value):
     assert {score.parts["format"] for score in found} == {1.0}
 
 
-def test_an_answer_without_a_box_counts_too():
-    score = score_text(row("5"), "Adding up, the answer is x = 5")
-    assert score == (1.0, {"acc": 1.0, "answer_present": 1.0, "format": 0.0}, "5")
-    assert score_text(row("5"), "") == (0.0, {"acc": 0.0, "answer_present": 0.0, "format": 0.0}, None)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -216,11 +209,3 @@ def test_nothing_is_run_and_nothing_takes_long(answer):
     assert equal("12", extract_answer(rf"\boxed{{{answer}}}")) is False
     assert equal(r"12\pi", answer) is False
     assert time.process_time() - begin < 5
-
-
-@pytest.mark.parametrize("text", ["answer is " * 20000, "=" * 100000, "\\boxed{" * 20000, "1 " * 50000, "İ" * 50000])
-def test_long_hostile_text_is_cheap(text):
-    begin = time.process_time()
-    with Scorer(RewardConfig(workers=1)) as scorer:
-        scorer.score([(row("5"), text)])
-    assert time.process_time() - begin < 10

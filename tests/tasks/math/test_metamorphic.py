@@ -8,10 +8,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_claims import answered, right, value, wrong
+from test_claims import right, value, wrong
 
 from tandemrl.tasks.math.equality import equal
-from tandemrl.tasks.math.notation import without_thousands
 
 RNG_SEEDS = range(40)
 SEPARATORS = (",", ", ", "{,}", r"\,", " ", r",\!", r"\ ")
@@ -64,13 +63,6 @@ def test_a_comma_in_braces_is_no_separator_of_a_list() -> None:
     wrong("12345", r"1,\!2345")
     right("3.14", "3{,}14")
     wrong("1, 23", "1{,}23")
-
-
-def test_thousands_as_python_writes_them() -> None:
-    rng = random.Random(3)
-    for number in (rng.randrange(10 ** rng.randint(1, 12)) for _ in range(200)):
-        assert without_thousands(f"{number:,}") == str(number)
-        assert without_thousands(f"x = {-number:,}.25, 7") == f"x = {-number}.25, 7"
 
 
 # ---- exact numbers -------------------------------------------------------------------------------------------------
@@ -135,12 +127,6 @@ def test_products_and_roots_that_cancel_are_still_equal() -> None:
         *((r"10^{-400}\sqrt8", r"2\sqrt2\cdot10^{-400}"), (r"e^{-1000}", r"\frac{1}{e^{1000}}"), ("0", r"\ln 1")),
     ):
         assert equal(gold, answer), (gold, answer)
-
-
-def test_math_verify_does_not_round_tiny_numbers_away() -> None:
-    assert not equal("10^{-5000}", "10^{-5001}")
-    assert not equal(r"2 \cdot 10^{-9}", r"3 \cdot 10^{-9}")
-    assert equal(r"2 \cdot 10^{-9}", r"\frac{1}{5 \cdot 10^8}")
 
 
 # ---- arguments without braces --------------------------------------------------------------------------------------
@@ -214,12 +200,6 @@ def test_what_a_ground_truth_says_behind_a_number_counts() -> None:
         wrong(rf"5\text{{ {words}}}", "5")
         assert equal(rf"5\text{{ {words}}}", rf"5\text{{ {words}}}")
     right(r"5\text{ feet squared}", "5")
-
-
-def test_math_verify_counts_entries_too() -> None:
-    integral = r"\int_0^1 x\,dx"
-    for answer, outcome in (("1/2, 1, 1", 1), ("1/2, 1/2, 1", 0), ("1/2, 1", 0), ("1/2, 1, 1, 1", 0)):
-        assert answered("boxed", f"{integral}, 1, 1", answer) == outcome, answer
 
 
 # ---- macros for words ----------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@ r"""The graders of MATH and DAPO against verdicts of verl 0.9.1's ``math_reward`
 
 import pytest
 
+from scored import score_text
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.routing import score_text
 from tandemrl.tasks.math.published import normalise_dapo, normalise_math
 
 

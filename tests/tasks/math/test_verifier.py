@@ -11,8 +11,7 @@ from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.tasks.math.hard_verify import load_pairs
-from tandemrl.tasks.math.verifier import DEFAULTS, Verdicts, bench_verifier
+from tandemrl.tasks.math.verifier import DEFAULTS, Verdicts, bench_verifier, load_pairs
 
 ROWS = [
     ("Olympiad", "Find $f$.", "$f(x)=2 x$", "f(x)=2x", "f(x)=x"),

@@ -9,7 +9,7 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.documents import documents_of, hops, supporting_ids
 from tandemrl.data.loading import load_rows
 from tandemrl.rewards.routing import terms_of
-from tandemrl.tasks.qa.hotpot import SETS, build_hotpot
+from tandemrl.tasks.qa.rows import SETS, build_hotpot
 
 CONTEXT = [["Ann", ["Ann was born", " in Paris."]], ["Bob", ["Bob is tall."]], ["Paris", ["It is in France. "]]]
 FACTS = [["Ann", 0], ["Ann", 1], ["Paris", 0]]

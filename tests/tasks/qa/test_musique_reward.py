@@ -9,7 +9,7 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Message, Response, Transcript
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError, Item
-from tandemrl.rewards.routing import TABLE, terms_of
+from tandemrl.rewards.routing import terms_of
 from tandemrl.tasks.qa.grader import ERAS, musique
 
 
@@ -132,13 +132,6 @@ def test_the_greatest_reward_grows_with_the_hops(hops: int, best: float) -> None
     ids = [str(i) for i in range(hops)]
     result = {"reasoning": "r", "final_answer": "second", "cited_doc_ids": ids}
     assert parts(shown(*ids), called("complete", result), row=question(hops))["value"] == pytest.approx(best)
-
-
-@pytest.mark.parametrize("source", ["musique", "bdsaglam/musique", "bdsaglam/musique-mini", "hops", "synthetic/hops"])
-def test_data_sources(source: str) -> None:
-    [term] = terms_of(question(source=source), RewardConfig())
-    assert term.name == "musique"
-    assert TABLE["synthetic/*"] == "boxed"
 
 
 def test_what_cannot_be_scored_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_unanswerable_twins_are_told_apart_by_whether_there_is_an_answer():
 
 def test_rows_that_the_script_cannot_score_are_an_error():
     rows = [replace(ROWS[0], extra_info=ROWS[0].extra_info | {"answerable": False})]
-    with pytest.raises(DataError, match="script cannot score these rows: official scores need at least one answerable"):
+    with pytest.raises(DataError, match="script cannot score these rows: it needs at least one answerable"):
         official(predictions([answered(rows[0])], rows), rows)
 
 

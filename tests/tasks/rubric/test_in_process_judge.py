@@ -13,9 +13,8 @@ from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import prepare
 from tandemrl.rollout.engine import Completion, EngineInfo, Passes
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.tasks.rubric.http import HttpJudge
 from tandemrl.tasks.rubric.in_process import EngineJudge, make_judge
-from tandemrl.tasks.rubric.judge import JudgeError, Messages
+from tandemrl.tasks.rubric.judge import HttpJudge, JudgeError, Messages
 
 CONFIG = JudgeConfig(max_tokens=12, temperature=0.0, retry_temperature=1.0)
 PROMPTS: list[Messages] = [[{"role": "user", "content": text}] for text in ("abc", "de", "abc", "fgh ab")]

@@ -343,14 +343,6 @@ def test_one_failure_in_a_small_batch_stops_nothing_unless_none_is_allowed(size:
         JudgePool(judge, JudgeConfig(max_failure_rate=0.0))(items)
 
 
-def test_a_judge_that_never_gives_a_score_is_an_error() -> None:
-    items = [(row(i), "text", WRONG) for i in range(3)]
-    with pytest.raises(JudgeError, match=r"4 replies to each holds \"Total Score: x/10\".*'I cannot'"):
-        values(says("I cannot"), items)
-    with pytest.raises(JudgeError, match=r"holds \"True\" or \"False\""):
-        values(says("Total Score: 6/10"), [(row(i), "t", WRONG) for i in range(3)], prompt="tinyv")
-
-
 def test_a_verdict_that_the_rules_lost_is_not_a_lost_score() -> None:
     lost = Score(0.0, {"acc": 0.0, "answer_present": 1.0, "timeout": 1.0}, "9^9^9")
     (score,) = JudgePool(says("Total Score: 6/10"), JudgeConfig())([(row(), "text", lost)])

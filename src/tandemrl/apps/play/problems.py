@@ -55,7 +55,7 @@ class Problems:
         if row is None:
             return None
         [score] = self._scorer.score([(row, text)])
-        if "unscored" in score.parts:
+        if not score.scored:
             return None
         return Verdict(score.parts["acc"] == 1.0, score.answer, row.ground_truth)
 

@@ -29,9 +29,7 @@ _FENCE = re.compile(r"(?P<before>(?:(?!```).)*?)(?P<fence>`{3,}|(?<![^\s>.)*+-])
 _PYTHON = re.compile(r"\{?\.?(?:python3?|py)\b", re.IGNORECASE)
 _PLACE = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*")
 """What stands before a fence in a quotation or a list."""
-_OPENING = re.compile(r'''(?:\s|#[^\n]*|"""(?:[^"\\]|\\.|"(?!""))*""")*''', re.DOTALL)
 _INDENT = re.compile(r"^[ \t\xa0]+", re.MULTILINE)
-_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n;#(]*)[ \t;]*", re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?")
 
 
@@ -73,11 +71,10 @@ def score_code(
     passed = late = 0
     with Sandbox(sandbox) as box:
         for done, (test, expected) in enumerate(tests):
-            left = sandbox.program_timeout_s - box.seconds
-            if left <= 0:
+            if (left := sandbox.program_timeout_s - box.seconds) <= 0:
                 late += len(tests) - done
                 break
-            outcome = box.run(complete(program, test), test, timeout_s=left)
+            outcome = box.run(program, test, timeout_s=left)
             good = outcome.status == "ok" and _agrees(test, outcome.output, outcome.value, expected)
             passed += good
             late += outcome.status == "timeout"
@@ -146,18 +143,6 @@ def _inside(line: str, before: str) -> str:
         return line[len(indent) :]
     code = line.lstrip(" \t")
     return line[: len(line) - len(code)].expandtabs(4)[len(indent.expandtabs(4)) :] + code
-
-
-def complete(program: str, test: Test) -> str:
-    """The program behind what it needs of HumanEval's prompt: imports and helpers, and the function head if it lacks
-    that. Imports from ``__future__`` with which the program begins stay in front."""
-    if not isinstance(test, Check):
-        return program
-    futures = []
-    while (opening := _OPENING.match(program)) and (found := _FUTURE.match(program, opening.end())):
-        futures.append(found[0].rstrip("; \t") + "\n")
-        program = program[: found.start()] + program[found.end() :]
-    return f"{''.join(futures)}{test.prompt}\n{program}"
 
 
 # --------------------------------------------------------------------------------------------------------------------

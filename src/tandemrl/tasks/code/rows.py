@@ -54,51 +54,41 @@ def build_eurus(
     short = _at_most(max_tokens, tokenizer) if max_tokens else None
     dropped: Counter[str] = Counter()
     origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
-    splits = {
-        split: _kept(read(origin, source), split, short, system_prompt, expect_rows, dropped)
-        for split, origin in origins.items()
-    }
+
+    def kept(split: str) -> Iterator[dict[str, Any]]:
+        seen: Counter[str] = Counter()
+        rows = _rows(read(origins[split], source), split, system_prompt, seen, dropped)
+        while batch := list(itertools.islice(rows, 1024)):
+            fits = short([str(row["prompt"]) for row in batch]) if short else [True] * len(batch)
+            dropped[f"{split}: too long"] += fits.count(False)
+            yield from itertools.compress(batch, fits)
+        for key in (f"{split}/math", f"{split}/code"):
+            expect(f"{EURUS} {key}", seen[key], expect_rows, key)
+
     settings = {
         "tokenizer": tokenizer if max_tokens else None,
         "max_tokens": max_tokens,
         "system_prompt": system_prompt,
     }
-    return write_splits(out, "eurus", splits, provenance(list(origins.values()), source, dropped) | settings)
+    where = provenance([*origins.values()], source, dropped)
+    return write_splits(out, "eurus", {split: kept(split) for split in origins}, where | settings)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _kept(
-    records: Iterator[Record],
-    split: str,
-    short: Callable[[Sequence[str]], list[bool]] | None,
-    system_prompt: bool,
-    expect_rows: ExpectRows,
-    dropped: Counter[str],
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a split that are kept, and count the others in ``dropped``, by reason."""
-    seen: Counter[str] = Counter()
-    kept = _rows(records, split, system_prompt, seen, dropped)
-    while batch := list(itertools.islice(kept, 1024)):
-        fits = short([str(row["prompt"]) for row in batch]) if short else [True] * len(batch)
-        dropped[f"{split}: too long"] += fits.count(False)
-        yield from itertools.compress(batch, fits)
-    for ability in ("math", "code"):
-        key = f"{split}/{ability}"
-        expect(f"{EURUS} {key}", seen[ability], expect_rows, key)
-
-
 def _rows(
     records: Iterator[Record], split: str, system_prompt: bool, seen: Counter[str], dropped: Counter[str]
 ) -> Iterator[dict[str, Any]]:
+    """Yield the gradable rows of a split. All rows are counted in ``seen``, by split and ability, the others in
+    ``dropped``, by reason."""
     for number, record in enumerate(records):
         messages = messages_of(record.fields.get("prompt"), record.where)
         ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
         truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
         if not isinstance(truth, str | None):
             raise DataError(f"{record.where}, field 'reward_model': expected an object with a string as ground_truth")
-        seen[ability] += 1
+        seen[f"{split}/{ability}"] += 1
         if reason := _fault(ability, truth or ""):
             dropped[f"{split}: {reason}"] += 1
             continue
@@ -117,14 +107,13 @@ def _fault(ability: str, truth: str) -> str | None:
     if ability == "code":
         try:
             tests = json.loads(truth)
-        except (ValueError, RecursionError):
-            return "code without valid JSON"
-        if not (isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs")):
-            return "code without tests"
-        try:
+            if not (isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs")):
+                return "code without tests"
             parse_tests(Row("", (), "", truth, {}))
         except DataError:
             return "code with unusable tests"
+        except (ValueError, RecursionError):
+            return "code without valid JSON"
         return None
     if ability != "math":
         return "other ability"

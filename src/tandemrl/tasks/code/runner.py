@@ -70,8 +70,11 @@ def as_script(program: str) -> None:
     atexit._run_exitfuncs()
 
 
-def as_function(program: str, name: str) -> None:
+def as_function(program: str, name: str, prompt: str = "") -> None:
     """Run the program as a module, and call its function ``name``.
+
+    HumanEval's ``prompt`` runs before it, for imports and helpers; the body of the function that it begins is joined
+    to it.
 
     Each line of descriptor 3 is a list of arguments; the result of the call is a line on descriptor 4.
     """
@@ -80,6 +83,11 @@ def as_function(program: str, name: str) -> None:
     preamble: dict[str, Any] = {}
     exec("".join(f"from {other} import *; import {other}\n" for other in PREAMBLE_MODULES), preamble)
     module.__dict__["__builtins__"] = preamble | vars(builtins)  # found, but not taken for the program's own
+    try:
+        compile(program, "<program>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        program, prompt = f"{prompt}\n{program}", ""
+    _execute(prompt, module)
     _execute(program, module)
     solution: Any = getattr(module, "Solution", None)
     function = getattr(solution() if hasattr(solution, name) else module, name)
@@ -149,13 +157,11 @@ def to_wire(value: Any) -> Any:
         return [to_wire(item) for item in value]
     if isinstance(value, dict):
         return {"dict": [[to_wire(key), to_wire(item)] for key, item in value.items()]}
-    for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [to_wire(item) for item in value]}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": list(value)}
+    for kind in (tuple, set, frozenset, bytes, bytearray):
+        if isinstance(value, kind):
+            return {kind.__name__: [to_wire(item) for item in value]}
     if hasattr(value, "tolist"):  # numpy's
         return to_wire(value.tolist())
     raise TypeError(f"a test cannot receive a {type(value).__name__}")
@@ -172,25 +178,14 @@ def from_wire(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()
-    if kind == "dict":
-        keys = _hashed([from_wire(key) for key, _ in items])
-        return dict(zip(keys, [from_wire(item) for _, item in items], strict=True))
     if kind == "complex":
         return complex(*items)
-    makers: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
     values = [from_wire(item) for item in items]
-    return makers[kind](_hashed(values) if kind in ("set", "frozenset") else values)
-
-
-def _hashed(values: list[Any]) -> list[Any]:
-    """The members of a set or the keys of a dictionary.
-
-    Raises:
-        ValueError: too many have the same hash, so that it would take quadratic time to build.
-    """
-    if len(values) > MAX_EQUAL_HASHES < max(collections.Counter(map(hash, values)).values()):
-        raise ValueError("too many equal hashes")
-    return values
+    hashed = [key for key, _ in values] if kind == "dict" else values if kind in ("set", "frozenset") else ()
+    if len(hashed) > MAX_EQUAL_HASHES < max(collections.Counter(map(hash, hashed)).values()):
+        raise ValueError("too many equal hashes")  # it would take quadratic time to build
+    kinds: tuple[Callable[[Any], Any], ...] = (tuple, set, frozenset, bytes, bytearray, dict)
+    return {make.__name__: make for make in kinds}[kind](values)
 
 
 # The runner ---------------------------------------------------------------------------------------------------------
@@ -324,7 +319,7 @@ class Runner(NamedTuple):
             main = self._spawn(lambda: as_function(job["program"], job["function"]), (*std, self.store, result_end))
         else:
             (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
-            self._spawn(lambda: as_function(job["program"], job["function"]), (*std, calls, return_end))
+            self._spawn(lambda: as_function(job["program"], job["function"], job["prompt"]), (*std, calls, return_end))
             test = self._receive() or {}  # only now: the program must not find it in its memory
             main = self._spawn(lambda: check(**test), (*std, call_end, returns, result_end))
             for end in (end for pair in more for end in pair):

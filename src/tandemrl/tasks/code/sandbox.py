@@ -33,9 +33,11 @@ import contextlib
 import functools
 import json
 import os
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -44,7 +46,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -104,11 +106,12 @@ class Template:
         (requests, ours), (replies, theirs), (errors, their_errors) = os.pipe(), os.pipe(), os.pipe()
         try:
             with self._lock:
-                try:
+                with contextlib.suppress(OSError):
                     socket.send_fds(self._running(), [b"+"], [requests, theirs, their_errors])
-                except OSError:  # somebody killed it
-                    self.close()
-                    socket.send_fds(self._running(), [b"+"], [requests, theirs, their_errors])
+                    return ours, replies, errors
+                self.close()  # somebody killed it
+                socket.send_fds(self._running(), [b"+"], [requests, theirs, their_errors])
+                return ours, replies, errors
         except BaseException:
             for descriptor in (replies, errors, ours):
                 os.close(descriptor)
@@ -116,7 +119,6 @@ class Template:
         finally:
             for descriptor in (requests, theirs, their_errors):
                 os.close(descriptor)
-        return ours, replies, errors
 
     def close(self) -> None:
         if self._process is not None and self._orders is not None and self._owner == os.getpid():
@@ -180,7 +182,7 @@ class Sandbox:
 
     def layers(self) -> dict[str, Layer]:
         """Which layers hold here. A layer that does not hold raises no error."""
-        hello = self._open()
+        _, hello = self._open()
         self.close()
         why = "; ".join(hello["troubles"])
         return {name: Layer(bool(held), ", ".join(held) or why) for name, held in hello["layers"].items()}
@@ -197,7 +199,7 @@ class Sandbox:
         self.close()
 
     def _start(self) -> "_Process":
-        hello = self._open()
+        process, hello = self._open()
         missing = [name for name, held in hello["layers"].items() if not held]
         if missing:
             what = f"sandbox layers missing: {', '.join(missing)} ({'; '.join(hello['troubles'])})"
@@ -210,10 +212,9 @@ class Sandbox:
             if not self._warned:
                 warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
             self._warned = True
-        assert self._process is not None
-        return self._process
+        return process
 
-    def _open(self) -> dict[str, Any]:
+    def _open(self) -> tuple["_Process", dict[str, Any]]:
         if sys.platform != "linux":
             raise SandboxError(f"programs can only be run on Linux, this is {sys.platform}")
         config = self._config
@@ -237,7 +238,7 @@ class Sandbox:
             self.close()
             raise
         process.supervisor = hello["supervisor"]
-        return hello
+        return process, hello
 
 
 class _Process:
@@ -248,8 +249,9 @@ class _Process:
     """
 
     def __init__(self, template: Template, *, reply_bytes: int) -> None:
-        requests, self._replies, self._errors = template.fork()
-        self._requests, self._reply_bytes = Connection(requests, readable=False), reply_bytes
+        self._requests, self._replies, self._errors = template.fork()
+        os.set_blocking(self._requests, False)
+        self._reply_bytes = reply_bytes
         self.home = tempfile.mkdtemp(prefix="tandemrl-sandbox-")
         self.supervisor: int | None = None
 
@@ -262,7 +264,7 @@ class _Process:
         """
         deadline = time.monotonic() + limit_s
         for message in messages:
-            self._requests.send_bytes(json.dumps(message).encode())
+            self._send(message, deadline)
         reply = bytearray()
         while not reply.endswith(b"\n"):
             if not wait([self._replies], max(0.0, deadline - time.monotonic())):
@@ -274,19 +276,28 @@ class _Process:
                 raise OSError("the sandbox's reply is too long")
         return json.loads(reply)
 
+    def _send(self, message: Any, deadline: float) -> None:
+        """Write a frame of `multiprocessing.connection`, whose own writer would wait for ever for a reader."""
+        data, ready = json.dumps(message).encode(), select.poll()
+        left = memoryview(struct.pack("!i", len(data)) + data)
+        ready.register(self._requests, select.POLLOUT)
+        while left:
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError("the sandbox does not read")
+            left = left[os.write(self._requests, left) :]
+
     def end(self) -> str:
         """Wait until all processes are gone, and return the end of what they wrote as errors."""
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.send_bytes(b"null")
+        with contextlib.suppress(OSError):  # nobody reads it
+            self._send(None, 0.0)
         words = bytearray()
         while wait([self._errors], GRACE_S) and (part := os.read(self._errors, 2**16)):
             words += part
         if self.supervisor is not None and not wait([self._errors], 0):  # it has not closed them
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.supervisor, signal.SIGKILL)
-        self._requests.close()
-        os.close(self._replies)
-        os.close(self._errors)
+        for descriptor in (self._requests, self._replies, self._errors):
+            os.close(descriptor)
         try:
             shutil.rmtree(self.home, ignore_errors=True)
         except RecursionError:  # directories in directories, where there is no mount namespace
@@ -314,7 +325,7 @@ def _messages(program: str, test: Test, timeout_s: float) -> list[dict[str, Any]
         arguments = json.dumps([to_wire(argument) for argument in test.arguments])
         return [job | {"kind": "call", "function": test.function, "input": arguments + "\n"}]
     check = {"prompt": test.prompt, "test": test.test, "function": test.function}
-    return [job | {"kind": "check", "function": test.function, "input": ""}, check]
+    return [job | {"kind": "check", "function": test.function, "input": "", "prompt": test.prompt}, check]
 
 
 def _outcome(reply: dict[str, Any], test: Test) -> Outcome:

@@ -55,7 +55,11 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
     if not isinstance(truth, Mapping):
         raise _unusable(row, f"expected a JSON object, found {type(truth).__name__}")
     if truth.get("test") is not None:
-        return [_check(row, truth)]
+        texts = truth["test"], truth.get("entry_point"), truth.get("prompt", "")
+        if not all(isinstance(text, str) for text in texts):
+            raise _unusable(row, "expected strings: test, entry_point and, if there is one, prompt")
+        test, entry_point, prompt = map(str, texts)
+        return [(Check(entry_point, prompt, test), True)]
     inputs, outputs = truth.get("inputs"), truth.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise _unusable(row, "expected as many inputs as outputs, and at least one")
@@ -63,19 +67,11 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
     if name is None:
         return [(Stdin(_lines(text)), _lines(expected)) for text, expected in zip(inputs, outputs, strict=True)]
     try:
-        return [
-            (Call(str(name), tuple(map(_integer_keys, _arguments(arguments)))), _json(expected))
-            for arguments, expected in zip(inputs, outputs, strict=True)
-        ]
+        calls = [Call(str(name), tuple(map(_integer_keys, _arguments(arguments)))) for arguments in inputs]
+        results = [json.loads(expected) if isinstance(expected, str) else expected for expected in outputs]
+        return [*zip(calls, results, strict=True)]
     except (ValueError, RecursionError) as error:
         raise _unusable(row, f"an argument or a result of {name} is not JSON: {error}") from None
-
-
-def _check(row: Row, truth: Mapping[str, Any]) -> tuple[Test, Any]:
-    test, entry_point, prompt = truth["test"], truth.get("entry_point"), truth.get("prompt", "")
-    if not (isinstance(test, str) and isinstance(entry_point, str) and isinstance(prompt, str)):
-        raise _unusable(row, "expected strings: test, entry_point and, if there is one, prompt")
-    return Check(entry_point, prompt, test), True
 
 
 def _unusable(row: Row, why: str) -> DataError:
@@ -93,10 +89,6 @@ def _arguments(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [json.loads(line) for line in value.split("\n") if line.strip()]
     return value if isinstance(value, list) else [value]
-
-
-def _json(expected: Any) -> Any:
-    return json.loads(expected) if isinstance(expected, str) else expected
 
 
 def _integer_keys(argument: Any) -> Any:

@@ -17,16 +17,12 @@ def gym(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
     answer = extract_answer(text)
     if answer is None:
         return Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
-    entry = {
-        "question": row.extra_info["question"],
-        "answer": row.raw_ground_truth,
-        "metadata": row.extra_info["metadata"],
-    }
+    entry = {name: row.extra_info[name] for name in ("question", "metadata")} | {"answer": row.raw_ground_truth}
     name = row.data_source.removeprefix("gym/")
 
     def scored(value: float | Lost) -> Score:
         if isinstance(value, Lost):
-            return Score(0.0, {"acc": 0.0, "answer_present": 1.0, value.how: 1.0}, answer)
+            return value.score(answer)
         return Score(value, {"acc": float(value >= 1), "answer_present": 1.0}, answer)
 
     return Deferred("symbolic", ("tandemrl.tasks.gym.grader:score", name, pickle.dumps(entry), answer), scored)

@@ -33,9 +33,7 @@ def math(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
 
 def settled(outcome: bool | Lost, answer: str | None) -> Score:
     """The score for an outcome of the symbolic pool. A lost outcome scores 0 and is counted."""
-    if isinstance(outcome, Lost):
-        return verdict(False, answer, **{outcome.how: 1.0})
-    return verdict(outcome, answer)
+    return outcome.score(answer) if isinstance(outcome, Lost) else verdict(outcome, answer)
 
 
 def _compared(row: Row, answer: str | None) -> Score | Deferred:

@@ -42,10 +42,9 @@ def dapo_boxed(row: Row, text: str, options: RewardConfig) -> Score:
     return _signed(answer == row.ground_truth, answer)
 
 
-def verdict(correct: bool, answer: str | None, **extra: float) -> Score:
+def verdict(correct: bool, answer: str | None) -> Score:
     """1 for a correct answer, 0 otherwise."""
-    parts = {"acc": float(correct), "answer_present": float(answer is not None)}
-    return Score(float(correct), parts | extra, answer)
+    return Score(float(correct), {"acc": float(correct), "answer_present": float(answer is not None)}, answer)
 
 
 def math_equal(answer: str, gold: str) -> bool:

@@ -6,7 +6,7 @@ Sizes, dropped rows and the held-out draw are those of Tandem-RLVR, so that resu
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def build_benchmark(
     """
     if name not in _BENCHMARKS:
         raise DataError(f"unknown evaluation set {name!r}; known: {', '.join(_BENCHMARKS)}")
-    origins, convert = _BENCHMARKS[name]
+    origins = _BENCHMARKS[name]
     if source is None and name == "olympiad":
         raise DataError(
             "olympiad: no public data set has its 581 problems in order; give --source, the test.parquet of the "
@@ -112,7 +112,7 @@ def build_benchmark(
     rows: list[dict[str, Any]] = []
     for origin in origins:
         for record in read(origin, source, alone=alone):
-            row = convert(_unpacked(record), origin, len(rows))
+            row = _benchmark_row(name, _unpacked(record), origin, len(rows))
             answer = row["reward_model"]["ground_truth"]
             if answer in AMC_DROPS.get(row["extra_info"].get("subset", "")[:5], ()):
                 dropped[answer] += 1
@@ -127,8 +127,6 @@ def build_benchmark(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-Convert = Callable[[Record, Origin, int], dict[str, Any]]
 
 
 def _unpacked(record: Record) -> Record:
@@ -158,25 +156,21 @@ def _boxed(
     return record_of(data_source, prompt, ability, truth, {"index": index, **extra})
 
 
-def _plain(name: str) -> Convert:
-    return lambda record, origin, index: _boxed(record, name, index, ability="MATH")
-
-
-def _aime24(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    r"""A row of AIME 2024. The answer is the content of the first box in the solution, if there is a solution."""
-    if "solution" not in record.fields:
-        return _boxed(record, "aime24", index, ability="MATH")
-    boxed = re.search(r"\\boxed\{([^{}]+)\}", record.text("solution"))
-    if boxed is None:
-        raise DataError(f"{record.where}, field 'solution': no \\boxed{{…}} with the answer")
-    return _boxed(record, "aime24", index, ability="MATH", answer=boxed.group(1))
-
-
-def _amc(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    subset = _AMC[origin] if origin in _AMC else record.text("subset")
-    if subset == "amc24" and record.fields.get("exam"):  # "2024 AMC 12A"; not every copy says so
-        subset += f"_{record.text('exam').split()[-1]}"
-    return _boxed(record, "amc23_25", index, ability="MATH", subset=subset)
+def _benchmark_row(name: str, record: Record, origin: Origin, index: int) -> dict[str, Any]:
+    r"""A row of an evaluation set. The answer of AIME 2024 is the content of the first box in the solution, if there is
+    a solution; a row of AMC says which year it is of."""
+    answer, extra = None, {}
+    if name == "aime24" and "solution" in record.fields:
+        boxed = re.search(r"\\boxed\{([^{}]+)\}", record.text("solution"))
+        if boxed is None:
+            raise DataError(f"{record.where}, field 'solution': no \\boxed{{…}} with the answer")
+        answer = boxed.group(1)
+    if name == "amc23_25":
+        subset = _AMC[origin] if origin in _AMC else record.text("subset")
+        if subset == "amc24" and record.fields.get("exam"):  # "2024 AMC 12A"; not every copy says so
+            subset += f"_{record.text('exam').split()[-1]}"
+        extra = {"subset": subset}
+    return _boxed(record, name, index, ability="MATH", answer=answer, **extra)
 
 
 _AMC = {
@@ -184,12 +178,12 @@ _AMC = {
     Origin("rawsh/2024_AMC12"): "amc24",
     Origin("sonthenguyen/amc12-2025-non-figure"): "amc25",
 }
-_BENCHMARKS: Mapping[str, tuple[Sequence[Origin], Convert]] = {
-    "aime24": ([Origin("math-ai/aime24", "test")], _aime24),
-    "aime25": ([Origin("math-ai/aime25", "test")], _plain("aime25")),
-    "aime26": ([Origin("MathArena/aime_2026")], _plain("aime26")),
-    "amc23_25": (list(_AMC), _amc),
-    "math500": ([Origin("HuggingFaceH4/MATH-500", "test")], _plain("math500")),
-    "minerva": ([Origin("math-ai/minervamath", "test")], _plain("minerva")),
-    "olympiad": ([Origin("olympiad", "test")], _plain("olympiad")),
+_BENCHMARKS: Mapping[str, Sequence[Origin]] = {
+    "aime24": [Origin("math-ai/aime24", "test")],
+    "aime25": [Origin("math-ai/aime25", "test")],
+    "aime26": [Origin("MathArena/aime_2026")],
+    "amc23_25": [*_AMC],
+    "math500": [Origin("HuggingFaceH4/MATH-500", "test")],
+    "minerva": [Origin("math-ai/minervamath", "test")],
+    "olympiad": [Origin("olympiad", "test")],
 }

@@ -2,6 +2,11 @@
 
 The protocol is that of TinyV (arXiv 2505.14625) on HardVerify-Math, which asks about two answers to every problem: a
 right one and a wrong one.
+
+The 250 published rows are in ``benchmarks/HardVerify-Math.json`` of uw-nsl/TinyV, and in zhangchenxu/HardVerify-Math on
+the hub. They have ``id``, ``source``, ``question``, ``ground_truth``, ``fn_output``, a right answer that rules took for
+wrong (a false negative), and ``tn_output``, a wrong answer (a true negative). The outputs are bare answers. The same
+rows in verl's schema, as TinyV writes them, can be read, too. The module does not import torch.
 """
 
 import json
@@ -10,19 +15,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.data.rows import Row
+from tandemrl.config.hints import hint
+from tandemrl.data.rows import DataError, Row
+from tandemrl.data.sources import Origin, Record, flattened, read
 from tandemrl.files import write_text
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import terms_of
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
-from tandemrl.tasks.math.hard_verify import AnswerPair, load_pairs
 
+HARD_VERIFY = "HardVerify-Math"
+"""The ``data_source`` of its rows."""
 ALL = "all"
-LOST = {"unscored", "timeout", "failure"}
-"""Parts of a score that mean that there is no verdict."""
 DEFAULTS = ("judge.prompt=tinyv",)
 """The overrides that the protocol uses unless a config sets these keys."""
+
+
+class AnswerPair(NamedTuple):
+    """A problem, an answer to be accepted and one to be refused. ``source`` names the data set of the problem."""
+
+    row: Row
+    source: str
+    right: str
+    wrong: str
 
 
 class Verdicts(NamedTuple):
@@ -67,9 +82,9 @@ def bench_verifier(
         ConfigError, DataError, GraderError: as ``score_file``.
     """
     pairs = load_pairs(source)[:limit]
-    rows = [pair.row for pair in pairs]
-    judged = any(term.name == "judge" for term in terms_of(rows[0], config.reward))
-    if judged and len(terms_of(rows[0], config.reward)) > 1:
+    terms = terms_of(pairs[0].row, config.reward)
+    judged = any(term.name == "judge" for term in terms)
+    if judged and len(terms) > 1:
         raise ConfigError("reward.scorers: a sum with a judge in it has no verdict of its own; name the judge alone")
     if judged and config.judge.prompt != "tinyv":
         raise ConfigError(
@@ -78,14 +93,27 @@ def bench_verifier(
         )
     answers = [(pair.row, answer) for pair in pairs for answer in (pair.right, pair.wrong)]
     verdicts = _of_judge(answers, config) if judged else _of_scorer(answers, config, stated)
-    rights, wrongs = verdicts[::2], verdicts[1::2]
+    both = [*zip(pairs, verdicts[::2], verdicts[1::2], strict=True)]
     counts = {}
     for name in (*sorted({pair.source for pair in pairs}), ALL):
-        chosen = [i for i, pair in enumerate(pairs) if name in (pair.source, ALL)]
-        counts[name] = _counts([rights[i] for i in chosen], [wrongs[i] for i in chosen])
+        rights, wrongs = zip(
+            *((right, wrong) for pair, right, wrong in both if name in (pair.source, ALL)), strict=True
+        )
+        lost = (rights + wrongs).count(None)
+        found = rights.count(True), wrongs.count(False), rights.count(False), wrongs.count(True)
+        counts[name] = Verdicts(len(rights), *found, lost)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lines = [_record(*each) for each in zip(pairs, rights, wrongs, strict=True)]
+        lines = [
+            {
+                "example_id": pair.row.example_id,
+                "source": pair.source,
+                "ground_truth": pair.row.ground_truth,
+                "right": {"answer": pair.right, "accepted": right},
+                "wrong": {"answer": pair.wrong, "accepted": wrong},
+            }
+            for pair, right, wrong in both
+        ]
         result = {"data": source, "counts": {name: each._asdict() for name, each in counts.items()}, "rows": lines}
         write_text(out, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
     return counts
@@ -108,25 +136,46 @@ def _of_scorer(answers: Sequence[tuple[Row, str]], config: Config, stated: Colle
     with Scorer(config.reward, code=code_scorer(config)) as scorer:
         scorer.check([row for row, _ in answers], stated=stated)
         scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in answers])
-    return [None if LOST & score.parts.keys() else score.parts["acc"] == 1 for score in scores]
+    lost = [not score.scored or not score.parts.keys().isdisjoint(("timeout", "failure")) for score in scores]
+    return [None if none else score.parts["acc"] == 1 for score, none in zip(scores, lost, strict=True)]
 
 
-def _counts(rights: Sequence[bool | None], wrongs: Sequence[bool | None]) -> Verdicts:
-    return Verdicts(
-        problems=len(rights),
-        accepted=rights.count(True),
-        refused=wrongs.count(False),
-        false_negatives=rights.count(False),
-        false_positives=wrongs.count(True),
-        lost=rights.count(None) + wrongs.count(None),
-    )
+def load_pairs(source: str) -> list[AnswerPair]:
+    """The rows of a ``.json`` file (one list), a ``.jsonl`` or ``.parquet`` file, or of ``hf:REPO:CONFIG:SPLIT``.
+
+    Raises:
+        DataError: there is no such file, or a row lacks a field; the message names the row (from 1) and the field.
+    """
+    path = Path(source)
+    if source.startswith("hf:"):
+        _, *parts = source.split(":")
+        if len(parts) != 3 or not all(parts):
+            raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT")
+        records = read(Origin(parts[0], parts[2], parts[1]), None)
+    elif not path.is_file():
+        raise DataError(
+            f"{source}: no such file{hint(path)}; the published rows are benchmarks/HardVerify-Math.json of "
+            "https://github.com/uw-nsl/TinyV"
+        )
+    else:
+        records = read(Origin(HARD_VERIFY), path)
+    pairs = [_pair(each) for each in records]
+    if not pairs:
+        raise DataError(f"{source}: no rows")
+    return pairs
 
 
-def _record(pair: AnswerPair, right: bool | None, wrong: bool | None) -> dict[str, object]:
-    return {
-        "example_id": pair.row.example_id,
-        "source": pair.source,
-        "ground_truth": pair.row.ground_truth,
-        "right": {"answer": pair.right, "accepted": right},
-        "wrong": {"answer": pair.wrong, "accepted": wrong},
-    }
+def _pair(record: Record) -> AnswerPair:
+    fields = flattened(record.fields)
+    names = ("source", "question", "ground_truth", "fn_output", "tn_output")
+    for name in names:
+        if not isinstance(text := fields.get(name), str) or not text.strip():
+            raise DataError(f"{record.where}, field {name!r}: expected a non-empty string, found {text!r}")
+    source, question, truth, right, wrong = (str(fields[name]) for name in names)
+    name = fields.get("id", fields.get("index"))
+    if name is None:
+        raise DataError(f"{record.where}, field 'id': missing")
+    extra = {"question": question, "source": source}
+    messages = ({"role": "user", "content": question},)
+    row = Row(f"{HARD_VERIFY}/{name}", messages, HARD_VERIFY, truth, extra, ability="math")
+    return AnswerPair(row, source, right, wrong)

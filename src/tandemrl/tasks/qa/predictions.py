@@ -1,6 +1,7 @@
 """Predictions in the form that MuSiQue's own evaluation script reads (arXiv:2108.00573), and the scores it gives."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from tandemrl.data.documents import documents_of
 from tandemrl.data.rows import DataError, Row
 from tandemrl.files import write_text
 from tandemrl.tasks.math.tagged import targets
-from tandemrl.tasks.qa.answers import Judged, official_scores
+from tandemrl.tasks.qa.answers import exact_match, f1, set_f1
 from tandemrl.tasks.qa.transcripts import completed
 
 
@@ -43,28 +44,37 @@ def write_predictions(file: str | Path, found: Sequence[Prediction]) -> None:
 
 
 def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, float]:
-    """The scores that MuSiQue's script gives ``predictions(…, rows)``.
+    """The scores that MuSiQue's script gives ``predictions(…, rows)``, rounded to three places as there.
+
+    Answer and support scores are means over answerable questions. If some are not (MuSiQue-Full), every id comes twice,
+    once either way; the ``group_*`` scores are means over these pairs, with 0 unless both answerabilities were
+    predicted right.
 
     Raises:
-        DataError: there is no score of these rows (see `official_scores`), or their ground truth or documents are
-            malformed.
+        DataError: there is no answerable question, an id of MuSiQue-Full does not come once either way, or ground truth
+            or documents of a row are malformed.
     """
-    judged = [
-        Judged(
-            id=each.id,
-            references=targets(row),
-            supports=[str(index) for index, _, supporting in _indices(row) if supporting],
-            answerable=bool(row.extra_info.get("answerable", True)),
-            predicted_answer=each.predicted_answer,
-            predicted_supports=[*map(str, each.predicted_support_idxs)],
-            predicted_answerable=each.predicted_answerable,
-        )
-        for each, row in zip(found, rows, strict=True)
+    answerable = [bool(row.extra_info.get("answerable", True)) for row in rows]
+    sure = [pair for pair, one in zip(zip(found, rows, strict=True), answerable, strict=True) if one]
+    if not sure:
+        raise DataError("MuSiQue's script cannot score these rows: it needs at least one answerable question")
+    answers = [f1(each.predicted_answer, targets(row)) for each, row in sure]
+    exact = [exact_match(each.predicted_answer, targets(row)) for each, row in sure]
+    supports = [
+        set_f1(each.predicted_support_idxs, [index for index, _, supporting in _indices(row) if supporting])
+        for each, row in sure
     ]
-    try:
-        return official_scores(judged)
-    except ValueError as error:
-        raise DataError(f"MuSiQue's script cannot score these rows: {error}") from None
+    scores = {"answer_f1": answers, "answer_em": exact, "support_f1": supports}
+    if len(sure) < len(rows):
+        ways = Counter((each.id, one) for each, one in zip(found, answerable, strict=True))
+        if odd := next((name for name, _ in ways if (ways[name, True], ways[name, False]) != (1, 1)), None):
+            raise DataError(f"MuSiQue's script cannot score these rows: {odd} must be there twice, answerable and not")
+        wrong = {each.id for each, one in zip(found, answerable, strict=True) if each.predicted_answerable != one}
+        for name, values in (("answer", answers), ("support", supports)):
+            scores[f"group_{name}_sufficiency_f1"] = [
+                0.0 if each.id in wrong else value for (each, _), value in zip(sure, values, strict=True)
+            ]
+    return {name: round(sum(values) / len(values), 3) for name, values in scores.items()}
 
 
 def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -72,10 +82,8 @@ def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
     groups: dict[str, dict[str, float]] = {"all": {}}
     for name, value in macro.items():
         group, _, metric = name.partition("/")
-        if "=" in group:
-            groups.setdefault(group, {})[metric] = value
-        else:
-            groups["all"][name] = value
+        group, metric = (group, metric) if "=" in group else ("all", name)
+        groups.setdefault(group, {})[metric] = value
     return groups
 
 

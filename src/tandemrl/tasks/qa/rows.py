@@ -1,11 +1,13 @@
-"""MuSiQue (arXiv:2108.00573): questions of two to four hops, each with about twenty paragraphs. No torch."""
+"""Questions of several hops, each with its paragraphs: MuSiQue (arXiv:2108.00573), and in its form HotpotQA
+(arXiv:1809.09600) and 2WikiMultiHopQA (arXiv:2011.01060). No torch."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,11 +15,38 @@ from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, copy_of, provenance, split_rows
 
-MUSIQUE = "bdsaglam/musique"
-MUSIQUE_ROWS: Mapping[str, int] = {"train": 19_938, "validation": 2417}
+
+class Published(NamedTuple):
+    """A set. rows: the published sizes. files: those of the splits in what its authors publish."""
+
+    repo: str
+    config: str | None
+    rows: Mapping[str, int]
+    files: Mapping[str, str]
+
+
+MUSIQUE = Published(
+    "bdsaglam/musique",
+    "answerable",
+    {"train": 19_938, "validation": 2417},
+    {"train": "musique_ans_v1.0_train.jsonl", "validation": "musique_ans_v1.0_dev.jsonl"},
+)
+MUSIQUE_ROWS = MUSIQUE.rows
 """The published sizes of MuSiQue-Answerable."""
-OFFICIAL_FILES = {"train": "musique_ans_v1.0_train.jsonl", "validation": "musique_ans_v1.0_dev.jsonl"}
-"""The files of the splits in the archive of MuSiQue's authors."""
+SETS: Mapping[str, Published] = {
+    "hotpotqa": Published(
+        "hotpotqa/hotpot_qa",
+        "distractor",
+        {"train": 90_447, "validation": 7405},
+        {"train": "hotpot_train_v1.1.json", "validation": "hotpot_dev_distractor_v1.json"},
+    ),
+    "2wikimultihopqa": Published(
+        "ohjoonhee/2WikiMultihopQA",
+        None,
+        {"train": 167_454, "validation": 12_576},
+        {"train": "train.json", "validation": "dev.json"},
+    ),
+}
 
 
 def build_musique(
@@ -42,23 +71,36 @@ def build_musique(
     if not 0 <= noise_rate <= 1:
         raise DataError(f"noise rate {noise_rate}: must be in [0, 1]")
     dropped: Counter[str] = Counter()
-    numbers = {split: number for number, split in enumerate(MUSIQUE_ROWS)}
+    numbers = [*MUSIQUE.rows]
 
     def thinned(record: Record, split: str, index: int) -> dict[str, Any]:
         row = _row(record, split, index)
-        noise = np.random.default_rng([seed, numbers[split], index])
+        noise = np.random.default_rng([seed, numbers.index(split), index])
         docs = row["extra_info"]["docs"]
         kept = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
         dropped["paragraphs"] += len(docs) - len(kept)
         row["extra_info"]["docs"] = kept
         return row
 
-    origins = {split: Origin(MUSIQUE, split, "answerable") for split in MUSIQUE_ROWS}
-    copies = {split: copy_of(source, OFFICIAL_FILES[split]) for split in origins}
-    splits = split_rows(origins, copies, thinned, str(source or MUSIQUE), expect_rows)
-    official = copies["train"] != source
-    where = {"source": str(source)} if official else provenance([*origins.values()], source)
-    return write_splits(out, "musique", splits, where | {"noise_rate": noise_rate, "seed": seed, "dropped": dropped})
+    settings = {"noise_rate": noise_rate, "seed": seed, "dropped": dropped}
+    return _build("musique", MUSIQUE, source, out, thinned, expect_rows, settings)
+
+
+def build_hotpot(name: str, source: Path | None, out: Path, *, expect_rows: ExpectRows | None = None) -> dict[str, Any]:
+    """Write a set as ``train`` and ``validation`` into ``out``, in the published order, and return the manifest.
+
+    The rows are as those of `build_musique`, with ``type`` in ``extra_info``. A document is a paragraph; it
+    supports the answer if one of its sentences does.
+
+    Args:
+        name: a set of `SETS`.
+        source: a folder with files of the two splits, as on the hub or as its authors publish them. None means the hub.
+        expect_rows: how many rows each split must have; None as published, 0 any number.
+
+    Raises:
+        DataError: the data is missing or malformed, or a split has another number of rows than published.
+    """
+    return _build(name, SETS[name], source, out, partial(_hotpot_row, name), expect_rows)
 
 
 def question_record(
@@ -88,6 +130,24 @@ def question_record(
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def _build(
+    name: str,
+    published: Published,
+    source: Path | None,
+    out: Path,
+    row: Callable[[Record, str, int], dict[str, Any]],
+    expect_rows: ExpectRows | None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    origins = {split: Origin(published.repo, split, published.config) for split in published.rows}
+    copies = {split: copy_of(source, file) for split, file in published.files.items()}
+    where = str(source or published.repo)
+    splits = split_rows(origins, copies, row, where, published.rows if expect_rows is None else expect_rows)
+    official = any(copy != source for copy in copies.values())
+    manifest = {"source": where} if official else provenance([*origins.values()], source)
+    return write_splits(out, name, splits, manifest | dict(settings or {}))
 
 
 def _row(record: Record, split: str, index: int) -> dict[str, Any]:
@@ -131,3 +191,37 @@ def plain_quotes(text: str) -> str:
     """
     paired = re.sub(r"``(.*?)''", r'"\1"', text, flags=re.DOTALL)
     return paired.replace("``", "").replace("''", "")
+
+
+def _hotpot_row(name: str, record: Record, split: str, index: int) -> dict[str, Any]:
+    facts = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
+    docs = []
+    for number, (title, sentences) in enumerate(_pairs(record, "context", "sentences")):
+        body = " ".join(map(str.strip, sentences))
+        docs.append({"id": str(number), "title": title, "body": body, "is_supporting": title in facts})
+    place = {"split": split, "index": index, "id": record.text("id", "_id"), "type": record.text("type")}
+    return question_record(name, record.text("question"), [record.text("answer")], docs, record.where, place)
+
+
+def _pairs(record: Record, field: str, second: str) -> Iterator[tuple[str, Any]]:
+    """(title, value) of a column: pairs as its authors write them, also as JSON text, or two lists as on the hub."""
+    value: Any = record.fields.get(field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if isinstance(value, Mapping):
+        lists: list[Any] = [value.get("title"), value.get(second, value.get("content"))]
+        paired = all(isinstance(each, list) for each in lists) and len(lists[0]) == len(lists[1])
+        value = [*zip(*lists, strict=True)] if paired else None
+    whole = isinstance(value, list) and value and all(isinstance(each, Sequence) and len(each) == 2 for each in value)
+    if not whole or not all(isinstance(title, str) for title, _ in value):
+        raise DataError(
+            f"{record.where}, field {field!r}: expected [title, …] pairs, or lists title and {second}, found "
+            f"{record.fields.get(field)!r:.80}"
+        )
+    for title, other in value:
+        if second == "sentences" and not (isinstance(other, list) and all(isinstance(each, str) for each in other)):
+            raise DataError(f"{record.where}, field {field!r}: expected sentences of {title!r}, found {other!r:.80}")
+        yield title, other

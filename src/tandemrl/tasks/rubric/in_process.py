@@ -14,7 +14,7 @@ from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection import solo
-from tandemrl.tasks.rubric.judge import Judge, JudgeError, JudgePool, Messages
+from tandemrl.tasks.rubric.judge import HttpJudge, Judge, JudgeError, JudgePool, Messages
 from tandemrl.types import Response
 
 
@@ -55,9 +55,9 @@ class EngineJudge:
         ]
 
 
-def judge_pool(config: Config) -> JudgePool | None:
-    """The judge that a config asks for as one of scores, see `make_judge`."""
-    judge = make_judge(config)
+def judge_pool(config: Config, judge: Judge | None = None) -> JudgePool | None:
+    """A judge, or the one that a config asks for (`make_judge`), as one that scores batches."""
+    judge = judge or make_judge(config)
     return None if judge is None else JudgePool(judge, config.judge)
 
 
@@ -71,10 +71,7 @@ def make_judge(config: Config) -> Judge | None:
         ModelError: the model cannot be loaded.
     """
     judge = config.judge
-    if judge.url is not None:
-        from tandemrl.tasks.rubric.http import HttpJudge
-
-        # Only train starts judge.command; to wait for a server that nobody starts would be in vain.
+    if judge.url is not None:  # only train starts judge.command; to wait for it would be in vain
         return HttpJudge(judge if judge.command is None else replace(judge, wait_s=0.0))
     if judge.model is None:
         return None

@@ -1,9 +1,13 @@
 """Judges, which are models that score responses; the rewards made of their scores; and a reward to train a judge.
 
+How a reward of a judge comes about: `judged` compares the answer by rules and defers to the pool "judge", which
+`rewards.scoring.Scorer` settles for a whole batch at once with a `JudgePool`; that asks a `Judge`, over HTTP an
+`HttpJudge`, whose requests, retries and time limits are those of `processes.http.Client`. ``rewards.services.judges``
+makes the pool of a config.
+
 The rubric reward model of arXiv 2510.07774 scores a whole response by the criteria of its problem. The verifier of
-arXiv 2505.14625 (TinyV) says whether two answers are the same. Both are asked through a `Judge`, which is passed in:
-this module knows neither models nor HTTP. If a reply holds no score, the judge is asked again. A response without a
-score in the end is unscored and not used in training. It is an error if more than the share
+arXiv 2505.14625 (TinyV) says whether two answers are the same. If a reply holds no score, the judge is asked again. A
+response without a score in the end is unscored and not used in training. It is an error if more than the share
 ``judge.max_failure_rate`` of a batch is unscored, or if the judge is down. A judge that fails never becomes a silent 0.
 """
 
@@ -15,8 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.config import JudgeConfig, RewardConfig
+from tandemrl.data.messages import sound
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.protocol import GraderError, Score
+from tandemrl.processes.http import Client, Response, RetryableError, Service, chat_message, excerpt
+from tandemrl.rewards.protocol import Deferred, GraderError, Score
+from tandemrl.tasks.math.prime import prime
 from tandemrl.tasks.rubric.rows import FIELDS, POLARIS, fill
 
 Messages = Sequence[Mapping[str, str]]
@@ -47,6 +54,50 @@ class Judge(Protocol):
             JudgeError: a prompt has no reply.
         """
         ...
+
+
+class HttpJudge:
+    """A `rubric.Judge` that gets its replies from ``judge.url``, with at most ``judge.concurrency`` requests at a time.
+
+    ``model`` is the name of the model that replies: ``judge.model``, or the first one that the endpoint lists. If the
+    endpoint does not answer yet, the constructor waits for up to ``judge.wait_s``.
+
+    Args:
+        check: called while it waits; it raises if there is nothing to wait for.
+
+    Raises:
+        JudgeError: the endpoint is down or does not serve ``judge.model``, or ``judge.api_key_env`` is not set.
+
+    Examples:
+        >>> judge = HttpJudge(JudgeConfig(url="http://localhost:8000/v1"))
+        >>> judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
+    """
+
+    def __init__(self, config: JudgeConfig, check: Callable[[], None] = lambda: None) -> None:
+        if config.url is None:
+            raise JudgeError("judge.url is not set; give an address such as http://localhost:8000/v1")
+        self.config = config
+        patience = (config.timeout_s, config.retries, config.backoff_s, config.concurrency)
+        starts = config.command or "vllm serve MODEL"
+        self._client = Client(Service("judge", starts, JudgeError, config.url, config.api_key_env, *patience))
+        self._client.wait(config.wait_s, check)
+        self.model = self._client.model(config.model)
+
+    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+        """Get one reply per prompt, in order.
+
+        Args:
+            attempt: number of the attempt. Attempt 0 is sampled at ``judge.temperature``, later ones at
+                ``judge.retry_temperature``, with their number as the seed.
+
+        Raises:
+            JudgeError: a prompt has no reply after all retries; the other prompts are then given up, too.
+        """
+        config, warmth = self.config, self.config.retry_temperature if attempt else self.config.temperature
+        body = {"model": self.model, "max_completion_tokens": config.max_tokens, "temperature": warmth, "top_p": 1.0}
+        body |= {"seed": attempt} if warmth > 0 else {}
+        bodies = [body | {"messages": list(messages)} for messages in prompts]
+        return self._client.post_all("/chat/completions", bodies, _reply)
 
 
 class Template(NamedTuple):
@@ -115,7 +166,17 @@ def parse_verdict(text: str) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- rewards
 
 
-def grade_score(row: Row, text: str, options: RewardConfig | None = None) -> Score:
+def judged(row: Row, text: str, options: RewardConfig, written: str) -> Score | Deferred:
+    """The score of a judge, which reads the text as written after PRIME's grader has given its verdict."""
+    return _follow(prime(row, text, options), lambda rule: Deferred("judge", (row, written, rule)))
+
+
+def graded(row: Row, text: str, options: RewardConfig, written: str, opened: str) -> Score:
+    """The reward of a judge that is trained. A thought that the chat template opens may not be over."""
+    return grade_score(row, opened + written)
+
+
+def grade_score(row: Row, text: str) -> Score:
     """The reward that trains a rubric reward model (source: the code of arXiv 2510.07774).
 
     It is ``(1 − |s − t|)²`` for a response with the score s to a row whose ground truth is t, both in [0, 1], and 0 for
@@ -184,9 +245,8 @@ class JudgePool:
         Raises:
             JudgeError: too many are unscored.
         """
-        judged = [score.parts for score in scores if "judge_asked" in score.parts]
-        asked = sum(int(parts["judge_asked"]) for parts in judged)
-        self._check(sum("unscored" in parts for parts in judged), asked=asked, batch=len(judged))
+        judged = [score for score in scores if "judge_asked" in score.parts]
+        self._check([score.scored for score in judged if score.parts["judge_asked"]], len(judged))
 
     def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
         """The judge's score in [0, 1] for each (row, response, extracted answer), or None if no reply held one.
@@ -198,12 +258,12 @@ class JudgePool:
             JudgeError, DataError: as listed for the class.
         """
         marks = self._marks(items)
-        self._check(marks.count(None), asked=len(marks), batch=len(marks))
+        self._check([mark is not None for mark in marks], len(marks))
         return marks
 
-    def _check(self, unscored: int, *, asked: int, batch: int) -> None:
-        """Raise a `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
-        limit = self.config.max_failure_rate
+    def _check(self, scored: Sequence[bool], batch: int) -> None:
+        """Raise a `JudgeError` if too many of the responses that it was asked about, in a batch, are unscored."""
+        limit, unscored, asked = self.config.max_failure_rate, scored.count(False), len(scored)
         allowed = max(1, math.floor(limit * batch)) if limit > 0 else 0
         if unscored <= allowed and not unscored == asked >= SEVERAL:
             return
@@ -226,9 +286,9 @@ class JudgePool:
             replies = self.judge.ask([[{"role": "user", "content": prompt}] for prompt in open_], attempt=attempt)
             if len(replies) != len(open_):
                 raise JudgeError(f"the judge gave {len(replies)} replies to {len(open_)} prompts")
-            marks |= {prompt: self.template.parse(reply) for prompt, reply in zip(open_, replies, strict=True)}
-            refused = [reply for prompt, reply in zip(open_, replies, strict=True) if marks[prompt] is None]
-            self._refused_reply = refused[-1] if refused else self._refused_reply
+            for prompt, reply in zip(open_, replies, strict=True):
+                marks[prompt] = self.template.parse(reply)
+                self._refused_reply = reply if marks[prompt] is None else self._refused_reply
         return [0.0 if prompt is None else marks[prompt] for prompt in prompts]
 
     def _prompt(self, row: Row, answer: str | None) -> str | None:
@@ -240,17 +300,12 @@ class JudgePool:
 
     def _reward(self, rule: Score, asked: bool, mark: float | None) -> Score:
         mode, weight = self.config.mode, self.config.weight
-        unscored = asked and mark is None
         r, j = float(rule.parts["acc"]), mark or 0.0
-        if mode == "tinyv_only":
-            value = j
-        elif mode == "mixed":
-            value = weight * j + (1.0 - weight) * r
-        else:
-            value = 1.0 if r else weight * j
+        mixed = weight * j + (1.0 - weight) * r
+        value = {"tinyv_only": j, "mixed": mixed, "addon": 1.0 if r else weight * j}[mode]
         acc = r if self.template.whole else j if mode == "tinyv_only" else max(r, j)
         parts = _parts(rule) | {"acc": acc, "rule": r, "judge_asked": float(asked)}
-        if unscored:
+        if asked and mark is None:
             return Score(0.0, parts | {"unscored": 1.0}, rule.answer)
         return Score(value, parts | ({"judge": j} if asked else {}), rule.answer)
 
@@ -299,6 +354,25 @@ def other_words(rows: Iterable[Row], config: JudgeConfig) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def _reply(response: Response) -> str:
+    """The text of a chat completion. It is "" if there is none, as from a model that never stopped thinking."""
+    message = chat_message(response)
+    if "content" not in message:
+        raise RetryableError(f"not a chat completion: {excerpt(response.body)}")
+    content = message["content"]
+    if content is not None and not isinstance(content, str):
+        raise RetryableError(f"not a text: {excerpt(response.body)}")
+    return sound(content or "")
+
+
+def _follow(first: Any, then: Callable[[Score], Score | Deferred]) -> Score | Deferred:
+    """Apply ``then`` to a score, now or as soon as a deferred score is found."""
+    if isinstance(first, Score):
+        return then(first)
+    return first._replace(then=lambda outcome: _follow(first.then(outcome), then))
+
 
 _DECORATION = " \t\r\n:*_`[](){}|'\"$>"
 _MARK = re.compile(r"total score", re.IGNORECASE)

@@ -31,11 +31,10 @@ def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[],
     Raises:
         JudgeError: something else answers at ``judge.url``, or the command cannot be read.
     """
-    command, url = config.judge.command, config.judge.url
+    command, url, log = config.judge.command, config.judge.url, Path(config.output_dir, LOG)
     if command is None or url is None:
         yield lambda: None
         return
-    log = Path(config.output_dir, LOG)
     try:
         if not start:
             yield lambda: None
