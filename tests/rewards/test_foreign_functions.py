@@ -1,7 +1,6 @@
 """Reward functions in the forms of TRL and verifiers, ``async`` ones, and what a function may return."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,22 +153,3 @@ def test_an_async_function_works_where_an_event_loop_runs_already() -> None:
         return scored(awaited)
 
     assert asyncio.run(notebook()).value == 1.0
-
-
-def test_by_import_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.joinpath("of_others.py").write_text(
-        "def trl(completions, ground_truth, **kwargs):\n"
-        "    return [float(c[0]['content'] == t) for c, t in zip(completions, ground_truth)]\n"
-        "async def verifiers(completion, answer):\n"
-        "    return float(completion == answer)\n"
-        "def text(row, text):\n"
-        "    return '1.0'\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    both = "of_others:trl + of_others:verifiers"
-    with Scorer(RewardConfig(scorers={"mine": both}, weights={"verifiers": 0.5})) as scorer:
-        assert [score.value for score in scorer.score([(SEVEN, "7"), (SEVEN, "8")])] == [1.5, 0.0]
-    shown = r"of_others:text, row r: .*found '1\.0', which is a str"
-    text = Scorer(RewardConfig(scorers={"mine": "of_others:text"}))
-    with text as scorer, pytest.raises(GraderError, match=shown):
-        scorer.score([(SEVEN, "7")])

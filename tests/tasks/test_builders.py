@@ -1,6 +1,5 @@
 import hashlib
 import json
-import os
 
 import pyarrow.parquet
 import pytest
@@ -83,21 +82,6 @@ def test_an_interrupted_build_leaves_what_was_there(source, tmp_path, monkeypatc
             build_gsm8k(source, out, expect_rows=0)
     assert folder(old) == before
     assert not new.exists()
-
-
-def test_a_build_that_dies_between_its_files_has_no_manifest(source, tmp_path, monkeypatch):
-    build_gsm8k(source, tmp_path / "out", expect_rows=0)
-    replace = os.replace
-
-    def fail(part, path):
-        if path.name == "test.parquet":
-            raise KeyboardInterrupt
-        replace(part, path)
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(KeyboardInterrupt):
-        build_gsm8k(source, tmp_path / "out", expect_rows=0)
-    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_a_file_is_one_split_only(source, tmp_path):

@@ -179,12 +179,15 @@ class Scorer:
             )
         return graded
 
+    def grouped(self, row: Row) -> bool:
+        """Whether a function gets all responses to the row together."""
+        return any(term.grouped for term in self.terms_of(row))
+
     def _spread(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
         """The scores of all items, of which each process computes a part."""
         units: dict[Hashable, list[int]] = {}
         for i, (item, group) in enumerate(zip(items, groups, strict=True)):
-            together = any(term.grouped for term in self.terms_of(item.row))
-            units.setdefault((True, group) if together else (False, i), []).append(i)
+            units.setdefault((True, group) if self.grouped(item.row) else (False, i), []).append(i)
 
         def compute(dealt: Sequence[list[int]]) -> list[list[Graded]]:
             places = [*chain(*dealt)]

@@ -79,18 +79,6 @@ def test_deepscaler_has_the_published_counts_and_split(tmp_path):
     assert held[0].messages == ({"role": "user", "content": f"Problem 31695?{BOXED_SUFFIX}"},)
 
 
-def test_deepscaler_refuses_another_revision(tmp_path):
-    source = jsonl(tmp_path / "train.jsonl", problems(30))
-    with pytest.raises(DataError, match=r"30 rows, expected 40309; .*--expect-rows 0"):
-        build_deepscaler(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    splits = build_deepscaler(source, tmp_path / "out", expect_rows=0)["splits"]
-    assert (splits["train"]["rows"], splits["heldout"]["rows"]) == (27, 3)
-    jsonl(source, [*problems(3), {"answer": "3"}])
-    with pytest.raises(DataError, match=r"train\.jsonl, line 4, field 'problem'"):
-        build_deepscaler(source, tmp_path / "other", expect_rows=0)
-
-
 # ---- evaluation sets -----------------------------------------------------------------------------------------------
 
 
@@ -131,20 +119,3 @@ def test_amc_leaves_out_six_answers_and_names_its_parts(copies, tmp_path):
         "amc25": 36,
     }
     assert not {row.ground_truth for row in rows} & {record["answer"] for record in AMC24_UNGRADED + AMC25_UNGRADED}
-
-
-def test_olympiad_gets_the_instruction_of_the_others(tmp_path):
-    theirs = " Solve the following math problem step by step. Put it in a box."
-    record = {
-        "data_source": "olympiad",
-        "prompt": [{"role": "user", "content": f"How many?{theirs}"}],
-        "reward_model": {"style": "rule", "ground_truth": "12"},
-    }
-    file = jsonl(tmp_path / "test.jsonl", [record])
-    build_benchmark("olympiad", file, tmp_path, expect_rows=0)
-    (row,) = load_rows([str(tmp_path / "olympiad" / "test.parquet")])
-    assert row.messages[0]["content"] == f"How many?{BOXED_SUFFIX}"
-    assert row.ground_truth == "12"
-    record["prompt"][0]["content"] = "How many?"
-    with pytest.raises(DataError, match=r"test\.jsonl, line 1: expected a field 'problem', or a prompt that goes on"):
-        build_benchmark("olympiad", jsonl(file, [record]), tmp_path, expect_rows=0)

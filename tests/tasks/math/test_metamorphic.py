@@ -172,15 +172,6 @@ def test_lists_are_equal_as_often_as_counters_are(seed: int) -> None:
     assert equal(f"({', '.join(gold)})", f"({', '.join(answer)})") == (gold == answer)
 
 
-def test_the_order_of_capitals_counts_however_they_are_set() -> None:
-    forms = (r"\text{ABC}", r"\textbf{ABC}", r"\mathrm{ABC}", "A B C", "ABC.", "(ABC)", "ABC")
-    for form in forms:
-        wrong(form, "BAC")
-        wrong("BAC", form)
-        assert equal(form, "ABC"), form
-    assert equal(r"\mathrm{ABCD}", "ABCD")
-
-
 def test_a_styled_letter_or_a_power_of_nothing_is_no_unit() -> None:
     for answer in (
         *(r"5\mathit{x}", r"5\mathsf{x}", r"5\mathtt{x}", r"5{\it x}", r"5\emph{x}", r"5\operatorname{x}"),

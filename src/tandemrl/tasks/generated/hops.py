@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.rows import DataError, Row
-from tandemrl.tasks.generated.synthetic import Split, split_by_hash
+from tandemrl.tasks.generated.synthetic import Split, generated_row, split_by_hash
 
 PAIRS = ("hops", "hops_jargon")
 DEFAULT_COUNTS = {"train": 4096, "heldout": 1024}
@@ -218,19 +218,11 @@ def hops_row(pair: str, split: Split, index: int, world: World) -> Row:
     """A world as a row in the schema of MuSiQue. For the jargon pair, the answer is right under both of its names."""
     answer = world.chain[-1].object
     answers = [answer, ALIASES[answer]] if pair == "hops_jargon" else [answer]
-    return Row(
-        example_id=f"synthetic/{pair}/{split}/{index}",
-        messages=({"role": "system", "content": SYSTEM}, {"role": "user", "content": world.question}),
-        data_source=f"synthetic/{pair}",
-        ground_truth=answer if len(answers) == 1 else json.dumps(answers),
-        extra_info={
-            "split": split,
-            "index": index,
-            "n_hops": len(world.chain),
-            "answers": answers,
-            "docs": [
-                {"id": str(number), "title": fact.subject, "text": fact.text, "is_supporting": fact in world.chain}
-                for number, fact in enumerate(world.facts)
-            ],
-        },
-    )
+    docs = [
+        {"id": str(number), "title": fact.subject, "text": fact.text, "is_supporting": fact in world.chain}
+        for number, fact in enumerate(world.facts)
+    ]
+    truth = answer if len(answers) == 1 else json.dumps(answers)
+    system = ({"role": "system", "content": SYSTEM},)
+    extra = {"n_hops": len(world.chain), "answers": answers, "docs": docs}
+    return generated_row(pair, split, index, world.question, truth, system, **extra)

@@ -18,10 +18,11 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from tandemrl.data.messages import Message
 from tandemrl.data.rows import DataError, Row
 
 Split = Literal["train", "heldout"]
@@ -253,25 +254,26 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
 
 def row_of(pair: str, split: Split, seed: int, index: int, problem: Problem) -> Row:
     """A problem as a row."""
-    return Row(
-        example_id=f"synthetic/{pair}/{split}/{index}",
-        messages=({"role": "user", "content": problem.question},),
-        data_source=f"synthetic/{pair}",
-        ground_truth=str(problem.numbers.answer),
-        extra_info={
-            "split": split,
-            "index": index,
-            "start": problem.numbers.start,
-            "deltas": list(problem.numbers.deltas),
-        },
-    )
+    numbers, question = problem
+    told = {"start": numbers.start, "deltas": list(numbers.deltas)}
+    return generated_row(pair, split, index, question, str(numbers.answer), **told)
+
+
+def generated_row(
+    pair: str, split: Split, index: int, question: str, truth: str, system: Sequence[Message] = (), **extra: Any
+) -> Row:
+    """The row of a generated problem. extra: what ``extra_info`` has beside its place."""
+    messages = (*system, {"role": "user", "content": question})
+    extra = {"split": split, "index": index, **extra}
+    return Row(f"synthetic/{pair}/{split}/{index}", messages, f"synthetic/{pair}", truth, extra)
 
 
 @cache
 def _number_spaces() -> dict[Split, tuple[Numbers, ...]]:
-    everything = [Numbers(start, deltas) for start in range(MAX_VALUE + 1) for deltas in _deltas(start, STEPS)]
-    splits = [split_of(numbers) for numbers in everything]
-    return {split: tuple(itertools.compress(everything, (s == split for s in splits))) for split in SPLITS}
+    spaces: dict[Split, list[Numbers]] = {split: [] for split in SPLITS}
+    for numbers in (Numbers(start, deltas) for start in range(MAX_VALUE + 1) for deltas in _deltas(start, STEPS)):
+        spaces[split_of(numbers)].append(numbers)
+    return {split: tuple(space) for split, space in spaces.items()}
 
 
 def _deltas(value: int, steps: int) -> Iterator[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tandemrl.data.rows import SOLUTION, DataError, Row
-from tandemrl.tasks.generated.synthetic import Split, split_by_hash
+from tandemrl.tasks.generated.synthetic import Split, generated_row, split_by_hash
 
 DEFAULT_COUNTS: dict[Split, int] = {"train": 2048, "heldout": 256}
 MOST: dict[Split, int] = {"train": 8192, "heldout": 1024}
@@ -193,7 +193,10 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
     rows: dict[str, Row] = {}
     for problem in problems(split, random.Random(f"rows/word_problems/{split}/{seed}")):
         if problem.question not in rows:
-            rows[problem.question] = _row(pair, split, len(rows), problem)
+            extra = {"steps": len(problem.steps), SOLUTION: PAIRS[pair](problem)}
+            rows[problem.question] = generated_row(
+                pair, split, len(rows), problem.question, str(problem.answer), **extra
+            )
         if len(rows) == count:
             break
     return list(rows.values())
@@ -215,13 +218,3 @@ def _solve(program: tuple[Step, ...], values: dict[str, int]) -> tuple[tuple[int
         steps.append((left, step.operator, right, result))
         known["_"] = result
     return tuple(steps)
-
-
-def _row(pair: str, split: Split, index: int, problem: Problem) -> Row:
-    return Row(
-        example_id=f"synthetic/{pair}/{split}/{index}",
-        messages=({"role": "user", "content": problem.question},),
-        data_source=f"synthetic/{pair}",
-        ground_truth=str(problem.answer),
-        extra_info={"split": split, "index": index, "steps": len(problem.steps), SOLUTION: PAIRS[pair](problem)},
-    )
