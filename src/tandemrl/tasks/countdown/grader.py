@@ -12,7 +12,7 @@ Two published rewards, chosen by ``reward.countdown``:
 (github.com/Jiayi-Pan/TinyZero; github.com/CohleM/RL-GRPO, where an equation's left side counts.) The last answer of the
 response counts, each number has to be used exactly once, and values are exact fractions. Only ``+ - * /``, brackets and
 whole numbers are read; ``reward.compat`` = ``tinyzero`` or ``cohlem`` restores what the original accepts besides
-(`_original`).
+(`_check`).
 """
 
 import ast
@@ -51,12 +51,7 @@ def countdown(row: Row, text: str, options: RewardConfig) -> Score:
         DataError: the ground truth is not ``{"target": …, "numbers": […]}``.
     """
     task = read_task(row)
-    if options.compat in ("tinyzero", "cohlem"):
-        answer, uses_numbers, reached = _original(task, text, options.compat)
-    else:
-        answer = tagged_answer(text, published=options.compat == "verl")
-        left = answer.partition("=")[0] if answer and options.countdown == "cohlem" else answer
-        uses_numbers, reached = _check(task, left)
+    answer, uses_numbers, reached = _check(task, text, options)
     score = graded(reached is True, answer, options, 0.1)
     score.parts["uses_numbers"] = float(uses_numbers)
     if options.countdown == "cohlem":
@@ -102,52 +97,35 @@ Operations = Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 _STRICT: Operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def _check(task: Task, expression: str | None) -> tuple[bool, bool | None]:
-    """Whether an expression has exactly the task's numbers, and whether its value is the target, or None without a
-    value."""
-    if expression is None:
-        return False, None
-    try:
-        result, used = _evaluate(expression, _STRICT)
-    except ExpressionError:
-        return False, None
-    uses_numbers = sorted(used) == sorted(task.numbers)
-    return uses_numbers, abs(result - task.target) < TOLERANCE if uses_numbers else None
+def _check(task: Task, text: str, options: RewardConfig) -> tuple[str | None, bool, bool | None]:
+    """The answer, whether it has exactly the task's numbers, and whether its value is the target, or None without a
+    value.
 
-
-def _original(task: Task, text: str, compat: str) -> tuple[str | None, bool, bool | None]:
-    """What the original code accepts, for results that depend on it.
-
-    ``tinyzero``: the answer must be on the last line; whatever is made of digits, ``+ - * / ( ) .`` and spaces counts,
-    so decimals and ``**`` and ``//`` too. ``cohlem``: as many numbers as given, each one of them, in any multiplicity;
-    any operator; the target up to rounding to a floating-point number. Values are exact here: ``1 / 49 * 49`` is 1,
-    which the original misses.
+    What the original code accepts, for results that depend on it: ``reward.compat=tinyzero``: the answer must be on the
+    last line; whatever is made of digits, ``+ - * / ( ) .`` and spaces counts, so decimals and ``**`` and ``//`` too.
+    ``cohlem``: as many numbers as given, each one of them, in any multiplicity; any operator; the target up to rounding
+    to a floating-point number. Values are exact here: ``1 / 49 * 49`` is 1, which the original misses.
     """
-    if compat == "tinyzero":
-        answer = tagged_answer(text.rpartition("\n")[2], published=True)
-        expression = answer or ""
-        numbers = re.findall(r"\d+", expression)
-        uses_numbers = _integers(numbers) == sorted(task.numbers)
-        readable = re.fullmatch(r"[\d+\-*/().\s]+", expression)
-    else:
-        answer = tagged_answer(text, published=True)
-        expression = (answer or "").partition("=")[0]
-        numbers = re.findall(r"\d+", expression)
-        uses_numbers = len(numbers) == len(task.numbers) and set(_integers(numbers)) <= set(task.numbers)
-        readable = re.match("", expression)
-    if not uses_numbers or not readable:
-        return answer, uses_numbers, None
+    original = options.compat if options.compat in ("tinyzero", "cohlem") else None
+    said = text.rpartition("\n")[2] if original == "tinyzero" else text
+    answer = tagged_answer(said, published=original is not None or options.compat == "verl")
+    expression = answer or ""
+    if (original or options.countdown) == "cohlem":
+        expression = expression.partition("=")[0]
     try:
-        result, _ = _evaluate(expression, _LENIENT)
+        result, used = _evaluate(expression, _STRICT if original is None else _LENIENT)
     except ExpressionError:
+        result, used = None, []
+    if original is not None:
+        used = [int(number[:100]) for number in re.findall(r"\d+", expression)]
+    uses_numbers = sorted(used) == sorted(task.numbers)
+    if original == "cohlem":
+        uses_numbers = len(used) == len(task.numbers) and set(used) <= set(task.numbers)
+    if result is None or not uses_numbers or (original == "tinyzero" and "%" in expression):
         return answer, uses_numbers, None
-    if compat == "cohlem":
+    if original == "cohlem":
         return answer, uses_numbers, float(result) == float(task.target)
     return answer, uses_numbers, abs(result - task.target) < TOLERANCE
-
-
-def _integers(numbers: list[str]) -> list[int]:
-    return sorted(int(number[:100]) for number in numbers)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
