@@ -71,13 +71,6 @@ def test_a_function_of_trl_s_gets_the_fields_of_the_row_as_lists_of_one() -> Non
         scored(lambda completions, **kwargs: [1.0, 0.0])
 
 
-def test_a_function_of_neither_texts_nor_messages_gets_both_errors() -> None:
-    with pytest.raises(
-        GraderError, match=r"TypeError: on texts: TypeError: .*; on lists of messages: KeyError: 'text'"
-    ):
-        scored(lambda completions, **kwargs: [c[0]["text"] for c in completions])
-
-
 # ------------------------------------------------------------------------------------------------------------ verifiers
 
 
@@ -112,13 +105,6 @@ def test_an_error_of_the_function_itself_is_not_tried_again() -> None:
         scored(lambda completion, answer: float(int(answer) in completion))
     with pytest.raises(GraderError, match=r"KeyError: 'level of detail'"):
         scored(lambda completions, **kwargs: [kwargs["level of detail"]])
-
-
-def test_what_only_a_rubric_has_is_named_with_the_way_out() -> None:
-    with pytest.raises(GraderError, match=r"\(parser, completion\); expected .*functools\.partial"):
-        by_name({"mine_own": lambda parser, completion: 1.0})
-    with pytest.raises(GraderError, match=r"\(completion, parser, judge\).* bind others with functools\.partial"):
-        by_name({"mine_own": lambda completion, parser, judge: 1.0})
 
 
 # ----------------------------------------------------------------------------------------------------------------- ours

@@ -190,13 +190,6 @@ def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
         assert scorer.score(boxed("a > 1"))[0].value == 1.0
 
 
-def test_easy_items_start_no_process():
-    with Scorer(RewardConfig(gsm8k="tandem", format_score=0.1), worker=("no-such-command",)) as scorer:
-        items = [(row("7"), r"\boxed{7}"), (row("7", "openai/gsm8k"), "#### $7"), (row("7", "openai/gsm8k"), "#### 8")]
-        assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.1]
-        assert scorer.score([]) == []
-
-
 def test_bad_settings_and_rows_are_refused(monkeypatch):
     with pytest.raises(GraderError, match=r"reward\.workers"):
         Scorer(RewardConfig(workers=0))

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from tandemrl.tasks.countdown.rows import calculation, countdown, countdowns, distinct, prompt, record_of_puzzle
+from tandemrl.tasks.countdown.rows import countdown, countdowns, distinct, prompt, record_of_puzzle
 
 # Word for word what RL-GRPO shows.
 INSTRUCT = (
@@ -86,18 +86,3 @@ def test_the_generator_is_stable():
         ([7, 87, 46], 19),
         ([39, 8, 36, 90], 95),
     ]
-
-
-@pytest.mark.parametrize(
-    ("puzzle", "answer"),
-    [
-        (calculation("multiply", 123, "*", 456), "56088"),
-        (calculation("arithmetic", 12, "-", 99), "-87"),
-        (calculation("arithmetic", 100, "+", 999), "1099"),
-    ],
-)
-def test_calculations(puzzle, answer):
-    assert puzzle.ground_truth == answer
-    (message,) = prompt(puzzle, "base")
-    assert puzzle.question in message["content"]
-    assert message["content"].endswith("Assistant: Let me solve this step by step.\n<think>")

@@ -145,12 +145,6 @@ def test_jargon_says_the_same_steps_with_fewer_errors():
     assert sum(wrong) / len(wrong) == pytest.approx(0.01, abs=0.0033)  # four standard deviations of 15,200 steps
 
 
-@pytest.mark.parametrize("pair", ["plain", "repair"])
-def test_a_stage_that_a_pair_does_not_have(pair):
-    with pytest.raises(DataError, match=f"'{pair}' has no senior stage"):
-        next(examples(pair, 0, stage="senior"))
-
-
 CHECKED_LINE = re.compile(r"(\d+) (plus|minus) (\d+) (is|makes|about) (\d+) (first|next|then|last)\.")
 
 

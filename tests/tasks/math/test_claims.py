@@ -314,10 +314,6 @@ def test_no_number_is_taken_out_of_what_qualifies_it(text):
     assert value("math", "5", text) == 0.0
 
 
-def test_a_known_unit_in_prose_counts():
-    assert value("math", "5 cm", "Tom ran 5 km in all.") == 0.0
-
-
 def test_a_box_in_a_box_is_part_of_it():
     assert extract_boxed(r"\boxed{\boxed{7} or 8}") == "{7} or 8"
     assert extract_boxed(r"\boxed{\boxed{7} or \boxed{8}}") == "{7} or {8}"

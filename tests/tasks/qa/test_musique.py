@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandemrl.data import sources
 from tandemrl.data.documents import documents_of, hops, supporting_ids
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import DataError
 from tandemrl.tasks.math.tagged import targets
-from tandemrl.tasks.qa.rows import MUSIQUE_ROWS, build_musique
+from tandemrl.tasks.qa.rows import build_musique
 
 
 def question(number: int, supports: int = 2, **changes: Any) -> dict[str, Any]:
@@ -72,18 +70,3 @@ def test_noise_is_left_out_by_seed(tmp_path: Path) -> None:
     assert kept["none"] == [["3", "8"]] * 100
     noise = sum(len(ids) - 2 for ids in kept["one"])  # binomial(1800, 0.25): 450 with a deviation of 18
     assert 450 - 90 < noise < 450 + 90
-
-
-def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_hub(repo: str, config: str, split: str, *, where: str) -> list[dict[str, Any]]:
-        asked.append((repo, config, split))
-        return [question(0)]
-
-    monkeypatch.setattr(sources, "load_hub", load_hub)
-    with pytest.raises(DataError, match=r"bdsaglam/musique: 1 rows, expected 19938"):
-        build_musique(None, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    build_musique(None, tmp_path / "out", expect_rows=0)
-    assert asked[1:] == [("bdsaglam/musique", "answerable", split) for split in MUSIQUE_ROWS]

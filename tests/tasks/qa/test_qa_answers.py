@@ -4,8 +4,6 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import pytest
 
@@ -63,7 +61,7 @@ def rule_em(answer: str, reference: str) -> float:
     return 1.0 if " ".join(rule_tokens(answer)) == " ".join(rule_tokens(reference)) else 0.0
 
 
-def rule_support(predicted: set[str], gold: set[str]) -> float:
+def rule_support(predicted: set[int], gold: set[int]) -> float:
     hits = sum(1 for each in predicted if each in gold)
     misses, extra = len(gold) - hits, len(predicted) - hits
     precision = hits / (hits + extra) if hits + extra else 0.0
@@ -72,40 +70,20 @@ def rule_support(predicted: set[str], gold: set[str]) -> float:
     return 1.0 if not predicted and not gold else found
 
 
-class Judged(NamedTuple):
-    """A question with what was predicted of it."""
-
-    id: str
-    references: Sequence[str]
-    supports: Collection[str]
-    answerable: bool
-    predicted_answer: str | None
-    predicted_supports: Collection[str]
-    predicted_answerable: bool
-
-    @property
-    def row(self) -> Row:
-        docs = [{"id": i, "title": i, "body": i, "is_supporting": i in self.supports} for i in "012345"]
-        return Row(self.id, (), "musique", json.dumps(self.references), {"docs": docs, "answerable": self.answerable})
-
-    @property
-    def prediction(self) -> Prediction:
-        cited = [*map(int, self.predicted_supports)]
-        return Prediction(self.id, self.predicted_answer or "", cited, self.predicted_answerable)
-
-
-def rule_scores(questions: list[Judged]) -> dict[str, float]:
+def rule_scores(questions: list[tuple[Prediction, Row]]) -> dict[str, float]:
     answers, exact, supports, groups = [], [], [], defaultdict(list)
-    for each in questions:
-        answer = max(rule_f1(each.predicted_answer or "", reference) for reference in each.references)
-        support = rule_support(set(each.predicted_supports), set(each.supports))
-        if each.answerable:
+    for (name, said, cited, sure), row in questions:
+        references, answerable = json.loads(row.ground_truth), row.extra_info["answerable"]
+        answer = max(rule_f1(said, reference) for reference in references)
+        gold = {int(doc["id"]) for doc in row.extra_info["docs"] if doc["is_supporting"]}
+        support = rule_support(set(cited), gold)
+        if answerable:
             answers.append(answer)
             supports.append(support)
-            exact.append(max(rule_em(each.predicted_answer or "", reference) for reference in each.references))
-        groups[each.id].append((each.answerable, each.predicted_answerable == each.answerable, answer, support))
+            exact.append(max(rule_em(said, reference) for reference in references))
+        groups[name].append((answerable, sure == answerable, answer, support))
     scores = {"answer_f1": answers, "answer_em": exact, "support_f1": supports}
-    if any(not each.answerable for each in questions):
+    if any(not row.extra_info["answerable"] for _, row in questions):
         both = [(all(ok for _, ok, *_ in pair), next(one for one in pair if one[0])) for pair in groups.values()]
         scores["group_answer_sufficiency_f1"] = [one[2] if ok else 0.0 for ok, one in both]
         scores["group_support_sufficiency_f1"] = [one[3] if ok else 0.0 for ok, one in both]
@@ -116,18 +94,14 @@ def phrase(draw: random.Random) -> str:
     return "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(draw.choice([0, 1, 1, 2, 3, 5])))
 
 
-def judged(draw: random.Random, name: str, answerable: bool) -> Judged:
+def judged(draw: random.Random, name: str, answerable: bool) -> tuple[Prediction, Row]:
     references = [phrase(draw) for _ in range(draw.choice([1, 1, 2, 4]))]
-    supports = set(draw.sample("012345", draw.choice([0, 2, 3])))
-    return Judged(
-        name,
-        references,
-        supports,
-        answerable,
-        draw.choice([*references, phrase(draw), phrase(draw).upper(), "", None]),
-        draw.choice([supports, set(draw.sample("012345", draw.choice([0, 1, 4])))]),
-        draw.random() < 0.7 if answerable else draw.random() < 0.3,
-    )
+    supports = set(draw.sample(range(6), draw.choice([0, 2, 3])))
+    said = draw.choice([*references, phrase(draw), phrase(draw).upper(), ""])
+    cited = draw.choice([supports, set(draw.sample(range(6), draw.choice([0, 1, 4])))])
+    docs = [{"id": str(i), "title": "", "body": "", "is_supporting": i in supports} for i in range(6)]
+    row = Row(name, (), "musique", json.dumps(references), {"docs": docs, "answerable": answerable})
+    return Prediction(name, said, [*cited], draw.random() < (0.7 if answerable else 0.3)), row
 
 
 def test_exact_match_and_f1_follow_the_official_rules() -> None:
@@ -154,7 +128,7 @@ def test_official_scores_follow_the_official_rules(full: bool) -> None:
             judged(draw, name, answerable) for name in names for answerable in ([True, False] if full else [True])
         ]
         draw.shuffle(questions)
-        scores = official([each.prediction for each in questions], [each.row for each in questions])
+        scores = official(*zip(*questions, strict=True))
         assert scores == pytest.approx(rule_scores(questions), abs=1e-9)
 
 
