@@ -405,8 +405,7 @@ class Preflight:
         sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         every = [term for row, *_ in used.values() for term in routing.terms_of(row, config.reward, functions)]
         if any(term.name == "code" for term in every):
-            with Sandbox(config.sandbox) as sandbox:
-                sandbox.run("", Stdin(""))
+            Sandbox(config.sandbox).run("", Stdin(""))
             sources += "; the sandbox starts"
         doubt = any(isinstance(each, Doubt) for each in tried)
         return (Doubt if doubt else str)("".join([sources, *tried]))

@@ -60,8 +60,8 @@ def shared_template() -> Iterator[Marked]:
 def template(shared_template: Marked) -> Iterator[Marked]:
     """A template that has to work and to have no processes left after the test."""
     yield shared_template
-    with Sandbox(LIMITS, template=shared_template) as box:
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    box = Sandbox(LIMITS, template=shared_template)
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
     wait_until(lambda: shared_template.descendants() == [])
 
 
@@ -74,9 +74,9 @@ def wait_until(true, seconds: float = 15.0) -> None:
 
 def attack(template: Template, program: str):
     """Run a program, then an honest one in the same sandbox, which has to work."""
-    with Sandbox(LIMITS, template=template) as box:
-        outcome = box.run(program, Stdin("1 2"))
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    box = Sandbox(LIMITS, template=template)
+    outcome = box.run(program, Stdin("1 2"))
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
     return outcome
 
 
@@ -84,25 +84,25 @@ def attack(template: Template, program: str):
 
 
 def test_a_script_reads_and_prints():
-    with Sandbox(LIMITS) as box:
-        assert box.run(ADD, Stdin("20 22")) == ("ok", "42\n", None, "")
-        assert box.run("import sys\nfor line in sys.stdin: print(line, end='')", Stdin("a\nb\n")).output == "a\nb\n"
-        assert box.run("print(open(0).read())", Stdin("ä" * 100_000)).output == "ä" * 100_000 + "\n"
-        assert box.run("if __name__ == '__main__': print('main')", Stdin("")).output == "main\n"
+    box = Sandbox(LIMITS)
+    assert box.run(ADD, Stdin("20 22")) == ("ok", "42\n", None, "")
+    assert box.run("import sys\nfor line in sys.stdin: print(line, end='')", Stdin("a\nb\n")).output == "a\nb\n"
+    assert box.run("print(open(0).read())", Stdin("ä" * 100_000)).output == "ä" * 100_000 + "\n"
+    assert box.run("if __name__ == '__main__': print('main')", Stdin("")).output == "main\n"
 
 
 def test_the_end_of_a_script_is_its_own():
-    with Sandbox(LIMITS) as box:
-        assert box.run("print(1); exit()", Stdin("")) == ("ok", "1\n", None, "")
-        assert box.run("import sys; print(1); sys.exit(0)", Stdin("")).status == "ok"
-        assert box.run("import sys; sys.exit(3)", Stdin("")).status == "error"
-        assert box.run("print(1 / 0)", Stdin(""))[::3] == ("error", "ZeroDivisionError: division by zero")
-        assert box.run("def f(:", Stdin("")).status == "syntax"
-        assert box.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", Stdin("")).status == "crash"
-        late = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.2), print('late'))).start()"
-        assert box.run(late, Stdin("")).output == "late\n"
-        deep = "import sys\nf = lambda n: n and 1 + f(n - 1)\nprint(f(50_000))"
-        assert box.run(deep, Stdin("")).output == "50000\n"
+    box = Sandbox(LIMITS)
+    assert box.run("print(1); exit()", Stdin("")) == ("ok", "1\n", None, "")
+    assert box.run("import sys; print(1); sys.exit(0)", Stdin("")).status == "ok"
+    assert box.run("import sys; sys.exit(3)", Stdin("")).status == "error"
+    assert box.run("print(1 / 0)", Stdin(""))[::3] == ("error", "ZeroDivisionError: division by zero")
+    assert box.run("def f(:", Stdin("")).status == "syntax"
+    assert box.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", Stdin("")).status == "crash"
+    late = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.2), print('late'))).start()"
+    assert box.run(late, Stdin("")).output == "late\n"
+    deep = "import sys\nf = lambda n: n and 1 + f(n - 1)\nprint(f(50_000))"
+    assert box.run(deep, Stdin("")).output == "50000\n"
 
 
 def test_what_a_script_leaves_in_buffers_is_written_as_python_does():
@@ -116,10 +116,10 @@ def test_what_a_script_leaves_in_buffers_is_written_as_python_does():
         "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
         "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(3)": "3\n",
     }
-    with Sandbox(LIMITS) as box:
-        for program, output in programs.items():
-            outcome = box.run(program, Stdin(""))
-            assert (outcome.status, outcome.output) == ("ok", output), (program, outcome)
+    box = Sandbox(LIMITS)
+    for program, output in programs.items():
+        outcome = box.run(program, Stdin(""))
+        assert (outcome.status, outcome.output) == ("ok", output), (program, outcome)
 
 
 def test_the_tools_of_a_program_work():
@@ -132,50 +132,50 @@ def test_the_tools_of_a_program_work():
         "import os\nif os.fork() == 0: os._exit(0)\nos.wait(); print('x')": "x\n",
         "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (2**20, 2**20)); print('x')": "x\n",
     }
-    with Sandbox(LIMITS) as box:
-        for program, output in programs.items():
-            outcome = box.run(program, Stdin(""))
-            assert (outcome.status, outcome.output) == ("ok", output), (program, outcome)
+    box = Sandbox(LIMITS)
+    for program, output in programs.items():
+        outcome = box.run(program, Stdin(""))
+        assert (outcome.status, outcome.output) == ("ok", output), (program, outcome)
 
 
 def test_a_function_is_called_with_values_that_survive():
-    with Sandbox(LIMITS) as box:
-        value = [1, -2.5, "ä\n", None, True, (1, 2), {3: {4}}, {"k": frozenset({5})}, b"\0\xff", 2j, [[]], 10**100]
-        assert box.run("def f(*a): return a", Call("f", tuple(value))).value == tuple(value)
-        assert box.run("class Solution:\n def f(self, x): return x + 1", Call("f", (1,))).value == 2
-        assert box.run("import numpy\ndef f(): return numpy.arange(3)", Call("f", ())).value == [0, 1, 2]
-        assert box.run("def f(xs: List[int]): return Counter(xs)", Call("f", ([1, 1],))).value == {1: 2}
-        assert box.run("print('noise')\ndef f(): print('more'); return 1", Call("f", ())).value == 1
-        assert box.run("def f(x): return x[5]", Call("f", ([],))).message == "IndexError: list index out of range"
-        assert box.run("def f(): return object()", Call("f", ())).status == "error"
+    box = Sandbox(LIMITS)
+    value = [1, -2.5, "ä\n", None, True, (1, 2), {3: {4}}, {"k": frozenset({5})}, b"\0\xff", 2j, [[]], 10**100]
+    assert box.run("def f(*a): return a", Call("f", tuple(value))).value == tuple(value)
+    assert box.run("class Solution:\n def f(self, x): return x + 1", Call("f", (1,))).value == 2
+    assert box.run("import numpy\ndef f(): return numpy.arange(3)", Call("f", ())).value == [0, 1, 2]
+    assert box.run("def f(xs: List[int]): return Counter(xs)", Call("f", ([1, 1],))).value == {1: 2}
+    assert box.run("print('noise')\ndef f(): print('more'); return 1", Call("f", ())).value == 1
+    assert box.run("def f(x): return x[5]", Call("f", ([],))).message == "IndexError: list index out of range"
+    assert box.run("def f(): return object()", Call("f", ())).status == "error"
 
 
 def test_names_that_the_preamble_brings_are_not_the_program():
-    with Sandbox(LIMITS) as box:
-        assert box.run("pass", Call("gcd", (4, 6))).status == "error"
-        assert box.run("from math import gcd", Call("gcd", (4, 6))).value == 2
-        assert box.run("class Solution:\n def count(self, x): return x", Call("count", (3,))).value == 3
+    box = Sandbox(LIMITS)
+    assert box.run("pass", Call("gcd", (4, 6))).status == "error"
+    assert box.run("from math import gcd", Call("gcd", (4, 6))).value == 2
+    assert box.run("class Solution:\n def count(self, x): return x", Call("count", (3,))).value == 3
 
 
 def test_a_check_calls_the_program():
     prompt = "import math\ndef half(x): return x / 2\n\ndef f(x):\n    '''Twice.'''\n"
     test = "def check(candidate):\n    assert candidate(half(4)) == 4\n    assert f(1) == 2, 'second'\n"
-    with Sandbox(LIMITS) as box:
-        assert box.run("def f(x): return 2 * x", Check("f", prompt, test)).value is True
-        assert box.run("def f(x): return 4", Check("f", prompt, test))[::3] == ("error", "AssertionError: second")
-        assert box.run("pass", Check("f", prompt, test)).status == "error"
-        stateful = "calls = []\ndef f(): calls.append(1); return len(calls)"
-        assert box.run(stateful, Check("f", "", "def check(c): assert [c(), c()] == [1, 2]")).value is True
-        raising = "def check(c):\n  try: c()\n  except KeyError: return\n  assert False"
-        assert box.run("def f(): raise KeyError(1)", Check("f", "", raising)).value is True
+    box = Sandbox(LIMITS)
+    assert box.run("def f(x): return 2 * x", Check("f", prompt, test)).value is True
+    assert box.run("def f(x): return 4", Check("f", prompt, test))[::3] == ("error", "AssertionError: second")
+    assert box.run("pass", Check("f", prompt, test)).status == "error"
+    stateful = "calls = []\ndef f(): calls.append(1); return len(calls)"
+    assert box.run(stateful, Check("f", "", "def check(c): assert [c(), c()] == [1, 2]")).value is True
+    raising = "def check(c):\n  try: c()\n  except KeyError: return\n  assert False"
+    assert box.run("def f(): raise KeyError(1)", Check("f", "", raising)).value is True
 
 
 def test_tests_begin_in_an_empty_directory_of_their_own():
-    with Sandbox(LIMITS) as box:
-        for _ in range(2):
-            assert box.run("import os; print(os.listdir('.')); open('left', 'w').close()", Stdin("")).output == "[]\n"
-        assert box.run("import os; os.chmod('.', 0)", Stdin("")).status == "ok"
-        assert box.run("import os; print(os.listdir('.')); open('x', 'w').close()", Stdin("")).output == "[]\n"
+    box = Sandbox(LIMITS)
+    for _ in range(2):
+        assert box.run("import os; print(os.listdir('.')); open('left', 'w').close()", Stdin("")).output == "[]\n"
+    assert box.run("import os; os.chmod('.', 0)", Stdin("")).status == "ok"
+    assert box.run("import os; print(os.listdir('.')); open('x', 'w').close()", Stdin("")).output == "[]\n"
 
 
 # What does not ---------------------------------------------------------------------------------------------------
@@ -195,15 +195,16 @@ def test_tests_begin_in_an_empty_directory_of_their_own():
 )  # fmt: skip
 def test_a_program_that_does_not_end_is_ended(template, program):
     start = time.monotonic()
-    with Sandbox(QUICK, template=template) as box:
-        assert box.run(program, Stdin("")).status == "timeout"
+    box = Sandbox(QUICK, template=template)
+    assert box.run(program, Stdin("")).status == "timeout"
     assert time.monotonic() - start < 30
 
 
 def test_a_fork_bomb_stays_small(template):
     bomb = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
     most = 0
-    with Sandbox(QUICK, template=template) as box, ThreadPoolExecutor(1) as threads:
+    box = Sandbox(QUICK, template=template)
+    with ThreadPoolExecutor(1) as threads:
         running = threads.submit(box.run, bomb, Stdin(""))
         while not running.done():
             most = max(most, len(template.descendants()))
@@ -247,13 +248,13 @@ def test_files_are_limited(template):
 def test_leaving_early_earns_nothing(template):
     leave = "import os\nos._exit(0)"
     test = "def check(candidate): assert candidate(1) == 2"
-    with Sandbox(LIMITS, template=template) as box:
-        assert box.run(leave, Stdin("")) == ("ok", "", None, "")
-        assert box.run(leave, Call("f", (1,))).status == "error"
-        assert box.run(f"def f(x): {leave.replace(chr(10), '; ')}", Call("f", (1,))).status == "error"
-        assert box.run(leave, Check("f", "", test)).status == "error"
-        assert box.run("import os\ndef f(x): os._exit(0)", Check("f", "", test)).status == "error"
-        assert box.run("def f(x): raise SystemExit(0)", Check("f", "", test)).status == "error"
+    box = Sandbox(LIMITS, template=template)
+    assert box.run(leave, Stdin("")) == ("ok", "", None, "")
+    assert box.run(leave, Call("f", (1,))).status == "error"
+    assert box.run(f"def f(x): {leave.replace(chr(10), '; ')}", Call("f", (1,))).status == "error"
+    assert box.run(leave, Check("f", "", test)).status == "error"
+    assert box.run("import os\ndef f(x): os._exit(0)", Check("f", "", test)).status == "error"
+    assert box.run("def f(x): raise SystemExit(0)", Check("f", "", test)).status == "error"
 
 
 @pytest.mark.parametrize(
@@ -272,12 +273,12 @@ def test_leaving_early_earns_nothing(template):
     ],
 )
 def test_other_processes_cannot_be_killed(template, program):
-    with Sandbox(LIMITS, template=template) as box:
-        box.run(ADD, Stdin("1 2"))
-        filled = program.format(parent=os.getpid(), template=template._process.pid)
-        outcome = box.run(f"import os, signal\n{filled}", Stdin(""))
-        assert outcome.status in ("ok", "error", "crash"), outcome
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    box = Sandbox(LIMITS, template=template)
+    box.run(ADD, Stdin("1 2"))
+    filled = program.format(parent=os.getpid(), template=template._process.pid)
+    outcome = box.run(f"import os, signal\n{filled}", Stdin(""))
+    assert outcome.status in ("ok", "error", "crash"), outcome
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
 
 
 def test_nobody_else_can_be_traced_or_seen(template):
@@ -298,11 +299,11 @@ if os.fork() == 0:
 os.wait()
 print("gone")
 """
-    with Sandbox(LIMITS, template=template) as box:
-        box.run(ADD, Stdin("1 2"))
-        before = sorted(template.descendants())
-        assert box.run(escape, Stdin("")).output == "gone\n"
-        assert sorted(template.descendants()) == before
+    box = Sandbox(LIMITS, template=template)
+    box.run(ADD, Stdin("1 2"))
+    before = sorted(template.descendants())
+    assert box.run(escape, Stdin("")).output == "gone\n"
+    assert sorted(template.descendants()) == before
 
 
 def test_nothing_is_written_elsewhere(template):
@@ -384,8 +385,8 @@ def closed(n):
     try: os.fstat(n)
     except OSError: return True
 """
-    with Sandbox(LIMITS, template=template) as box:
-        assert box.run(search, Check("f", "", test)).message == "ValueError: False [0, 1, 2, 3, 4]"
+    box = Sandbox(LIMITS, template=template)
+    assert box.run(search, Check("f", "", test)).message == "ValueError: False [0, 1, 2, 3, 4]"
 
 
 @pytest.mark.parametrize(
@@ -410,11 +411,11 @@ def test_a_check_cannot_be_talked_into_a_pass(template, program):
         "assert c() != 1 and c() is not None and c() == 42",
         "assert not [x for x in map(lambda _: c(), '1') if x != 42]",
     )
-    with Sandbox(LIMITS, template=template) as box:
-        for test in tests:
-            outcome = box.run(program, Check("f", "", f"def check(c): {test}"))
-            assert outcome.status in ("error", "crash"), outcome
-            assert outcome.value is None
+    box = Sandbox(LIMITS, template=template)
+    for test in tests:
+        outcome = box.run(program, Check("f", "", f"def check(c): {test}"))
+        assert outcome.status in ("error", "crash"), outcome
+        assert outcome.value is None
 
 
 @pytest.mark.parametrize(
@@ -426,9 +427,9 @@ def test_a_check_cannot_be_talked_into_a_pass(template, program):
 )  # fmt: skip
 def test_an_answer_that_is_none_is_the_programs_mistake(template, reply):
     program = f"import os\nos.write(4, b'{reply}'); os._exit(0)"
-    with Sandbox(LIMITS, template=template) as box:
-        outcome = box.run(program, Call("f", ()))
-        assert (outcome.status, outcome.value) == ("error", None), outcome
+    box = Sandbox(LIMITS, template=template)
+    outcome = box.run(program, Call("f", ()))
+    assert (outcome.status, outcome.value) == ("error", None), outcome
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
@@ -447,7 +448,8 @@ def test_an_answer_of_colliding_hashes_is_none(kind):
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_a_killed_sandbox_is_replaced_once(template, deaths):
     """By whatever killed it, its test is run once more; if that kills it too, it was the program."""
-    with Sandbox(LIMITS, template=template) as box, ThreadPoolExecutor(1) as threads:
+    box = Sandbox(LIMITS, template=template)
+    with ThreadPoolExecutor(1) as threads:
         # Its three children tell that the program itself is running, and not yet the sandbox's own start.
         program = f"import os, time\nalone = all(os.fork() for _ in range(3))\ntime.sleep({3**deaths})"
         running = threads.submit(box.run, f"{program}\nif alone: print('done')", Stdin(""))
@@ -602,21 +604,21 @@ def test_root_of_an_ordinary_container_has_all_layers():
         "processes": "own user id",
         "system calls": "seccomp",
     }
-    with Sandbox(LIMITS, template=template) as box:
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
-        assert box.run("open('/etc/passwd')", Stdin("")).status == "error"
-        assert box.run("open('/proc/self/environ')", Stdin("")).status == "error"
-        assert box.run("open('/tmp/x', 'w')", Stdin("")).status == "error"
-        assert box.run("import socket; socket.socket()", Stdin("")).status == "error"
-        assert box.run(f"import os; os.kill({os.getpid()}, 0)", Stdin("")).status == "error"
-        queue = f"/{template.marker}".encode()
-        box.run(f"import ctypes; ctypes.CDLL(None).mq_open({queue}, 0o102, 0o600, None)", Stdin(""))
-        assert ctypes.CDLL(None).mq_unlink(queue) == -1
-        escape = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  os.fork()\n  time.sleep(1000)\nprint(1)"
-        assert box.run(escape, Stdin("")).output == "1\n"
-        assert template.descendants() == []
-        box.run("import os; os.fork(); os.setsid(); os.kill(os.getppid(), 9); import time; time.sleep(9)", Stdin(""))
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    box = Sandbox(LIMITS, template=template)
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    assert box.run("open('/etc/passwd')", Stdin("")).status == "error"
+    assert box.run("open('/proc/self/environ')", Stdin("")).status == "error"
+    assert box.run("open('/tmp/x', 'w')", Stdin("")).status == "error"
+    assert box.run("import socket; socket.socket()", Stdin("")).status == "error"
+    assert box.run(f"import os; os.kill({os.getpid()}, 0)", Stdin("")).status == "error"
+    queue = f"/{template.marker}".encode()
+    box.run(f"import ctypes; ctypes.CDLL(None).mq_open({queue}, 0o102, 0o600, None)", Stdin(""))
+    assert ctypes.CDLL(None).mq_unlink(queue) == -1
+    escape = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  os.fork()\n  time.sleep(1000)\nprint(1)"
+    assert box.run(escape, Stdin("")).output == "1\n"
+    assert template.descendants() == []
+    box.run("import os; os.fork(); os.setsid(); os.kill(os.getppid(), 9); import time; time.sleep(9)", Stdin(""))
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
     wait_until(lambda: template.descendants() == [])
 
 
@@ -641,12 +643,12 @@ if os.fork() == 0:
 time.sleep(60)
 """
     limits = SandboxConfig(**{**vars(QUICK), "processes": 24})
-    with Sandbox(limits, template=template) as box:
-        start = time.monotonic()
-        assert box.run(program, Stdin("")).status in ("crash", "timeout")  # on a busy machine its attack comes too late
-        assert time.monotonic() - start < 30
-        assert template.descendants() == []
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    box = Sandbox(limits, template=template)
+    start = time.monotonic()
+    assert box.run(program, Stdin("")).status in ("crash", "timeout")  # on a busy machine its attack comes too late
+    assert time.monotonic() - start < 30
+    assert template.descendants() == []
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
 
 
 @root_only
@@ -667,17 +669,18 @@ def test_an_ordinary_user_has_all_layers(open_home):
         "system calls": "seccomp",
     }
     bomb = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
-    with Sandbox(QUICK, template=template) as box, ThreadPoolExecutor(1) as threads:
+    box = Sandbox(QUICK, template=template)
+    with ThreadPoolExecutor(1) as threads:
         running, most = threads.submit(box.run, bomb, Stdin("")), 0
         while not running.done():
             most = max(most, len(template.descendants()))
         assert running.result().status == "timeout"
         assert 3 < most <= 2 + QUICK.processes
-    with Sandbox(LIMITS, template=template) as box:
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
-        assert box.run("open('/etc/passwd')", Stdin("")).status == "error"
-        assert box.run("import os; os.kill(os.getppid(), 9)", Stdin("")).status == "ok"
-        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    box = Sandbox(LIMITS, template=template)
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    assert box.run("open('/etc/passwd')", Stdin("")).status == "error"
+    assert box.run("import os; os.kill(os.getppid(), 9)", Stdin("")).status == "ok"
+    assert box.run(ADD, Stdin("1 2")).output == "3\n"
     wait_until(lambda: template.descendants() == [])
 
 
@@ -693,7 +696,8 @@ def test_an_ordinary_user_has_all_layers(open_home):
 )
 def test_a_missing_layer_is_refused(refused, missing):
     message = rf"layers missing: {missing} \(.*not here.*sandbox\.allow_weak=true"
-    with Sandbox(LIMITS, template=handicapped(*refused.split())) as box, pytest.raises(SandboxError, match=message):
+    box = Sandbox(LIMITS, template=handicapped(*refused.split()))
+    with pytest.raises(SandboxError, match=message):
         box.run(ADD, Stdin("1 2"))
 
 
@@ -702,12 +706,12 @@ def test_a_missing_layer_can_be_accepted_and_is_said(open_home):
     template = handicapped("_unshare", "_landlock", "_seccomp", user=54321)
     weak = SandboxConfig(**{**vars(LIMITS), "allow_weak": True})
     escape = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  os.fork()\n  time.sleep(1000)\nprint(1)"
-    with Sandbox(weak, template=template) as box:
-        with pytest.warns(UserWarning, match="layers missing: user, files, network, processes, system calls"):
-            assert box.run(ADD, Stdin("1 2")).output == "3\n"
-        assert box.run(escape, Stdin("")).output == "1\n"
-        assert template.descendants() == []  # what is left of a program is found without any layer
-        assert box.run("x = bytearray(10 * 2**30)", Stdin("")).status == "error"
+    box = Sandbox(weak, template=template)
+    with pytest.warns(UserWarning, match="layers missing: user, files, network, processes, system calls"):
+        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+    assert box.run(escape, Stdin("")).output == "1\n"
+    assert template.descendants() == []  # what is left of a program is found without any layer
+    assert box.run("x = bytearray(10 * 2**30)", Stdin("")).status == "error"
     wait_until(lambda: template.descendants() == [])
 
 
@@ -733,12 +737,12 @@ def test_tests_of_a_program_cannot_count_themselves(namespaces):
     marks = dict(MARKS)
     if not namespaces:
         del marks["process ids"]  # those of the whole machine: they tell nothing of this program
-    with Sandbox(LIMITS, template=Marked() if namespaces else handicapped("_unshare")) as box:
-        for name, program in marks.items():
-            guarded = f"import ctypes, os\ntry:\n  {program}\nexcept OSError: pass"  # some kernels refuse some
-            outputs = [box.run(guarded, Stdin("")).output for _ in range(3)]
-            assert outputs == [outputs[0]] * 3, name
-            assert outputs[0], name
+    box = Sandbox(LIMITS, template=Marked() if namespaces else handicapped("_unshare"))
+    for name, program in marks.items():
+        guarded = f"import ctypes, os\ntry:\n  {program}\nexcept OSError: pass"  # some kernels refuse some
+        outputs = [box.run(guarded, Stdin("")).output for _ in range(3)]
+        assert outputs == [outputs[0]] * 3, name
+        assert outputs[0], name
 
 
 # Configuration and start ---------------------------------------------------------------------------------------------

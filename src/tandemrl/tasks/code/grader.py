@@ -69,17 +69,17 @@ def score_code(
     if not program.strip():
         return Score(0.0, {"acc": 0.0, "answer_present": 0.0, "tests_passed": 0.0, "tests_timed_out": 0.0}, None)
     passed = late = 0
-    with Sandbox(sandbox) as box:
-        for done, (test, expected) in enumerate(tests):
-            if (left := sandbox.program_timeout_s - box.seconds) <= 0:
-                late += len(tests) - done
-                break
-            outcome = box.run(program, test, timeout_s=left)
-            good = outcome.status == "ok" and _agrees(test, outcome.output, outcome.value, expected)
-            passed += good
-            late += outcome.status == "timeout"
-            if outcome.status == "syntax" or (credit == "all" and not good):
-                break
+    box = Sandbox(sandbox)
+    for done, (test, expected) in enumerate(tests):
+        if (left := sandbox.program_timeout_s - box.seconds) <= 0:
+            late += len(tests) - done
+            break
+        outcome = box.run(program, test, timeout_s=left)
+        good = outcome.status == "ok" and _agrees(test, outcome.output, outcome.value, expected)
+        passed += good
+        late += outcome.status == "timeout"
+        if outcome.status == "syntax" or (credit == "all" and not good):
+            break
     share, acc = passed / len(tests), float(passed == len(tests))
     parts = {"acc": acc, "answer_present": fenced, "tests_passed": share, "tests_timed_out": late / len(tests)}
     return Score(acc if credit == "all" else share, parts, program)

@@ -16,7 +16,7 @@ system calls   much of the kernel; uncounted memory             seccomp
 ============== ================================================ =======================================================
 
 The environment is empty. Programs read the Python libraries of this interpreter and nothing else. The whole tree is
-killed after every test, when the sandbox is closed, and when this process dies. Without a process namespace a program
+killed after every test, and when this process dies. Without a process namespace a program
 can kill the sandbox's own processes: its test is then run once more, and is a crash if that happens again.
 
 **A program cannot award itself a pass.** What a test should give stays in this process; a `Check` runs beside the
@@ -144,7 +144,8 @@ _TEMPLATE = Template()
 
 
 class Sandbox:
-    """Runs tests one after the other, each in processes of its own. It must not be used from several threads at once.
+    """Runs tests one after the other, each in processes of its own, which end with it. It must not be used from several
+    threads at once.
 
     ``seconds`` is the wall-clock time of the tests so far, without the start and the end of their processes.
 
@@ -152,15 +153,13 @@ class Sandbox:
         SandboxError: on a test, if no sandbox starts, or a layer is missing and ``sandbox.allow_weak`` is false.
 
     Examples:
-        >>> with Sandbox(SandboxConfig()) as sandbox:
-        ...     sandbox.run("print(int(input()) + 1)", Stdin("41")).output
+        >>> Sandbox(SandboxConfig()).run("print(int(input()) + 1)", Stdin("41")).output
         '42\\n'
     """
 
     def __init__(self, config: SandboxConfig, *, template: Template | None = None) -> None:
         self._config = config
         self._template = template or _TEMPLATE
-        self._process: _Process | None = None
         self._warned = False
         self.seconds = 0.0
 
@@ -177,26 +176,15 @@ class Sandbox:
                 trouble = str(error) or "it died"
             finally:
                 self.seconds += time.monotonic() - start
-                stderr_tail = self.close()
+                stderr_tail = process.end()
         return Outcome("crash", message=f"the sandbox did not outlive this test, twice: {stderr_tail or trouble}")
 
     def layers(self) -> dict[str, Layer]:
         """Which layers hold here. A layer that does not hold raises no error."""
-        _, hello = self._open()
-        self.close()
+        process, hello = self._open()
+        process.end()
         why = "; ".join(hello["troubles"])
         return {name: Layer(bool(held), ", ".join(held) or why) for name, held in hello["layers"].items()}
-
-    def close(self) -> str:
-        """End all processes, and return the end of what the sandbox's own processes wrote as errors."""
-        process, self._process = self._process, None
-        return process.end() if process else ""
-
-    def __enter__(self) -> "Sandbox":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self) -> "_Process":
         process, hello = self._open()
@@ -204,7 +192,7 @@ class Sandbox:
         if missing:
             what = f"sandbox layers missing: {', '.join(missing)} ({'; '.join(hello['troubles'])})"
             if not self._config.allow_weak:
-                self.close()
+                process.end()
                 raise SandboxError(
                     f"{what}; `tandemrl check` lists them. Run as root, or where user namespaces are allowed, or "
                     "accept the risk with sandbox.allow_weak=true"
@@ -219,7 +207,7 @@ class Sandbox:
             raise SandboxError(f"programs can only be run on Linux, this is {sys.platform}")
         config = self._config
         libraries, packages = _python()
-        self._process = process = _Process(self._template, reply_bytes=8 * config.output_mb * 2**20 + 2**20)
+        process = _Process(self._template, reply_bytes=8 * config.output_mb * 2**20 + 2**20)
         limits = {
             "home": process.home,
             "libraries": libraries,
@@ -233,9 +221,9 @@ class Sandbox:
         try:
             hello: dict[str, Any] = process.ask([limits], START_LIMIT_S)
         except (OSError, EOFError) as error:
-            raise SandboxError(f"the sandbox did not start: {self.close() or repr(error)}") from None
+            raise SandboxError(f"the sandbox did not start: {process.end() or repr(error)}") from None
         except BaseException:
-            self.close()
+            process.end()
             raise
         process.supervisor = hello["supervisor"]
         return process, hello

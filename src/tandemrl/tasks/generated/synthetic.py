@@ -255,7 +255,7 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
 def row_of(pair: str, split: Split, seed: int, index: int, problem: Problem) -> Row:
     """A problem as a row."""
     numbers, question = problem
-    told = {"start": numbers.start, "deltas": list(numbers.deltas)}
+    told: dict[str, Any] = {"start": numbers.start, "deltas": list(numbers.deltas)}
     return generated_row(pair, split, index, question, str(numbers.answer), **told)
 
 

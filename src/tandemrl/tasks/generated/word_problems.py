@@ -23,7 +23,7 @@ A row keeps its solution as GSM8K's rows do (``rows.SOLUTION``), so a warm start
 
 import random
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.tasks.generated.synthetic import Split, generated_row, split_by_hash
@@ -193,7 +193,7 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
     rows: dict[str, Row] = {}
     for problem in problems(split, random.Random(f"rows/word_problems/{split}/{seed}")):
         if problem.question not in rows:
-            extra = {"steps": len(problem.steps), SOLUTION: PAIRS[pair](problem)}
+            extra: dict[str, Any] = {"steps": len(problem.steps), SOLUTION: PAIRS[pair](problem)}
             rows[problem.question] = generated_row(
                 pair, split, len(rows), problem.question, str(problem.answer), **extra
             )
