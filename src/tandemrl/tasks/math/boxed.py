@@ -59,13 +59,15 @@ def extract_boxed(text: str) -> str | None:
     start = text.rfind(r"\boxed{")
     if start < 0 or text.rfind(r"\boxed") > start:
         return None
-    start = _outermost_box(text, start)
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", rest := text[start + len(r"\boxed") :], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return _unboxed(rest[1 : brace.start()].strip()) or None
-    return None
+    ends, opened = dict[int, int](), list[int]()
+    for brace in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
+        if brace.group() in ("{", r"\boxed{"):
+            opened.append(brace.end())
+        elif brace.group() == "}" and opened:
+            ends[opened.pop()] = brace.start()
+    around = [begin for begin, end in ends.items() if begin - len(r"\boxed{") <= start < end]
+    boxes = [begin for begin in around if text.startswith(r"\boxed{", begin - len(r"\boxed{"))]
+    return _unboxed(text[min(boxes) : ends[min(boxes)]].strip()) or None if boxes else None
 
 
 def _unboxed(content: str) -> str:
@@ -76,19 +78,6 @@ def _unboxed(content: str) -> str:
     if len(inside) == len(content) - layers * len(r"\boxed{}") and min(depths, default=0) >= 0:
         return inside.strip()
     return content.replace(r"\boxed{", "{")
-
-
-def _outermost_box(text: str, start: int) -> int:
-    """Where the outermost closed box around a position begins; the position if there is none."""
-    outermost, opened = start, list[int | None]()
-    for brace in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
-        if brace.group() == "}":
-            box = opened.pop() if opened else None
-            if box is not None and box < start < brace.start():
-                outermost = box
-        elif brace.group() in ("{", r"\boxed{"):
-            opened.append(brace.start() if brace.group() != "{" else None)
-    return outermost
 
 
 def stated_answer(text: str) -> str | None:
