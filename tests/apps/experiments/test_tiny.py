@@ -50,17 +50,6 @@ def test_warm_start_learns(built):
     assert manifest["base"]["warm_start/loss"] == seen[-1][2]
 
 
-def test_cache_hit_trains_nothing(built):
-    out, manifest, _ = built
-    before = (out / "manifest.json").stat().st_mtime_ns
-
-    def never(*event):
-        raise AssertionError("trained again")
-
-    assert build_tiny_pair(out, steps=STEPS, progress=never) == manifest
-    assert (out / "manifest.json").stat().st_mtime_ns == before
-
-
 @pytest.mark.parametrize("change", ["steps", "weights"])
 def test_a_pair_that_differs_is_built_anew(built, tmp_path, change):
     out, first = tmp_path / "pair", built[1]
@@ -76,11 +65,6 @@ def test_a_pair_that_differs_is_built_anew(built, tmp_path, change):
     assert events
     assert json.loads((out / "manifest.json").read_text()) == second
     assert (second["sha256"] == first["sha256"]) == (change == "weights")
-
-
-def test_a_pair_of_another_seed_is_not_replaced(built):
-    with pytest.raises(FileExistsError, match="seed 0, which runs may rely on"):
-        build_tiny_pair(built[0], seed=1, steps=STEPS)
 
 
 def test_refuses_a_folder_that_holds_something_else(tmp_path):

@@ -41,6 +41,7 @@ def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: s
         Sampling(max_tokens=20),
         schedule_of(selection, duo.tokenizer, duo.engine.vocabulary).strategy(1),
     )
+    duo._free_engine()
     [[expected]] = duo.engine.generate([whole])
     draft, stop = Draft("a b", 7, selection), None
     while stop is None and len(draft.tokens) < 20:
@@ -59,7 +60,19 @@ def test_a_person_writes_as_the_junior_and_special_tokens_are_text(duo: Duo) -> 
     assert {token.author for token in said.tokens} == {0}
     assert duo.tokenizer.eos_token_id not in [token.id for token in said.tokens]
     after = longer(draft, said)
-    assert duo.write(after, 2).tokens == duo.write(after, 2).tokens
+    after = replace(after, given=len(after.tokens))
+    further = duo.write(after, 3)
+    duo._free_engine()
+    prompt = [*duo._prompt("a b"), *after.tokens]
+    key, strategy = request_key(1, 0, 0, 0), duo._strategy(draft.selection)
+    [[expected]] = duo.engine.generate(
+        [Request(prompt, (key,), Sampling(max_tokens=3), strategy, history=(after.tokens,))]
+    )
+    assert [token.id for token in further.tokens] == expected.tokens.tolist()
+    assert [token.author for token in further.tokens] == expected.author.tolist()
+    assert duo.write(after, 3).tokens == further.tokens
+    with pytest.raises(ValueError, match="tokens: not what the two write with these settings; generate the text anew"):
+        duo.write(replace(after, given=0), 2)
 
 
 def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:

@@ -291,25 +291,6 @@ def test_token_ids_without_limits_and_by_one_author(engine: TorchEngine, words: 
     assert (choice["logprobs"], {*choice["authorship"]}) == (None, {0})
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({"token_ids": []}, "prompt: expected a text or token ids"),
-        ({"token_ids": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
-        ({"stream": True}, "stream: expected false, since it is not possible here"),
-        ({"sampling_params": []}, "sampling_params: expected an object"),
-        (
-            {"sampling_params": {"logprobs": 5}},
-            "sampling_params.logprobs: expected 1, since only the written token's is known",
-        ),
-    ],
-)
-def test_token_ids_that_cannot_be_gone_on_with_are_refused(client: TestClient, body: Any, reason: str) -> None:
-    response = client.post(GENERATE, json={"token_ids": [2], "sampling_params": {"max_tokens": 2}} | body)
-    assert response.status_code == 400
-    assert reason in response.json()["error"]["message"]
-
-
 # -------------------------------------------------------------------------------------------------- texts and calls
 
 
@@ -423,59 +404,60 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("path", "body", "reason"),
     [
-        ({"prompt": ""}, "prompt: expected a text or token ids"),
-        ({"prompt": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
-        ({"max_tokens": 10**6}, "max_tokens: the context (max_model_len) is"),
-        ({"max_tokens": 0}, "max_tokens: expected a whole number from 1 to"),
-        ({"temperature": -1}, "temperature must be"),
-        ({"temperature": float("nan")}, "temperature: expected a number"),
-        ({"top_k": 1.5}, "top_k: expected a whole number"),
-        ({"stop": [""]}, "stop: expected a string or a list"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids [-1] are outside"),
-        ({"logprobs": 1}, "only the written token's is known"),
-        ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this server"),
-        ({"tandem": {"conversation": "new"}}, "only /v1/chat/completions has messages"),
-        ({"tandem": {"max_gap_tokens": 0}}, "tandem.max_gap_tokens: expected a whole number from 1"),
-        ({"stream": "yes"}, "stream: expected true or false"),
-        ({"n": 5000}, "n: expected a whole number from 1 to 1024"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"tandem": {"prob_senior": 2}}, "prob_senior must be in [0, 1]"),
+        *(
+            (COMPLETIONS, {"prompt": "ab", "max_tokens": 2} | body, reason)
+            for body, reason in (
+                ({"prompt": ""}, "prompt: expected a text or token ids"),
+                ({"prompt": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
+                ({"max_tokens": 10**6}, "max_tokens: the context (max_model_len) is"),
+                ({"max_tokens": 0}, "max_tokens: expected a whole number from 1 to"),
+                ({"temperature": -1}, "temperature must be"),
+                ({"temperature": float("nan")}, "temperature: expected a number"),
+                ({"top_k": 1.5}, "top_k: expected a whole number"),
+                ({"stop": [""]}, "stop: expected a string or a list"),
+                ({"stop_token_ids": [-1]}, "stop_token_ids [-1] are outside"),
+                ({"logprobs": 1}, "only the written token's is known"),
+                ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this server"),
+                ({"tandem": {"conversation": "new"}}, "only /v1/chat/completions has messages"),
+                ({"stream": "yes"}, "stream: expected true or false"),
+                ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+                ({"tandem": {"prob_senior": 2}}, "prob_senior must be in [0, 1]"),
+            )
+        ),
+        *(
+            (CHAT, {"messages": MESSAGES, "max_tokens": 2} | body, reason)
+            for body, reason in (
+                ({"messages": []}, "field 'messages': expected a non-empty string or a list"),
+                ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of the type text"),
+                ({"tools": [{"name": "look"}]}, "tools: expected a list"),
+                ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools: expected a"),
+                ({"tools": [{**TOOLS[0], "function": {"name": "f", "strict": True}}]}, "needs structured outputs"),
+                ({"chat_template_kwargs": {"thoughts": True}}, "the chat template of tokenizer"),
+                ({"continue_final_message": True}, "continue_final_message: the last message must be the assistant's"),
+                ({"logprobs": True, "top_logprobs": 2}, "only the written token's is known"),
+                ({"tandem": {"conversation": "conv-0"}}, "tandem.conversation: 'conv-0' is not known; a server"),
+            )
+        ),
+        *(
+            (GENERATE, {"token_ids": [2], "sampling_params": {"max_tokens": 2}} | body, reason)
+            for body, reason in (
+                ({"token_ids": []}, "prompt: expected a text or token ids"),
+                ({"token_ids": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
+                ({"stream": True}, "stream: expected false, since it is not possible here"),
+                ({"sampling_params": []}, "sampling_params: expected an object"),
+                ({"sampling_params": {"logprobs": 5}}, "sampling_params.logprobs: expected 1, since only the written"),
+            )
+        ),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, body: dict[str, Any], reason: str) -> None:
-    asked = json.dumps({"prompt": "ab", "max_tokens": 2} | body)  # NaN, too
-    response = client.post(COMPLETIONS, content=asked, headers={"content-type": "application/json"})
+def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, path: str, body: Any, reason: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = client.post(path, content=json.dumps(body), headers=headers)  # NaN, too
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (400, 400, "Bad Request")
     assert reason in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({"messages": []}, "field 'messages': expected a non-empty string or a list"),
-        ({"messages": [{"content": "a"}]}, "field 'messages[0].role': expected a string"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of the type text"),
-        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls': expected a list"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
-            "tool_calls[0]': exp",
-        ),
-        ({"tools": [{"name": "look"}]}, "tools: expected a list"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools: expected a list"),
-        ({"tools": [{**TOOLS[0], "function": {"name": "f", "strict": True}}]}, "needs structured outputs"),
-        ({"chat_template_kwargs": {"thoughts": True}}, "the chat template of tokenizer"),
-        ({"continue_final_message": True}, "continue_final_message: the last message must be the assistant's"),
-        ({"logprobs": True, "top_logprobs": 2}, "only the written token's is known"),
-        ({"tandem": {"conversation": "conv-0"}}, "tandem.conversation: 'conv-0' is not known; a server remembers"),
-    ],
-)
-def test_chats_that_cannot_be_are_refused(client: TestClient, body: dict[str, Any], reason: str) -> None:
-    response = client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2} | body)
-    assert response.status_code == 400
-    assert reason in response.json()["error"]["message"]
 
 
 def test_other_models_hosts_and_routes(client: TestClient) -> None:
@@ -519,9 +501,6 @@ class Slow:
         self.joined: list[int] = []
         self.aborted: set[int] = set()
         self.begun, self.steps = threading.Event(), threading.Semaphore(0)
-
-    def check(self, index: int, request: Request) -> None:
-        self.own.check(index, request)
 
     def go_on(self) -> None:
         self.steps.release(1000)
@@ -677,20 +656,14 @@ def test_options_that_are_none_are_refused(options: list[str], message: str) -> 
     assert message in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["selection.strategy=before_word"], "which this engine cannot do in a server; serve with --engine torch"),
-    ],
-)
-def test_what_vllm_cannot_serve_is_refused_before_it_starts(
-    options: list[str], message: str, words: Any, tmp_path: Path
-) -> None:
+def test_what_vllm_cannot_serve_is_refused_before_it_starts(words: Any, tmp_path: Path) -> None:
     for name in ("senior", "junior"):
         words.save_pretrained(tmp_path / name)
     both = ["--senior", str(tmp_path / "senior"), "--junior", str(tmp_path / "junior")]
-    result = CliRunner().invoke(command, ["serve", "--engine", "vllm", *both, *options])
+    options = [*both, "selection.strategy=before_word"]
+    result = CliRunner().invoke(command, ["serve", "--engine", "vllm", *options])
     assert result.exit_code == 2, result.output
+    message = "which this engine cannot do in a server; serve with --engine torch"
     assert message in " ".join(result.stderr.split())
 
 

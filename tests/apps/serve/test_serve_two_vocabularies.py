@@ -105,18 +105,6 @@ def test_it_writes_what_the_engine_does_after_the_prompt_of_each(
     assert response["tandem"]["strategy"] == "before_word"
 
 
-def test_a_stream_tells_what_the_whole_response_tells(client: TestClient) -> None:
-    [choice] = ask(client, seed=5)["choices"]
-    body = {"messages": MESSAGES, "max_tokens": 24, "seed": 5, "stream": True}
-    *chunks, done = events(client.post(CHAT, json=body).content)
-    assert done == "data: [DONE]"
-    parts = [part for chunk in chunks for part in chunk["choices"]]
-    assert [token for part in parts for token in part.get("token_ids", ())] == choice["token_ids"]
-    assert [author for part in parts for author in part.get("authorship", ())] == choice["authorship"]
-    assert "".join(part["delta"].get("content") or "" for part in parts) == choice["message"]["content"]
-    assert len([part for part in parts if part.get("token_ids")]) > 2  # as it is written
-
-
 def test_a_chat_of_several_turns_goes_on_with_its_draws(client: TestClient, engine: TorchEngine, pair: Any) -> None:
     opening = ask(client, seed=2, tandem={"conversation": "new"}, return_token_ids=True)
     [first] = opening["choices"]
@@ -153,6 +141,9 @@ def test_a_stop_string_ends_a_text_of_both_authors(client: TestClient, stream: b
             *chunks, _ = events(client.post(COMPLETIONS, json=body | {"stream": True}).content)
             parts = [part for chunk in chunks for part in chunk["choices"]]
             said, last = "".join(part.get("text") or "" for part in parts), parts[-1]
+            [whole] = ask(client, COMPLETIONS, **body)["choices"]
+            for name in ("token_ids", "authorship"):
+                assert [each for part in parts for each in part.get(name, ())] == whole[name]
         else:
             [last] = ask(client, COMPLETIONS, **body)["choices"]
             said = last["text"]

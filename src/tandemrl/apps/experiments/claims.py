@@ -70,6 +70,15 @@ class _Found:
         name = what if self.seeds == 1 else f"{what}, every seed"
         return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
 
+    def gains(self, **arms: tuple[str, float]) -> list[Claim]:
+        """The claims that arms, each with its title and a bar, gain over the model before training. There is none for a
+        missing arm."""
+        return [
+            self.every_seed(f"gain of {title} {_BEFORE}", ">=", bar, self.gain(arm, BASE))
+            for arm, (title, bar) in arms.items()
+            if self.has(BASE, arm)
+        ]
+
     def solo_difference(self, arm: str, than: str = "grpo") -> Interval | None:
         """The difference in solo pass@1 between an arm and another, over seeds, or over problems of one seed."""
         solo_skill = {"A": arm, "B": than, "phase": "pass-at-k", "metric": "pass@1"}
@@ -124,16 +133,8 @@ def _paper(found: _Found) -> list[Claim]:
 
 
 def _hops(found: _Found) -> list[Claim]:
-    """The claims that agents which write alike can be trained, alone and in tandem.
-
-    Each is about the gain of an arm over the model before training. There is none for a missing arm.
-    """
-    titles = {"grpo": "GRPO", "turns": "tandem by turns", "words": "tandem by words"}
-    return [
-        found.every_seed(f"gain of {title} {_BEFORE}", ">=", 0.25, found.gain(arm, BASE))
-        for arm, title in titles.items()
-        if found.has(BASE, arm)
-    ]
+    """The claims that agents which write alike can be trained, alone and in tandem."""
+    return found.gains(grpo=("GRPO", 0.25), turns=("tandem by turns", 0.25), words=("tandem by words", 0.25))
 
 
 def _pretrained(found: _Found) -> list[Claim]:
@@ -142,11 +143,7 @@ def _pretrained(found: _Found) -> list[Claim]:
     Tandem GRPO is compared with ``grpo``, of as many rollouts, and with ``grpo_8``, of as many trained tokens. There is
     no claim for a missing arm.
     """
-    claims = [
-        found.every_seed(f"gain of {title} {_BEFORE}", ">=", bar, found.gain(arm, BASE))
-        for arm, title, bar in (("grpo", "GRPO", 0.15), ("tandem_self", "tandem GRPO", 0.1))
-        if found.has(BASE, arm)
-    ]
+    claims = found.gains(grpo=("GRPO", 0.15), tandem_self=("tandem GRPO", 0.1))
     for reference, equal, margin in (("grpo_8", "trained tokens", SOLO_MARGIN), ("grpo", "rollouts", 2 * SOLO_MARGIN)):
         if (difference := found.solo_difference("tandem_self", than=reference)) is not None:
             what = f"tandem GRPO - GRPO in solo pass@1, at equal numbers of {equal}"

@@ -1,13 +1,9 @@
 """Senior and junior, or a person in the junior's place, write a text a few tokens at a time.
 
-Nothing is remembered between two calls: a `Draft` holds everything that the next tokens depend on. Its own tokens go to
-the engine as ``Request.history``, so that strategy and draws continue where they were. A text that is written in pieces
-of any length is therefore the one that a single request would have given.
-
-With two vocabularies, the junior of another request would read its words as other tokens, so pieces would not give
-that text. There, a single request writes the text, and waits until more of it is asked for. Where another draft is
-asked for, it begins anew, and writes the same text again, by its seed. After what a person inserts, a new request goes
-on from the text up to there, which each model reads in its own tokens.
+A `Draft` holds everything that the next tokens depend on. A single request writes the text, and waits until more of it
+is asked for. Where another draft is asked for, it begins anew, and writes the same text again, by its seed. After what
+a person inserts, a new request goes on from the text up to there. In one vocabulary, strategy and draws continue where
+they were (``Request.history``). With two, each model reads that text in its own tokens, as a longer prompt.
 """
 
 from bisect import bisect_left
@@ -20,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandemrl.apps.serve.texts import Authors
 from tandemrl.config import SelectionConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import context_of
-from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.call import Finished, NewTokens
 from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling, StopReason
 from tandemrl.rollout.groups import ResponseReader
+from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.schedule import schedule_of
-from tandemrl.selection import Strategy, replay, resumed
+from tandemrl.selection import Strategy, resumed
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.words import begin_words, vocabulary_of, whole_characters
@@ -44,8 +41,7 @@ class Draft:
     """A text that is being written.
 
     tokens: the tokens after the prompt. authors: the author of each of them (1 senior, 0 junior). given: where what a
-    person inserted last ends. With two vocabularies, the models go on from there with new draws; else it changes
-    nothing.
+    person inserted last ends. With two vocabularies, the models go on from there with new draws.
     """
 
     prompt: str
@@ -87,40 +83,33 @@ class Piece(NamedTuple):
     next: Author
 
 
-class LazyCompletion:
+class LazyText:
     """A completion that is written no further than it is asked for, in a call that stays open.
 
-    stop: why it ended; None as long as it has not. broken: whether the engine has failed.
+    stop: why it ended; None as long as it has not.
     """
 
-    def __init__(self, engine: BatchEngine, request: Request) -> None:
+    def __init__(self, engine: CallEngine, request: Request) -> None:
+        self.tokens, self.authors = list[int](), list[int]()
         self.stop: StopReason | None = None
-        self.broken = False
-        self._tokens: list[int] = []
+        self._authors = Authors(request.strategy, request.keys[0], request.history)
         self._call = engine.open()
         [self._number] = self._call.submit([request])
 
-    def upto(self, count: int) -> tuple[int, ...]:
-        """The first ``count`` tokens, or all of them if it ends before.
+    def write(self, count: int) -> None:
+        """Write ``count`` tokens in all, or to the end.
 
         Raises:
             EngineError: the engine cannot write it.
         """
-        try:
-            while len(self._tokens) < count and self.stop is None:
-                self._step()
-        except EngineError:
-            self.broken = True
-            raise
-        return tuple(self._tokens[:count])
-
-    def _step(self) -> None:
-        for event in self._call.step():
-            if isinstance(event, NewTokens):
-                self._tokens += event.tokens
-            elif isinstance(event, Finished):
-                [completion] = self._call.take([event.number])
-                self.stop = completion.stop_reason
+        while len(self.tokens) < count and self.stop is None:
+            for event in self._call.step():
+                if isinstance(event, NewTokens):
+                    self.tokens += event.tokens
+                    self.authors += self._authors.of(event.tokens)
+                elif isinstance(event, Finished):
+                    [completion] = self._call.take([event.number])
+                    self.stop = completion.stop_reason
 
     def close(self) -> None:
         """Give it up, so that the engine is free."""
@@ -156,7 +145,7 @@ class Duo:
         self.apart, self._junior_tokenizer = junior_tokenizer is not None, junior_tokenizer
         self._pieces = token_bytes(tokenizer) if self.apart else {}
         self._reader = None if junior_tokenizer is None else vocabulary_of(junior_tokenizer)
-        self._lazy: tuple[Draft, LazyCompletion] | None = None
+        self._lazy: tuple[Draft, LazyText] | None = None
         """The text that is being written, with its draft before the first token."""
         self._template_arguments = template_arguments
         self._reader_of_responses = ResponseReader(tokenizer, ends)
@@ -169,22 +158,34 @@ class Duo:
         Raises:
             ValueError: a setting is out of range, or the prompt leaves no room; the message names it.
         """
+        self._check(draft.tokens)
         prompt = self._prompt(draft.prompt)
-        room = self.longest - len(prompt) - len(draft.tokens)
-        if room <= 0:
+        if len(prompt) + len(draft.tokens) >= self.longest:
             if not draft.tokens:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; at most {self.longest - 1} leave room to write")
             return Piece([], "length", Author.SENIOR)
-        if self.apart:
-            longer, stop = self._next_words(draft, prompt, count)
-        else:
-            [[written]] = self.engine.generate([self._request(draft, prompt, min(count, room))])
-            stop = written.stop_reason if written.stop_reason != "length" or room <= count else None
-            longer = replace(
-                draft,
-                tokens=(*draft.tokens, *written.tokens.tolist()),
-                authors=(*draft.authors, *written.author.tolist()),
-            )
+        known, text = [*draft.tokens[draft.given :]], self._lazy_text(draft, prompt)
+        end = len(known) + count
+        try:
+            text.write(end + 1)
+            while (
+                self.apart
+                and len(text.tokens) > end < len(known) + count + FURTHER
+                and not self._begins_word(text, end)
+            ):
+                end += 1
+                text.write(end + 1)
+        except EngineError:
+            self._free_engine()
+            raise
+        if text.tokens[: len(known)] != known:
+            raise ValueError("tokens: not what the two write with these settings; generate the text anew")
+        stop = text.stop if len(text.tokens) <= end else None
+        longer = replace(
+            draft,
+            tokens=(*draft.tokens[: draft.given], *text.tokens[:end]),
+            authors=(*draft.authors[: draft.given], *text.authors[:end]),
+        )
         read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
         return Piece(read, stop, self.next_author(longer))
 
@@ -248,35 +249,14 @@ class Duo:
         schedule = schedule_of(selection, self.tokenizer, self.engine.vocabulary, by_text=self.apart)
         return schedule.strategy(1)._replace(turn=None)
 
-    def _next_words(self, draft: Draft, prompt: Sequence[int], count: int) -> tuple[Draft, StopReason | None]:
-        """The draft with ``count`` further tokens and the rest of their last word, and why it ends there, if it does.
-
-        Raises:
-            ValueError: the draft is not what the two write with its settings.
-        """
-        given, known = draft.tokens[: draft.given], draft.tokens[draft.given :]
-        text, end = self._lazy_completion(draft, prompt), len(known) + count
-        tokens = text.upto(end + 1)
-        while len(tokens) > end < len(known) + count + FURTHER and not self._begins_word(tokens):
-            end += 1
-            tokens = text.upto(end + 1)
-        stop = text.stop if len(tokens) <= end else None
-        tokens = tokens[:end]
-        if tokens[: len(known)] != known:
-            raise ValueError("tokens: not what the two write with these settings; generate the text anew")
-        keys, lengths = torch.tensor([self._key(draft)]), torch.tensor([len(tokens)])
-        ids = torch.tensor([tokens], dtype=torch.int64)
-        authors = replay(self._strategy(draft.selection), keys, ids, lengths).author[0].tolist()
-        every = (*draft.authors[: draft.given], *authors)
-        return replace(draft, tokens=(*given, *tokens), authors=every), stop
-
-    def _lazy_completion(self, draft: Draft, prompt: Sequence[int]) -> LazyCompletion:
+    def _lazy_text(self, draft: Draft, prompt: Sequence[int]) -> LazyText:
+        """What goes on from what a person inserted last, or from the prompt."""
         begun = replace(draft, tokens=draft.tokens[: draft.given], authors=draft.authors[: draft.given])
-        if self._lazy is None or self._lazy[0] != begun or self._lazy[1].broken:
+        if self._lazy is None or self._lazy[0] != begun:
             request = self._request(begun, prompt, self.longest - len(prompt) - draft.given)
             self._free_engine()
-            assert isinstance(self.engine, BatchEngine)  # those of two vocabularies are
-            self._lazy = begun, LazyCompletion(self.engine, request)
+            assert isinstance(self.engine, CallEngine)  # torch and vllm are
+            self._lazy = begun, LazyText(self.engine, request)
         return self._lazy[1]
 
     def _free_engine(self) -> None:
@@ -285,9 +265,9 @@ class Duo:
             self._lazy[1].close()
             self._lazy = None
 
-    def _begins_word(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token begins a word."""
-        return begin_words([self._pieces.get(token, b"") for token in tokens])[-1]
+    def _begins_word(self, text: LazyText, place: int) -> bool:
+        """Whether the token at a place begins a word."""
+        return begin_words([self._pieces.get(token, b"") for token in text.tokens[: place + 1]])[-1]
 
     def _check(self, tokens: Sequence[int]) -> None:
         if not all(0 <= token < self.engine.vocabulary for token in tokens):
