@@ -125,6 +125,19 @@ def test_rows_and_rewards_of_other_libraries(reader: Path) -> None:
     assert [each["verl_length"] for each in parts] == [11, 9]
 
 
+def test_a_custom_tool_in_place_of_the_tiny_agents(reader: Path) -> None:
+    blocks("tools", "python")
+    build, training = (
+        [words for words in commands("tools") if word in words] for word in ("calculator", "output_dir=runs/my-tool")
+    )
+    run(build[0])
+    run([*training[0], *FEW])
+    [line] = metrics(Path("runs/my-tool"))
+    assert line["env/tool_calls"] > 0.4
+    assert line["env/invalid_calls"] < 0.2
+    assert {sample["reward"] for sample in samples(Path("runs/my-tool"))} <= {0.0, 1.0}
+
+
 def test_a_strategy_by_training_step(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shortened(monkeypatch)
     [annealed] = blocks("strategy", "python")
