@@ -72,19 +72,10 @@ def test_values_and_gradients_are_those_of_separate_sequences(name, lengths, fol
 
 def test_a_group_whose_prompt_is_shared_has_the_same_values(folders):
     prompt, answers = sequences([6])[0], sequences([4, 7, 5])
-    rollouts = [
-        Rollout(
-            example_id="x",
-            group=0,
-            index=i,
-            key=0,
-            tokens=np.array(prompt + answer),
-            author=np.array([Author.CONTEXT] * 6 + [Author.SENIOR] * len(answer)),
-            behaviour_logprobs=np.zeros(6 + len(answer)),
-            reward=0.0,
-        )
-        for i, answer in enumerate(answers)
-    ]
+    rollouts = []
+    for i, answer in enumerate(answers):
+        author = np.array([Author.CONTEXT] * 6 + [Author.SENIOR] * len(answer))
+        rollouts.append(Rollout("x", 0, i, 0, np.array(prompt + answer), author, np.zeros(len(author)), 0.0))
     batch = pack(rollouts)
     _, wanted = direct_values(folders("qwen3-critic"), [prompt + answer for answer in answers])
     written = batch.author >= 0

@@ -2,33 +2,10 @@
 
 import gzip
 import json
-import time
 from pathlib import Path
-
-import pytest
 
 from runs import config, metrics
 from tandemrl.training.loop import train
-from tandemrl.training.profiling import Clock
-
-
-def test_the_clock_adds_up_nested_and_repeated_phases() -> None:
-    clock, inner = Clock(), Clock(inner=True)
-    with clock("update"), inner("update"), inner("logprobs"):
-        for _ in range(2):
-            with clock("logprobs"):
-                time.sleep(0.01)
-        time.sleep(0.02)
-    with clock("sync"):
-        pass
-    time.sleep(0.01)
-    assert list(clock.seconds) == ["update", "update/logprobs", "sync"]
-    assert clock.seconds["update/logprobs"] >= 0.02
-    assert clock.seconds["update"] >= clock.seconds["update/logprobs"] + 0.02
-    metrics = clock.metrics(tokens=100.0)
-    assert metrics.keys() == {"time/step", "tokens/s", "time/update", "time/sync"}
-    assert metrics["tokens/s"] == pytest.approx(100.0 / metrics["time/step"])
-    assert inner.metrics(1.0).keys() == {"time/step", "tokens/s", "time/update", "time/update/logprobs"}
 
 
 def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path) -> None:

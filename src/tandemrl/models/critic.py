@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from tandemrl.models.attention import Layout, ModelError
 from tandemrl.models.forward import channel_of, part_of, prefix_states, with_gathered_parameters
 from tandemrl.models.head import PLAIN, ForwardOptions
-from tandemrl.models.loading import UNREADABLE, check_folder, no_progress_bars, prepare, refusal, resolve_device
+from tandemrl.models.loading import from_files, prepare, refuse_missing, resolve_device
 from tandemrl.processes.world import WHOLE, Shards
 from tandemrl.types import Batch
 
@@ -28,24 +28,19 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
         ModelError: the model cannot be loaded, weights are missing, it does not give one value per token, or
             ``prepare`` refuses its architecture.
     """
-    check_folder(path)
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # a causal LM has no value head; that is no news
     try:
-        with no_progress_bars(), torch.random.fork_rng(devices=[]):  # transformers draws a missing head
-            model, report = AutoModelForTokenClassification.from_pretrained(
-                path, dtype=torch.float32, num_labels=1, output_loading_info=True, trust_remote_code=False
+        with torch.random.fork_rng(devices=[]):  # transformers draws a missing head
+            model, missing = from_files(
+                AutoModelForTokenClassification, path, "critic", dtype=torch.float32, num_labels=1
             )
-    except UNREADABLE as error:
-        raise refusal("critic", path, error) from None
     finally:
         transformers_logging.set_verbosity(level)
     model.to(resolve_device(device))
     without_dropout(model)
     name, head = value_head(model)
-    missing = {str(key) for key in report["missing_keys"]}
-    if body := sorted(key for key in missing if not key.startswith(f"{name}.")):
-        raise ModelError(f"critic {str(path)!r}: {len(body)} weights are missing there, the first is {body[0]}")
+    refuse_missing("critic", path, [key for key in missing if not key.startswith(f"{name}.")])
     own = {key: torch.zeros_like(value) if missing else value.clone() for key, value in head.state_dict().items()}
     with torch.no_grad():  # a probe through a head of zeros would prove nothing
         head.weight.copy_(torch.linspace(-1, 1, head.in_features))

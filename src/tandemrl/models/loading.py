@@ -5,7 +5,7 @@ in a model is patched, unless the user asks for one of the options in ``compile`
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -75,20 +75,61 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
         ModelError: it cannot be loaded, weights are missing, it is not a causal LM with standard attention, or its head
             is more than a linear map.
     """
+    model, missing = from_files(AutoModelForCausalLM, path, dtype=getattr(torch, dtype))
+    refuse_missing("model", path, missing)
+    model.to(resolve_device(device))
+    return prepare(model, name=str(path))
+
+
+def from_files(kind: Any, path: str | Path, what: str = "model", **options: Any) -> tuple[Any, list[str]]:
+    """What ``kind.from_pretrained`` makes of a model's files, and which weights it has drawn at random.
+
+    Args:
+        kind: an auto class of transformers.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
     check_folder(path)
     stored_shapes(path)  # names the file that is not whole
     try:
         with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), output_loading_info=True, trust_remote_code=False
-            )
+            model, report = kind.from_pretrained(path, output_loading_info=True, trust_remote_code=False, **options)
     except UNREADABLE as error:
-        raise refusal("model", path, error) from None
-    model, report = loaded
-    if missing := sorted(map(str, report["missing_keys"])):  # transformers has drawn them at random
-        raise ModelError(f"model {str(path)!r}: {len(missing)} weights are missing there, the first is {missing[0]}")
-    model.to(resolve_device(device))
-    return prepare(model, name=str(path))
+        raise refusal(what, path, error) from None
+    return model, sorted(map(str, report["missing_keys"]))
+
+
+def refuse_missing(what: str, path: str | Path, missing: Sequence[str]) -> None:
+    """Refuse a model whose files lack weights.
+
+    Raises:
+        ModelError: ``missing`` is not empty.
+    """
+    if missing:
+        raise ModelError(f"{what} {str(path)!r}: {len(missing)} weights are missing there, the first is {missing[0]}")
+
+
+def load_configuration(
+    path: str | Path, *, what: str = "model", download: bool = True, **options: Any
+) -> PretrainedConfig:
+    """The configuration of a model in a folder or on the hub.
+
+    Args:
+        what: what the message calls the model.
+        download: download it from the hub if it is not on this machine.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    check_folder(path)
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=not download, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise refusal(what, path, error) from None
+    return found
 
 
 _PROBES = ((0, 1), (1009, 97), (50021, 1009))
@@ -296,8 +337,7 @@ def stored_eos_token_ids(
         generation = GenerationConfig.from_pretrained(path, local_files_only=not download)
     except OSError:  # it has none
         generation = None
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
-    return eos_token_ids(generation, config, tokenizer)
+    return eos_token_ids(generation, load_configuration(path, download=download), tokenizer)
 
 
 @contextmanager

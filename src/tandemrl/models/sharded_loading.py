@@ -8,18 +8,15 @@ weights are, to the last bit, those of ``loading.load_model`` and ``critic.load_
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     GenerationConfig,
@@ -29,10 +26,18 @@ from transformers import (
 
 from tandemrl.config import LoraConfig
 from tandemrl.models.critic import load_critic, packed_values, value_head, without_dropout
-from tandemrl.models.loading import check_folder, load_model, no_progress_bars, prepare, refusal, resolve_device
+from tandemrl.models.forward import packed_logprobs
+from tandemrl.models.loading import (
+    load_configuration,
+    load_model,
+    no_progress_bars,
+    prepare,
+    refusal,
+    resolve_device,
+)
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
-from tandemrl.models.weight_files import is_converted, stored_names, tied_names, weight_files
+from tandemrl.models.weight_files import is_converted, opened, stored_names, tied_names
 from tandemrl.processes.world import World
 
 
@@ -51,76 +56,72 @@ def load_sharded(
     dtype: str = "float32",
     device: str = "cpu",
     adapters: Adapters | None = None,
+    critic: bool = False,
     frozen: bool = False,
     offload: bool = False,
 ) -> PreTrainedModel:
-    """Load the model that ``shard`` would make of ``load_model(path)``. All processes of the world must call this.
+    """Load the model that ``shard`` would make of ``load_model(path)``, or of ``load_critic(path)``. All processes of
+    the world must call this. In a world of one it is the whole model.
 
     If it cannot be read in parts (see ``why_not_sliceable``), every process loads it whole first, with a warning.
 
     Args:
         compute: the dtype in which forwards compute.
-        dtype: the dtype of the parameters.
+        dtype: the dtype of the parameters. That of a critic is float32.
         adapters: adapters to attach before the model is sharded.
+        critic: whether it is loaded as a critic.
         frozen: whether no parameter is trained.
         offload: as for ``shard``.
 
     Raises:
         ConfigError: as ``lora.attach``.
-        ModelError: as ``load_model`` and ``shard``.
+        ModelError: as ``load_model`` or ``load_critic``, and ``shard``.
     """
-    check_folder(path)
-    with _opened("model", path) as stored:
-        model = meta_model(_configuration("model", path), dtype=getattr(torch, dtype)).requires_grad_(not frozen)
+    what, home = "critic" if critic else "model", resolve_device(device)
+    forward = packed_values if critic else packed_logprobs
+
+    def whole() -> PreTrainedModel:
+        found = load_critic(path, device=device) if critic else load_model(path, dtype=dtype, device=device)
+        found.requires_grad_(not frozen)
+        if adapters is not None:
+            attach(found, *adapters)
+        return shard(found, world, dtype=compute, forward=forward, offload=offload)
+
+    if world.size == 1:
+        return whole()
+    kind: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    options: dict[str, Any] = {"num_labels": 1} if critic else {}
+    configuration = load_configuration(path, what=what, **options)
+    with no_progress_bars(), opened(path, download=True) as stored:
+        model = meta_model(configuration, kind=kind, dtype=getattr(torch, dtype)).requires_grad_(not frozen)
+        name, head = value_head(model) if critic else ("", None)
         keys = stored_names(model, stored)
-        if reason := why_not_sliceable(model, stored, keys):
-            _warn(path, reason, world)
-            model = load_model(path, dtype=dtype, device=device).requires_grad_(not frozen)
-            if adapters is not None:
-                attach(model, *adapters)
-            return shard(model, world, dtype=compute, offload=offload)
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(path)
-        except OSError:  # it has none
-            model.generation_config = GenerationConfig.from_model_config(model.config)
-        drawn = {} if adapters is None else attach_without_memory(model, *adapters)
-        shard(model, world, dtype=compute, offload=offload)
-        allocate(model, resolve_device(device), on_host=offload)
-        for name, parameter in model.named_parameters():
-            fill(parameter, drawn[name] if name in drawn else stored[keys[base_name(name)]])
-    return prepare(model, name=str(path), device=resolve_device(device))
-
-
-def load_sharded_critic(
-    path: str | Path, world: World, *, compute: torch.dtype, device: str = "cpu", offload: bool = False
-) -> PreTrainedModel:
-    """Load the critic that ``shard`` would make of ``load_critic(path)``. Otherwise this is like ``load_sharded``.
-
-    Raises:
-        ModelError: as ``load_critic`` and ``shard``.
-    """
-    check_folder(path)
-    what = f"critic {str(path)!r}"
-    with _opened("critic", path) as stored:
-        configuration = _configuration("critic", path, num_labels=1)
-        model = meta_model(configuration, kind=AutoModelForTokenClassification)
-        name, head = value_head(model)
-        keys = stored_names(model, stored)
-        of_head = {key for key in keys if key.startswith(f"{name}.")}
+        of_head = {key for key in keys if critic and key.startswith(f"{name}.")}
         if reason := why_not_sliceable(model, stored, keys, without=of_head):
-            _warn(path, reason, world)
-            critic = load_critic(path, device=device)
-            return shard(critic, world, dtype=compute, forward=packed_values, offload=offload)
-        without_dropout(model)
-        shard(model, world, dtype=compute, forward=packed_values, offload=offload)
-        allocate(model, resolve_device(device), on_host=offload)
+            if world.main:
+                warnings.warn(
+                    f"{path}: every process loads the whole model before it is split, since {reason}; save it again "
+                    "with transformers (save_pretrained) to have it read in parts",
+                    stacklevel=2,
+                )
+            return whole()
+        if critic:
+            without_dropout(model)
+        else:
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(path)
+            except OSError:  # it has none
+                model.generation_config = GenerationConfig.from_model_config(model.config)
+        drawn = {} if adapters is None else attach_without_memory(model, *adapters)
+        shard(model, world, dtype=compute, forward=forward, offload=offload)
+        allocate(model, home, on_host=offload)
         parameters = dict(model.named_parameters())
         for key, parameter in parameters.items():
             if key in of_head:  # as in load_critic: a probe through a head of zeros would prove nothing
                 fill(parameter, torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
             else:
-                fill(parameter, stored[keys[key]])
-        prepare(model, name=what, head=head, device=resolve_device(device))
+                fill(parameter, drawn[key] if key in drawn else stored[keys[base_name(key)]])
+        prepare(model, name=f"critic {str(path)!r}" if critic else str(path), head=head, device=home)
         there = all(keys[key] in stored for key in of_head)
         for key in of_head:
             fill(parameters[key], stored[keys[key]] if there else torch.zeros(parameters[key].shape))
@@ -188,25 +189,6 @@ def fill(parameter: Tensor, value: Any) -> None:
         here.copy_(value[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))])
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
-@contextmanager
-def _opened(what: str, path: str | Path) -> Iterator[Mapping[str, Any]]:
-    """A context with every tensor of a model's safetensors files by name, to be read later; {} without such files."""
-    with ExitStack() as files:
-        slices: dict[str, Any] = {}
-        try:
-            with no_progress_bars():
-                files_of_model = weight_files(path, download=True)
-            for name in files_of_model:
-                file = files.enter_context(safe_open(name, framework="pt"))
-                slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, ValueError, SafetensorError) as error:
-            raise refusal(what, path, error) from None
-        yield slices
-
-
 def why_not_sliceable(
     model: PreTrainedModel,
     stored: Mapping[str, Any],
@@ -241,23 +223,3 @@ def why_not_sliceable(
         if len(twice := [name for name in names if name in stored]) > 1:
             return f"{twice[1]} is tied to another parameter, and its files have both, which may differ"
     return ""
-
-
-# --------------------------------------------------------------------------------------------------------------- parts
-
-
-def _configuration(what: str, path: str | Path, **options: Any) -> PretrainedConfig:
-    try:
-        configuration: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise refusal(what, path, error) from None
-    return configuration
-
-
-def _warn(path: str | Path, reason: str, world: World) -> None:
-    if world.main:
-        warnings.warn(
-            f"{path}: every process loads the whole model before it is split, since {reason}; save it again with "
-            "transformers (save_pretrained) to have it read in parts",
-            stacklevel=3,
-        )

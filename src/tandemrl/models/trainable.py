@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, ModelConfig, TrainConfig
 from tandemrl.models.compile import compile_layers, use_liger
-from tandemrl.models.critic import load_critic
-from tandemrl.models.loading import load_model, resolve_device
-from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic
+from tandemrl.models.loading import resolve_device
+from tandemrl.models.sharded_loading import Adapters, load_sharded
 from tandemrl.models.sharding import parameter_groups
 from tandemrl.processes.world import World
 
@@ -26,17 +25,14 @@ def load_policy(model: ModelConfig, world: World, *, seed: int, offload: bool = 
     Raises:
         ConfigError, ModelError: as ``load_model``, ``attach`` and ``load_sharded``.
     """
-    if world.size == 1:
-        policy = load_model(model.senior, device=model.device)
-    else:
-        policy = load_sharded(
-            model.senior,
-            world,
-            compute=getattr(torch, model.dtype),
-            device=model.device,
-            adapters=Adapters(model.lora, seed) if model.lora.rank else None,
-            offload=offload,
-        )
+    policy = load_sharded(
+        model.senior,
+        world,
+        compute=getattr(torch, model.dtype),
+        device=model.device,
+        adapters=Adapters(model.lora, seed) if model.lora.rank and world.size > 1 else None,
+        offload=offload,
+    )
     if model.liger:
         use_liger(policy, name=model.senior, device=resolve_device(model.device))
     if model.gradient_checkpointing:
@@ -51,13 +47,10 @@ def load_value_model(model: ModelConfig, world: World, *, offload: bool = False)
         ModelError: the model cannot be loaded as a critic.
     """
     path = model.critic or model.senior
-    if world.size == 1:
-        critic = load_critic(path, device=model.device)
-    else:
-        dtype = getattr(torch, model.dtype)
-        critic = load_sharded_critic(path, world, compute=dtype, device=model.device, offload=offload)
+    dtype = getattr(torch, model.dtype)
+    critic = load_sharded(path, world, compute=dtype, device=model.device, critic=True, offload=offload)
     if model.compile:
-        compile_layers(critic, device=resolve_device(model.device))
+        compile_layers(critic)
     if model.gradient_checkpointing:
         checkpoint_gradients(critic)
     return critic

@@ -1,7 +1,8 @@
 """Reads the headers of a model's weight files, and finds what is missing or cut off before any weight is loaded."""
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ from transformers.utils import (
 
 from tandemrl.models.attention import ModelError
 
-Shapes = dict[str, tuple[int, ...]]
-"""The shape of every tensor by its name."""
 _OPTIONAL = ("gated_repo", "missing_entries", "connection_errors")
 
 
@@ -62,23 +61,38 @@ def weight_files(path: str | Path, *, download: bool = False) -> list[Path]:
     return files if len(files) == len(names) else []
 
 
-def stored_shapes(path: str | Path) -> Shapes:
-    """The tensors of a model's safetensors files that are on this machine. Only headers are read.
+@contextmanager
+def opened(path: str | Path, *, download: bool = False) -> Iterator[dict[str, Any]]:
+    """A context with every tensor of a model's safetensors files by name, to be read later. Only headers are read.
+
+    Args:
+        download: as for ``weight_files``.
 
     Raises:
         ModelError: as ``weight_files``, or a file is not whole.
     """
-    shapes: Shapes = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="np") as tensors:
+    with ExitStack() as files:
+        slices: dict[str, Any] = {}
+        for file in weight_files(path, download=download):
+            try:
+                tensors = files.enter_context(safe_open(file, framework="pt"))
                 names = tensors.keys()  # it cannot be iterated itself
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        except SafetensorError as error:
-            raise ModelError(
-                f"{file}: no whole safetensors file ({error}); copy or download it again, or `git lfs pull`"
-            ) from None
-    return shapes
+                slices |= {name: tensors.get_slice(name) for name in names}
+            except SafetensorError as error:
+                raise ModelError(
+                    f"{file}: no whole safetensors file ({error}); copy or download it again, or `git lfs pull`"
+                ) from None
+        yield slices
+
+
+def stored_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model's safetensors files that are on this machine, by name.
+
+    Raises:
+        ModelError: as ``opened``.
+    """
+    with opened(path) as tensors:
+        return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
 
 
 def check_weights(path: str | Path, model: PreTrainedModel, *, without: str | None = None) -> None:

@@ -1,20 +1,15 @@
 """What can be read of a model before its weights: tokenizer, configuration, and the shape of its parameters."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tandemrl.config.schema import ModelConfig
 from tandemrl.models.attention import ModelError
-from tandemrl.models.loading import (
-    check_folder,
-    is_local,
-    junior_tokenizer_of,
-    load_tokenizer,
-    refusal,
-)
+from tandemrl.models.loading import is_local, junior_tokenizer_of, load_configuration, load_tokenizer
+from tandemrl.models.sharded_loading import meta_model
 
 
 class NotHereError(Exception):
@@ -27,12 +22,8 @@ class ModelFiles(NamedTuple):
     downloads: bool = True
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        check_folder(path)
-        try:
+        with self._here(path):
             return load_tokenizer(path, download=self.downloads)
-        except ModelError:
-            self._require(path)
-            raise
 
     def other_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior, if it has other tokens than that of the senior, or is behind an endpoint."""
@@ -44,31 +35,25 @@ class ModelFiles(NamedTuple):
         return junior_tokenizer_of(model.senior, model.junior, endpoint=served, load=load)
 
     def configuration(self, path: str) -> PretrainedConfig:
-        check_folder(path)
-        try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not self.downloads)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            if "Incorrect path" in str(error):  # no hub id either: no such folder
-                check_folder(Path(path).absolute())
-            self._require(path)
-            raise refusal("model", path, error) from None
+        with self._here(path):
+            return load_configuration(path, download=self.downloads)
 
     def skeleton(self, path: str) -> Any:
         """The model without its weights, on the meta device."""
-        configuration = self.configuration(path)
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(configuration, trust_remote_code=False)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise refusal("model", path, error) from None
+        return meta_model(self.configuration(path))
 
-    def _require(self, path: str) -> None:
-        """Tell a model that cannot be read from one that is not here.
+    @contextmanager
+    def _here(self, path: str) -> Iterator[None]:
+        """A context that tells a model that cannot be read from one that is not here.
 
         Raises:
             NotHereError: it is a hub id that is not in the cache, and downloads are not allowed.
         """
-        if not (self.downloads or is_local(path)):
+        try:
+            yield
+        except ModelError:
+            if self.downloads or is_local(path):
+                raise
             raise NotHereError(f"{path} is not on this machine yet; train downloads it") from None
 
 

@@ -17,6 +17,7 @@ from tandemrl.config import Config, ConfigError, DataConfig, RolloutConfig
 from tandemrl.data.messages import Message, Transcript, sound
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
+from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
@@ -54,7 +55,7 @@ def reader_of(path: str | None, tokenizer: Any, *, download: bool = True) -> Rea
         return None
     try:
         return Reader(tokenizer, stored_eos_token_ids(path, tokenizer, download=download))
-    except OSError:  # of a junior behind an endpoint there need be nothing but the tokenizer
+    except ModelError:  # of a junior behind an endpoint there need be nothing but the tokenizer
         return Reader(tokenizer, (tokenizer.eos_token_id,))
 
 
