@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from tandemrl.config import load
 from tandemrl.training.checkpoint import identity as module
-from tandemrl.training.checkpoint.card import model_card
-from tandemrl.training.checkpoint.manifest import CheckpointError
+from tandemrl.training.checkpoint.storage import CheckpointError
 
 RUN: Any = SimpleNamespace(setup=SimpleNamespace(world=SimpleNamespace(main=True)))
 NOW = {"recipe": "a", "data.train": "b", "my:reward": "c"}
@@ -26,8 +24,3 @@ def test_repaired_code_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         module.check_same_identity(RUN, before | {"data.train": "e"}, path, ["reward"])
     with pytest.raises(CheckpointError, match=r"--accept-changed data.train: expected one of reward, "):
         module.check_accepted(["data.train"])
-
-
-def test_the_model_card_says_whose_code_has_changed() -> None:
-    card = model_card(load("quickstart"), step=9, best="none", versions={}, accepted=["reward after step 5"])
-    assert "| code changed in the run | `reward after step 5` |" in card

@@ -5,7 +5,7 @@ from dataclasses import replace
 import yaml
 
 from tandemrl.config import FunctionRecord, FunctionsConfig, load
-from tandemrl.training.checkpoint.card import model_card
+from tandemrl.training.checkpoint.export import model_card
 
 VERSIONS = {"torch": "2", "git_revision": "a" * 40, "git_dirty": False, "vllm": None}
 
@@ -17,7 +17,8 @@ def front(card: str) -> dict:
 
 def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
     config = load("deepscaler_tandem")
-    card = model_card(config, step=20, best="step 20, by held-out reward 0.2500", versions=VERSIONS)
+    best, accepted = "step 20, by held-out reward 0.2500", ["reward after step 5"]
+    card = model_card(config, step=20, best=best, versions=VERSIONS, accepted=accepted)
     assert front(card)["base_model"] == "Qwen/Qwen3-4B-Instruct-2507"
     assert front(card)["tags"] == ["reinforcement-learning", "grpo", "tandem-rl"]
     for line in (
@@ -25,6 +26,7 @@ def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
         "| weight of the junior's tokens in the loss | `0` |",
         "| steps | `20 of 4912` |",
         "| hf/best so far | `step 20, by held-out reward 0.2500` |",
+        "| code changed in the run | `reward after step 5` |",
         f"| git_revision | `{'a' * 40}` |",
     ):
         assert line in card

@@ -1,6 +1,8 @@
-"""Exports the policy as a plain Hugging Face folder, and its adapters as peft reads them."""
+"""Exports the policy as a plain Hugging Face folder with a model card, and its adapters as peft reads them."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tandemrl.config import Config, to_yaml
+from tandemrl.config.fields import is_own
 from tandemrl.files import write_directory
 from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
 from tandemrl.processes.world import World
-from tandemrl.training.checkpoint.card import CARD
 from tandemrl.training.checkpoint.storage import in_every_process, size_in_bytes, write_failure
 
+CARD = "README.md"
 ADAPTER_FOLDER = "adapter"
 """The folder inside of an export that holds the adapters alone."""
 
@@ -102,3 +106,55 @@ def _save_adapters(config: Any, weights: dict[str, Tensor], folder: Path) -> Non
     settings["target_modules"] = sorted(settings["target_modules"])  # peft keeps them as a set
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def model_card(
+    config: Config, *, step: int, best: str, versions: Mapping[str, Any], accepted: Sequence[str] = ()
+) -> str:
+    """The text of a README.md as the Hugging Face hub reads it. The same run and step give the same text.
+
+    Args:
+        best: the step of `hf/best` so far and what chose it, or "none".
+    """
+    model, data, loss, selection, passed = config.model, config.data, config.loss, config.selection, config.functions
+    solo, named = selection.kind.solo and passed.strategy is None, passed.recipe is None
+    tags = ["reinforcement-learning"]
+    tags += [loss.recipe] if named and not is_own(loss.recipe) else []
+    tags += [] if solo else ["tandem-rl"]
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
+    if not Path(model.senior).exists():  # a name on the hub
+        front["base_model"] = model.senior
+    header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items())
+    shown = replace(config, judge=replace(config.judge, command=None))  # a command line may hold keys
+    facts = {
+        "senior before training": model.senior,
+        "junior": "none" if solo else model.junior or "the senior before training",
+        "who wrote the training texts": selection.strategy if passed.strategy is None else passed.strategy.name,
+        "weight of the junior's tokens in the loss": f"{loss.junior_weight:g}",
+        "steps": f"{step} of {config.train.steps}",
+        "recipe": loss.recipe if passed.recipe is None else passed.recipe.name,
+        "training data": ", ".join(data.train),
+        "held-out data": ", ".join(data.eval) or "none",
+        "hf/best so far": best,
+        "code changed in the run": ", ".join(accepted) or None,
+        **versions,
+    }
+    table = "".join(f"| {name} | `{value}` |\n" for name, value in facts.items() if value is not None)
+    return f"""---
+{header}---
+
+# {Path(config.output_dir).name}, step {step}
+
+Trained by [tandemrl](https://github.com/tandemrl/tandemrl). This model, the *senior*, is meant to be used alone.
+
+| | |
+|---|---|
+{table}
+<details><summary>Configuration</summary>
+
+```yaml
+{to_yaml(shown).strip()}
+```
+
+</details>
+"""

@@ -15,7 +15,7 @@ from tandemrl.rewards.functions import imported
 from tandemrl.rewards.routing import reward_names
 from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.training.checkpoint.manifest import CheckpointError
+from tandemrl.training.checkpoint.storage import CheckpointError
 from tandemrl.training.state import Run
 
 _FREE = {
@@ -37,12 +37,8 @@ def identity(run: Run) -> Mapping[str, str]:
 
     It is computed once per run, since none of it changes. All processes must call this together.
     """
-    if run.progress.identity is None:
-        run.progress.identity = _identity(run)
-    return run.progress.identity
-
-
-def _identity(run: Run) -> dict[str, str]:
+    if run.progress.identity is not None:
+        return run.progress.identity
     setup, models, _ = run
     config = setup.config
     read = [
@@ -63,7 +59,7 @@ def _identity(run: Run) -> dict[str, str]:
     passed = {name: record.signature for name, record in vars(config.functions).items() if record is not None}
     code = {key: signature(import_object(name)) for key, name in named.items() if is_own(name) and key not in passed}
     code |= {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
-    return {
+    run.progress.identity = {
         **code,
         **passed,
         "recipe": str({name: signature(value) for name, value in setup.recipe._asdict().items()}),
@@ -72,6 +68,7 @@ def _identity(run: Run) -> dict[str, str]:
         **({} if setup.judge is None else {"judge": setup.judge}),
         **setup.environment_id,
     }
+    return run.progress.identity
 
 
 CODE = ("reward", "recipe", "strategy", "engine", "environment", "retriever")

@@ -1,4 +1,9 @@
-"""Saves a run and restores it: what of it goes into a checkpoint, and where that goes when it comes back."""
+"""Saves a run and restores it: what of it goes into a checkpoint (``save``), and where that goes when it comes back
+(``restore``).
+
+Beside the plain data that ``save`` lists, a checkpoint has the trained parameters and the optimiser's moments of the
+policy and the critic (``storage``), and the config.
+"""
 
 import io
 import os
@@ -11,10 +16,9 @@ from tandemrl.config import Config, to_yaml
 from tandemrl.config.hints import hint
 from tandemrl.files import recover, versions, write_text
 from tandemrl.training.checkpoint import storage
-from tandemrl.training.checkpoint.card import model_card
-from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.training.checkpoint.export import export_hf, model_card
 from tandemrl.training.checkpoint.identity import check_same_config, check_same_identity, identity
-from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
+from tandemrl.training.checkpoint.storage import CheckpointError, DamagedError
 from tandemrl.training.state import Best, Run, move_state
 
 RECORD = ("metrics.jsonl", "samples.jsonl")
@@ -32,13 +36,13 @@ def save(run: Run) -> list[Path]:
     export(run, f"step_{progress.step}", progress.step)
     state = {
         "step": progress.step,
-        "sampler": progress.sampler.state_dict(),
-        "best": progress.best and progress.best._asdict(),
-        "ahead": progress.rollouts_in_flight,
+        "sampler": progress.sampler.state_dict(),  # the position in the data
+        "best": progress.best and progress.best._asdict(),  # of hf/best: its step, its metrics, what chose it
+        "ahead": progress.rollouts_in_flight,  # rollouts that were generated and wait for their step
         "kl_coef": progress.kl_coef,
-        "identity": identity(run),
-        "accepted": progress.accepted,
-        "written": progress.written,
+        "identity": identity(run),  # hashes of data, frozen models and code, names of recipe, judge and environment
+        "accepted": progress.accepted,  # whose code has changed within the run
+        "written": progress.written,  # bytes of metrics.jsonl and samples.jsonl
     }
     storage.save(output, progress.step, state, setup.config, train.keep_checkpoints, parts=models.trained, world=world)
     keep = train.keep_exports

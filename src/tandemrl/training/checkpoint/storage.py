@@ -1,18 +1,29 @@
 """Atomic checkpoints of plain data, models and optimisers.
 
-A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``tensors``; every process
-writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). ``runs.save``
-decides what of a run goes into it. It appears under its name when all of it is on disk (see ``files``). Rank 0 makes
-and renames the folder. If one process fails, all of them raise.
+A checkpoint is a folder of four:
+
+- ``state.pt``: plain data, as ``runs.save`` lists it.
+- ``tensors/``: of the policy and the critic, the trained parameters, the saved buffers and the optimiser's moments
+  (``tensors_of``). Every process writes its share, through ``torch.distributed.checkpoint``. Names and shapes are those
+  of whole tensors, so that any mesh can read what any other wrote. Frozen parameters come from the model that a run is
+  built from.
+- ``config.yaml``: the resolved config.
+- ``meta.json``: the step, the versions of the code, and the SHA-256 of every other file, so that one that differs from
+  what was written is noticed before it is used.
+
+It appears under its name when all of it is on disk (see ``files``). Rank 0 makes and renames the folder. If one process
+fails, all of them raise.
 """
 
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,23 +32,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.config import load as load_yaml
 from tandemrl.config.hints import no_folder
 from tandemrl.files import NEW, begin, drop, publish, recover, versions
 from tandemrl.processes.world import World
-from tandemrl.training.checkpoint import manifest
-from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
-from tandemrl.training.checkpoint.tensors import load_tensors, save_tensors, tensors_of
 from tandemrl.training.state import Trained
 
 FORMAT = 4
 """The version of the checkpoint format."""
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or continued from; the message names the file and the fix."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a run differs from what was written. Another checkpoint may be undamaged."""
 
 
 def save(
@@ -106,7 +124,7 @@ def save(
         together(lambda: make() if world.main else None)
         if tensors:
             together(lambda: save_tensors(hidden / "tensors", tensors, alone=world.size == 1))
-        own = together(lambda: manifest.hashes(hidden, world.rank))
+        own = together(lambda: hashes(hidden, world.rank))
         every = dict(chain.from_iterable(world.gather(own)))
         together(lambda: put(every) if world.main else None)
     except CheckpointError:
@@ -164,14 +182,11 @@ def write_failure(path: Path, needed: int, error: Exception, who: str = "") -> C
     free = shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.is_dir())).free
     # torch's writer reports a full disk as a RuntimeError of its own
     full = error.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(error, OSError) else free < needed
-    reason = f"{who}{type(error).__name__}: {_brief(error)}"
-    if full:
-        reason = (
-            f"the disk is full ({who}{_brief(error)}). It takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: "
-            f"free space in {path.parent.parent} (hf/step_*, older checkpoints), lower train.keep_checkpoints, or move "
-            "output_dir"
-        )
-    return CheckpointError(f"{path}: not written, {reason}. What was there before is untouched")
+    fix = f"free space in {path.parent.parent} (hf/step_*, older checkpoints), lower train.keep_checkpoints, or move it"
+    room = f". The disk is full: it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free; {fix}" if full else ""
+    return CheckpointError(
+        f"{path}: not written, {who}{type(error).__name__}: {_brief(error)}{room}. What was there before is untouched"
+    )
 
 
 def size_in_bytes(tensors: Iterable[Tensor]) -> int:
@@ -241,7 +256,7 @@ def load(path: str | Path, world: World = World()) -> dict[str, Any]:  # noqa: B
         file = Path(path, "state.pt")
         if not is_checkpoint(file.parent):
             raise CheckpointError(f"{path}: no checkpoint there; expected …/checkpoints/step_N")
-        manifest.verify(file.parent, [file.name])
+        verify(file.parent, [file.name])
         saved = torch.load(file, map_location="cpu", weights_only=True)
         if saved.get("format") != FORMAT:
             raise CheckpointError(
@@ -265,13 +280,13 @@ def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = Wo
     """
     folder = Path(path)
 
-    def verify() -> None:
+    def compare() -> None:
         """Compare this process's part of the tensor files with their hashes."""
-        written = [name for name in manifest.read_hashes(folder) if name.startswith("tensors/")]
+        written = [name for name in read_hashes(folder) if name.startswith("tensors/")]
         found = [str(file.relative_to(folder)) for file in folder.glob("tensors/*.distcp")]
-        manifest.verify(folder, sorted({*written, *found})[world.rank :: world.size])
+        verify(folder, sorted({*written, *found})[world.rank :: world.size])
 
-    in_every_process(verify, path, world)
+    in_every_process(compare, path, world)
     in_every_process(lambda: load_tensors(folder / "tensors", parts, alone=world.size == 1), path, world)
 
 
@@ -286,7 +301,7 @@ def load_config(path: str | Path) -> Config:
     if not file.is_file():
         raise CheckpointError(f"{path}: config.yaml is missing; not a checkpoint")
     if is_checkpoint(file.parent):
-        manifest.verify(file.parent, [file.name])
+        verify(file.parent, [file.name])
     try:
         return load_yaml(file)
     except ConfigError as error:
@@ -341,3 +356,142 @@ def numbered(folder: Path) -> list[Path]:
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory holds a checkpoint or part of one. A config.yaml alone belongs to a run."""
     return any((path / name).exists() for name in ("state.pt", "tensors", "meta.json"))
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
+    """All tensors to store, not copies: ``PART/model/PARAMETER`` and ``PART/optimizer/PARAMETER/MOMENT``."""
+    tensors: dict[str, Tensor] = {}
+    for part, (module, optimizer) in parts.items():
+        for name, tensor in _stored(module).items():
+            tensors[f"{part}/model/{name}"] = tensor.detach()
+            for moment, value in optimizer.state.get(tensor, {}).items():
+                tensors[f"{part}/optimizer/{name}/{moment}"] = value.detach()
+    return tensors
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
+    """Write named tensors. Unless ``alone``, every process must call this, each with its shards of the same tensors.
+
+    Raises:
+        torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them fails.
+    """
+    with _silent():
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=alone)
+
+
+def load_tensors(folder: Path, parts: Mapping[str, Trained], *, alone: bool) -> None:
+    """Fill modules and optimisers, in place, with what ``save_tensors`` wrote. The hyperparameters of optimisers stay:
+    they are the config's.
+
+    torch's own ``get_optimizer_state_dict`` is not used: it fills an optimiser that has not stepped yet by stepping it,
+    which would shift the bias correction of every later step.
+
+    Raises:
+        CheckpointError: the folder does not hold exactly these parts' tensors.
+        torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them cannot read.
+    """
+    reader = dcp.FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    targets: dict[str, Tensor] = {}
+    states: list[tuple[torch.optim.Optimizer, dict[Tensor, dict[str, Tensor]]]] = []
+    for part, (module, optimizer) in parts.items():
+        model, state = _stored(module), dict[Tensor, dict[str, Tensor]]()
+        targets |= {f"{part}/model/{name}": tensor.detach() for name, tensor in model.items()}
+        for key, entry in stored.items():
+            name, _, moment = key.removeprefix(f"{part}/optimizer/").rpartition("/")
+            if key.startswith(f"{part}/optimizer/") and name in model:
+                assert isinstance(entry, TensorStorageMetadata)
+                targets[key] = state.setdefault(model[name], {})[moment] = _like(model[name], entry)
+        states.append((optimizer, state))
+    missing, more = set(targets) - set(stored), {key for key in stored if key.split("/", 1)[0] in parts} - set(targets)
+    if missing or more:
+        raise CheckpointError(
+            f"{folder.parent}: does not fit the model: missing {_listed(missing)}; not in the model or its optimiser "
+            f"{_listed(more)}. It was written by a run with another model or other trained parameters"
+        )
+    with _silent():
+        dcp.load(targets, storage_reader=reader, no_dist=alone)
+    for optimizer, state in states:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+def _stored(module: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters and saved buffers by name, tied ones once. Copies that FSDP gathered are freed first."""
+    tensors, seen = dict[str, Tensor](), set[int]()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in seen and (value.requires_grad or not isinstance(value, nn.Parameter)):
+            tensors[name] = value
+        seen.add(id(value))
+    return tensors
+
+
+def _like(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
+    """An empty tensor for an optimiser's moment. It is sharded like the parameter if it has the parameter's shape."""
+    dtype = entry.properties.dtype
+    if entry.size == parameter.shape and parameter.ndim:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(entry.size, dtype=dtype, device=parameter.device)  # a fused optimiser's step counts there
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:3]) or "nothing"
+    return f"{shown}, … ({len(names)})" if len(names) > 3 else shown
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------------- hashes
+
+
+def hashes(folder: Path, rank: int) -> list[tuple[str, str]]:
+    """The names and hashes of the files that a process wrote: shards have its rank, rank 0 wrote all others."""
+    own = [
+        file
+        for file in folder.rglob("*")
+        if file.name.startswith(f"__{rank}_") or (rank == 0 and not file.name.startswith("__"))
+    ]
+    return [(str(file.relative_to(folder)), _digest(file)) for file in own if file.is_file()]
+
+
+def read_hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file of a checkpoint.
+
+    Raises:
+        DamagedError: meta.json is missing, or has none.
+    """
+    file = folder / "meta.json"
+    try:
+        return dict(json.loads(file.read_bytes())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file}: missing, or without the hashes that it was written with ({error})") from None
+
+
+def verify(folder: Path, names: Iterable[str]) -> None:
+    """Compare files of a checkpoint with their hashes.
+
+    Raises:
+        DamagedError: a file is missing, was added, or differs from what was written; the message names the first one.
+    """
+    written = read_hashes(folder)
+    for name in names:
+        file = folder / name
+        if not file.is_file():
+            raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
+        if name not in written:
+            raise DamagedError(f"{file}: not one of the files that the checkpoint was written with")
+        if _digest(file) != written[name]:
+            raise DamagedError(f"{file}: not as it was written (its SHA-256 is not the one in meta.json)")
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
