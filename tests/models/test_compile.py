@@ -95,12 +95,6 @@ def test_decoding_leaves_compiled_layers_alone():
         assert [c.tokens.tolist() for c in one] == [c.tokens.tolist() for c in other]
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ModelError, match=r"model\.compile=true needs .*no-such-compiler is not there"):
-        compile_layers(prepared(qwen3()))
-
-
 # ---------------------------------------------------------------------------------------------------------------- Liger
 
 

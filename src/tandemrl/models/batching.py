@@ -17,9 +17,6 @@ ATTENTION_LENGTH = 12_288
 SLACK = 1.02
 """How many bins to use per bin's worth of tokens, which has an effect from about 25 bins on. Without any spare room,
 every group would have to be split."""
-MAX_IDLE = 0.03
-"""The share of their time that processes may wait for each other. A deal of groups that exceeds it is not used if
-cutting the groups gives less."""
 
 
 def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
@@ -126,13 +123,8 @@ def micro_batches(
     count = max(math.ceil(bins), round(SLACK * bins))
     while True:
         count += -count % parts
-        deals = []
         for deal in _deals(longest_first, count, lengths, costs, groups, budget):
-            deals.append(sorted(deal, key=lambda bin_: (-_sum(costs, bin_), bin_)))
-            if _idle(deals[-1], costs, parts) <= MAX_IDLE:
-                return deals[-1]
-        if deals:
-            return min(deals, key=lambda deal: _idle(deal, costs, parts))
+            return sorted(deal, key=lambda bin_: (-_sum(costs, bin_), bin_))
         count += parts
 
 
@@ -195,14 +187,6 @@ def _largest_differencing(pieces: Sequence[list[int]], weights: Sequence[Cost], 
         heapq.heappush(heap, (-spread, n, merged))
     bins = [sorted(piece) for *_, deal in heap for _, piece in deal]
     return bins + [[] for _ in range(count - len(bins))]
-
-
-def _idle(deal: Sequence[list[int]], costs: Sequence[Cost], parts: int) -> float:
-    """The share of the time of ``parts`` processes that is spent waiting, if they wait for each other after each
-    round."""
-    loads = [_sum(costs, bin_) for bin_ in deal]
-    busy = parts * sum(max(loads[i : i + parts]) for i in range(0, len(loads), parts))
-    return 1 - sum(loads) / busy if busy else 0.0
 
 
 def _sum(values: Sequence[Cost], indices: Sequence[int]) -> Cost:

@@ -1,8 +1,6 @@
 """Options that make a prepared model faster, in place: Liger kernels and torch.compile."""
 
 import importlib
-import os
-import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -15,7 +13,6 @@ from tandemrl.models.attention import ModelError, PackedLayout, UlyssesLayout
 from tandemrl.models.forward import hidden_states, with_gathered_parameters
 
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
-LIGER_DEVICES = ("cuda",)
 LIGER_KERNELS = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
 """Which of Liger's kernels are used. Its losses are not, since log-probs come from ``head``."""
 
@@ -35,8 +32,8 @@ def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.devi
         ModelError: the model is not on CUDA, liger-kernel is not installed or has no kernels for this family, or the
             hidden states differ.
     """
-    family, device = model.config.model_type, device or _weights_device(model)
-    if device.type not in LIGER_DEVICES:
+    family, device = model.config.model_type, device or next(model.get_input_embeddings().parameters()).device
+    if device.type != "cuda":
         raise ModelError(f"{name}: Liger kernels need a CUDA device, the model is on {device}; set model.liger=false")
     if family not in LIGER_FAMILIES:
         raise ModelError(
@@ -59,49 +56,20 @@ def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.devi
     return model
 
 
-def _weights_device(model: PreTrainedModel) -> torch.device:
-    return next(model.get_input_embeddings().parameters()).device
-
-
 _COMPILED = "layers_are_compiled"
 
 
-def _require_compiler(model: PreTrainedModel, device: torch.device | None) -> None:
-    """Check that ``torch.compile`` can compile a model, and raise its limit on recompilations.
-
-    Args:
-        device: the device on which the model computes. None means where its weights are.
-
-    Raises:
-        ModelError: the device is a CPU, and there is no C++ compiler.
-    """
-    compiler = os.environ.get("CXX", "g++")
-    device = device or _weights_device(model)
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise ModelError(
-            f"model.compile=true needs a C++ compiler and {compiler} is not there; install it, name another one in the "
-            f"environment variable CXX, or set model.compile=false"
-        )
-    # A graph holds for a range of sizes, such as 1025 to 2048; past the limit nothing more would be compiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-
-
-def compile_layers(
-    model: PreTrainedModel, *, backend: str = "inductor", device: torch.device | None = None
-) -> PreTrainedModel:
+def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreTrainedModel:
     """Compile every decoder layer of a prepared model with ``torch.compile``, except its attention, in place.
 
     Shapes are dynamic, so packed batches of similar lengths share graphs. The first forward and backward take tens of
     seconds. To decode one token per row, compiled layers would be slower than eager ones: see ``eagerly``.
 
     Args:
-        backend: the backend of ``torch.compile``.
-        device: the device on which the model computes. None means where its weights are.
-
-    Raises:
-        ModelError: the device is a CPU, and there is no C++ compiler.
+        backend: the backend of ``torch.compile``. On a CPU, the default needs a C++ compiler.
     """
-    _require_compiler(model, device)
+    # A graph holds for a range of sizes, such as 1025 to 2048; past the limit nothing more would be compiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     _leave_attention_out()
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, LoraConfig
-from tandemrl.config.hints import pip_install
 from tandemrl.models.sharding import full_parameters, full_tensor
 
 ADAPTER = "default"
@@ -82,15 +81,11 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
         seed: seed of the initial values of A.
 
     Raises:
-        ConfigError: peft is not installed, or ``targets`` names no linear layer, or a layer that cannot be adapted.
+        ConfigError: ``targets`` names no linear layer, or a layer that cannot be adapted.
     """
-    try:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
-    except ImportError:
-        raise ConfigError(
-            f"model.lora.rank={config.rank}: adapters need peft: {pip_install('lora')}, or model.lora.rank=0"
-        ) from None
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
     if "all-linear" in config.targets and len(config.targets) > 1:
         raise ConfigError(f"model.lora.targets={list(config.targets)}: all-linear stands alone")
     settings = PeftConfig(
@@ -244,23 +239,16 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def peft_config(model: nn.Module, base: str) -> Any:
-    """The ``peft.LoraConfig`` of a model's adapters. ``base`` is the name of the model that they belong to."""
+    """The ``peft.LoraConfig`` of a model's adapters, whose layers it names in full. ``base`` is the name of the model
+    that they belong to."""
     from peft import LoraConfig as PeftConfig
 
     layers = adapted_layers(model)
-    leaves = {name.rpartition(".")[2] for name in layers}
-    others = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and name.removesuffix(f".{_BASE}".rstrip(".")) not in layers
-        and ".lora_" not in name
-    }
     first = next(iter(layers.values()))
     return PeftConfig(
         r=first.r[ADAPTER],
         lora_alpha=first.lora_alpha[ADAPTER],
-        target_modules=sorted(leaves if leaves.isdisjoint(others) else layers),
+        target_modules=list(layers),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,
