@@ -142,7 +142,7 @@ def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Col
     from tandemrl.cli.lines import echo
     from tandemrl.processes.world import launched
     from tandemrl.training import checkpoint
-    from tandemrl.training.function_records import with_records
+    from tandemrl.training.arguments import with_records
     from tandemrl.training.preflight import Doubt, NotHereError, Preflight
 
     def start() -> str:

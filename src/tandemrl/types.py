@@ -26,6 +26,12 @@ try:  # Checks at the public boundary when beartype is there; it is not needed t
 except ImportError:  # pragma: no cover - exercised by `make test-core` without beartype
     typechecker = None  # type: ignore[assignment]  # jaxtyped takes None
 
+PerToken = Float[Tensor, " t"]
+IntPerToken = Int64[Tensor, " t"]
+PerSequence = Float[Tensor, " s"]
+IntPerSequence = Int64[Tensor, " s"]
+Scalar = Float[Tensor, ""]
+
 
 class Author(IntEnum):
     """Who wrote a token, which decides whether it is trained on (``losses.weights``)."""

@@ -25,10 +25,6 @@ def mean_clip(*tensors: Tensor, **clips: Any) -> Tensor:
     return ppo_clip(*tensors, **clips).mean()
 
 
-def column(*tensors: Tensor, **clips: Any) -> Tensor:
-    return ppo_clip(*tensors, **clips)[:, None]
-
-
 def detached(*tensors: Tensor, **clips: Any) -> Tensor:
     return ppo_clip(*tensors, **clips).detach()
 
@@ -67,21 +63,16 @@ GRPO = RECIPES["grpo"]
         ({"name": "grpo"}, "is a dict; expected a Recipe or the name of one"),
         ("gropo", r"loss\.recipe=gropo: must be one of grpo, dr_grpo, .*; did you mean grpo\?"),
         (GRPO._replace(surrogate=mean_clip), r"the surrogate returned a float32 tensor of shape \[\]; .*\.mean\(\)"),
-        (GRPO._replace(surrogate=column), r"the surrogate returned a float32 tensor of shape \[7, 1\]; .* \[7\]"),
         (GRPO._replace(surrogate=detached), "a loss without a gradient"),
         (GRPO._replace(surrogate=of_the_old), "gradient of the surrogate .* is 0"),
         (GRPO._replace(surrogate=divided), "the surrogate or its gradient is not finite at advantages"),
         (GRPO._replace(surrogate=no_keywords), "the surrogate function failed: TypeError: .*clip_low.*called as"),
-        (GRPO._replace(surrogate="ppo_clip"), "the surrogate function failed: TypeError: 'str' object is not callable"),
-        (GRPO._replace(surrogate=lambda *a, **k: None), "the surrogate returned None, a NoneType"),
         (GRPO._replace(advantage=spread), r"the advantage function returned a float32 tensor of shape \[\]; .*\[6\]"),
         (GRPO._replace(advantage=whole), "the advantage function returned a int64 tensor"),
         (GRPO._replace(advantage=without_epsilon), "expected finite numbers, also for a group with equal rewards"),
-        (GRPO._replace(advantage=lambda rewards: rewards), "the advantage function failed: TypeError: .*called as"),
         (GRPO._replace(reduction="mean"), "reduction='mean': must be one of token_mean"),
         (GRPO._replace(clip_low="0.2"), r"clip_low='0\.2': must be None or in \[0, 1\]"),
         (GRPO._replace(dual_clip=0.5), r"dual_clip=0\.5: must be None or above 1"),
-        (GRPO._replace(clip_high=-0.2), r"clip_high=-0\.2: must be None, 0 or positive"),
         (GRPO._replace(importance_cap=None), "importance_cap=None: must be positive"),
         (GRPO._replace(overlong_share=2.0), r"overlong_share=2\.0: must be in \[0, 1\)"),
     ],
@@ -92,12 +83,6 @@ def test_a_recipe_that_cannot_train_is_refused_before_any_weight(
     monkeypatch.setattr(build_module, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=message):
         train(config(tiny_pair, tmp_path), recipe=recipe, quiet=True)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_of_the_library_passes_its_trial(name: str) -> None:
-    assert tried_recipe(None, load(overrides=[f"loss.recipe={name}"])).name == name
-    assert tried_recipe(RECIPES[name], load()).name == name
 
 
 OWN = FunctionsConfig(recipe=FunctionRecord("own"))
@@ -191,7 +176,6 @@ def test_the_library_s_strategies_and_a_good_one_pass_their_trial() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Strategy(lambda: None, step), "init failed on 4 rows: TypeError"),  # type: ignore[arg-type, misc]
         (Strategy(lambda keys: keys > 0, step), "init failed on 4 rows: ValueError: too many values"),  # type: ignore[arg-type, return-value]
         (Strategy(lambda keys: (keys, Count(keys)), step), r"init returned a int64 tensor .* expected a bool tensor"),
         (
@@ -199,7 +183,6 @@ def test_the_library_s_strategies_and_a_good_one_pass_their_trial() -> None:
             r"returned a bool tensor of shape \[1\], .* for 4 rows",
         ),
         (Strategy(lambda keys: (keys > 0, {"count": keys}), step), "a dict for 4 rows; expected .* a NamedTuple"),
-        (Strategy(lambda keys: (keys > 0, None), step), "None for 4 rows; expected .* a NamedTuple of tensors"),
         (Strategy(lambda keys: (keys > 0, Count(keys.sum())), step), r", a int64 tensor of shape \[\] for"),
         (Strategy(parity, lambda s, t: (t > 0, Count(s.count.float()))), "shapes and types must stay the same"),
         (Strategy(parity, in_place), "step changed its arguments in place"),

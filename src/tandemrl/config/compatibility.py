@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 from types import NoneType
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, is_own
@@ -24,7 +24,7 @@ Rules = Iterator[tuple[bool, str, str]]
 
 
 class RecipeFacts(NamedTuple):
-    """What a recipe needs.
+    """What is known of a recipe by its name; a ``losses.Recipe`` has the same fields.
 
     name: for messages. critic: whether it needs one. grouped: whether an advantage comes from the other rollouts of a
     group. ratio: whether its surrogate corrects for updates since the rollouts. reduction, importance: its own, or what
@@ -42,16 +42,17 @@ class RecipeFacts(NamedTuple):
 class Facts(NamedTuple):
     """What a config does not say. None and False: not known, or not so.
 
-    processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the one that trains,
-    which may have been passed to ``train``. drops: whether the strategy drops what an author proposes. one_turn:
-    whether there is no environment, not even one that was passed. acted_in: whether one was passed. apart: whether the
+    processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the ``losses.Recipe``
+    that trains, with what ``loss`` sets instead of its own choices. drops: whether the strategy drops what an author
+    proposes. one_turn: whether there is no environment, not even one that was passed. acted_in: whether one was passed.
+    apart: whether the
     junior has a vocabulary of its own. asked: whether the junior may be asked to write, though ``selection`` lets the
     senior write alone. windowed: the key of a model that the engine runs, of which a layer attends to a window only,
     and the tokens of the window.
     """
 
     processes: int | None = None
-    recipe: RecipeFacts | None = None
+    recipe: Any = None
     drops: bool = False
     one_turn: bool = False
     acted_in: bool = False

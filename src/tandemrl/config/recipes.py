@@ -15,7 +15,7 @@ Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_tok
 
 CLIPS = {"ppo_clip": ("clip_low", "clip_high", "dual_clip"), "cispo": ("clip_low", "clip_high"), "reinforce": ()}
 """The surrogates of ``losses.surrogates``, and what each clips by. One that clips by nothing has no ratio, hence no
-correction for a second update. All are 0 where the advantage is 0 (see ``losses.recipes.idle``)."""
+correction for a second update. All are 0 where the advantage is 0 (see ``losses.idle``)."""
 
 
 class Kind(NamedTuple):

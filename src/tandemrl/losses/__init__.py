@@ -25,8 +25,6 @@ from tandemrl.losses.policy import totals as totals
 from tandemrl.losses.recipes import RECIPES as RECIPES
 from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
-from tandemrl.losses.recipes import has_ratio as has_ratio
-from tandemrl.losses.recipes import is_grouped as is_grouped
 from tandemrl.losses.recipes import try_recipe as try_recipe
 from tandemrl.losses.sums import sequence_sum as sequence_sum
 from tandemrl.losses.surrogates import cispo as cispo

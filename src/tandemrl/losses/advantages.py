@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from tandemrl.types import IntPerSequence, IntPerToken, PerSequence, PerToken, Scalar
+
 Total = Callable[[Tensor], Tensor]
 """A function that adds up a tensor element by element over all processes, as ``all_reduce`` with SUM does."""
 
@@ -21,9 +23,7 @@ def _alone(x: Tensor) -> Tensor:
     return x
 
 
-def group_normalised(
-    rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"], *, epsilon: float = 1e-6
-) -> Float[Tensor, " s"]:
+def group_normalised(rewards: PerSequence, group_ids: IntPerSequence, *, epsilon: float = 1e-6) -> PerSequence:
     """GRPO: (R − group mean) / (group std + ε), std with ddof = 1 (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     A group of one gets 0.
@@ -44,14 +44,14 @@ def group_normalised(
     return centred / (std[group] + epsilon)
 
 
-def group_centred(rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) -> Float[Tensor, " s"]:
+def group_centred(rewards: PerSequence, group_ids: IntPerSequence) -> PerSequence:
     """Dr. GRPO: R − group mean (arXiv 2503.20783). A group of one gets 0."""
     group, size = _groups(group_ids)
     mean = rewards.new_zeros(size.shape).index_add(0, group, rewards) / size
     return torch.where(zero_variance_groups(rewards, group_ids), 0.0, rewards - mean[group])
 
 
-def leave_one_out(rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) -> Float[Tensor, " s"]:
+def leave_one_out(rewards: PerSequence, group_ids: IntPerSequence) -> PerSequence:
     """RLOO: R − mean reward of the group's other rollouts = n/(n−1)·(R − group mean) (arXiv 2402.14740).
 
     A group of one gets 0, as in every estimator of this module (verl returns R).
@@ -60,7 +60,7 @@ def leave_one_out(rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) 
     return group_centred(rewards, group_ids) * (size / (size - 1).clamp(min=1)).to(rewards.dtype)[group]
 
 
-def zero_variance_groups(outcomes: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) -> Bool[Tensor, " s"]:
+def zero_variance_groups(outcomes: PerSequence, group_ids: IntPerSequence) -> Bool[Tensor, " s"]:
     """True at every rollout whose group has equal outcomes throughout, so that its advantages carry no signal.
 
     DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out. To do so, set the weights of their
@@ -95,7 +95,7 @@ def whiten(
 
 def explained_variance(
     values: Float[Tensor, " k"], returns: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, total: Total = _alone
-) -> Float[Tensor, ""]:
+) -> Scalar:
     """1 − Var(R − V) / Var(R) with weighted variances, and 0 where all returns are equal.
 
     At 1 the critic predicts every return; at 0 it is no better than predicting their mean.
@@ -111,9 +111,7 @@ def explained_variance(
     return torch.where(variance > 0, 1 - left / variance, torch.zeros_like(variance))
 
 
-def _moments(
-    x: Float[Tensor, " k"], weights: Float[Tensor, " k"], total: Total
-) -> tuple[Float[Tensor, " k"], Float[Tensor, ""]]:
+def _moments(x: Float[Tensor, " k"], weights: Float[Tensor, " k"], total: Total) -> tuple[Float[Tensor, " k"], Scalar]:
     """``x`` − weighted mean (0 where the weight is 0), and the unbiased weighted variance."""
     used = weights > 0
     x = torch.where(used, x, 0.0)
@@ -125,14 +123,14 @@ def _moments(
 
 
 def gae(
-    rewards: Float[Tensor, " t"],
-    values: Float[Tensor, " t"],
+    rewards: PerToken,
+    values: PerToken,
     trained: Bool[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
+    sequence_ids: IntPerToken,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
-) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
+) -> tuple[PerToken, PerToken]:
     """Generalised advantage estimation (GAE) over the trained tokens of each sequence (arXiv 1506.02438, equation 16).
 
     A_i = δ_i + γλ·A_j and δ_i = r_i + γ·V_j − V_i, where j is the next trained token of the same sequence. Without
@@ -171,7 +169,7 @@ def gae(
     return advantages, advantages + values
 
 
-def _reverse_scan(x: Float[Tensor, " t"], decay: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+def _reverse_scan(x: PerToken, decay: PerToken) -> PerToken:
     """y_i = x_i + decay_i·y_{i+1}, in log₂ t vectorised steps (Hillis and Steele 1986) instead of t."""
     step = 1
     while step < x.shape[0]:
@@ -181,7 +179,7 @@ def _reverse_scan(x: Float[Tensor, " t"], decay: Float[Tensor, " t"]) -> Float[T
     return x
 
 
-def _groups(group_ids: Int64[Tensor, " s"]) -> tuple[Int64[Tensor, " s"], Int64[Tensor, " g"]]:
+def _groups(group_ids: IntPerSequence) -> tuple[IntPerSequence, Int64[Tensor, " g"]]:
     """The group of each rollout as an index 0 … g−1, and the size of each group."""
     _, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return group, size

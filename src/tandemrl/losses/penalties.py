@@ -6,16 +6,17 @@ Entropy is not computed here: the caller passes it, since only the caller has th
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int8, Int64
+from jaxtyping import Int8
 from torch import Tensor
 
 from tandemrl.losses.sums import require_one_of
 from tandemrl.losses.surrogates import log_ratio
+from tandemrl.types import IntPerSequence, IntPerToken, PerSequence, PerToken
 
 KLKind = Literal["k1", "k2", "k3"]
 
 
-def kl(logprobs: Float[Tensor, " t"], ref_logprobs: Float[Tensor, " t"], *, kind: KLKind = "k3") -> Float[Tensor, " t"]:
+def kl(logprobs: PerToken, ref_logprobs: PerToken, *, kind: KLKind = "k3") -> PerToken:
     """Per-token estimate (nats) of KL(policy ‖ reference) from tokens that the policy sampled.
 
     With d = ref_logprobs − logprobs, clamped to ±20: k1 = −d, k2 = d²/2, k3 = eᵈ − d − 1 ≥ 0 (Schulman 2020,
@@ -33,11 +34,7 @@ def kl(logprobs: Float[Tensor, " t"], ref_logprobs: Float[Tensor, " t"], *, kind
     return d.expm1() - d
 
 
-def kl_penalty(
-    old_logprobs: Float[Tensor, " t"],
-    ref_logprobs: Float[Tensor, " t"],
-    weights: Float[Tensor, " t"],
-) -> Float[Tensor, " t"]:
+def kl_penalty(old_logprobs: PerToken, ref_logprobs: PerToken, weights: PerToken) -> PerToken:
     """w·k1(old, reference) at every token: the KL penalty to subtract from the reward, before its coefficient
     (Ziegler et al., arXiv 1909.08593, equation 2).
 
@@ -53,12 +50,8 @@ def kl_penalty(
 
 
 def token_rewards(
-    outcomes: Float[Tensor, " s"],
-    author: Int8[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
-    *,
-    penalty: Float[Tensor, " t"] | None = None,
-) -> Float[Tensor, " t"]:
+    outcomes: PerSequence, author: Int8[Tensor, " t"], sequence_ids: IntPerToken, *, penalty: PerToken | None = None
+) -> PerToken:
     """Rewards per token, as ``gae`` takes them: each sequence's outcome at its last response token, minus ``penalty``.
 
     The outcome is put there whether the senior or the junior wrote that token: ``gae`` moves the reward of an untrained
@@ -101,9 +94,7 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, l
     return coef * (1 + gain * error)
 
 
-def overlong_penalty(
-    lengths: Int64[Tensor, " s"], *, max_tokens: int, buffer: int, factor: float = 1.0
-) -> Float[Tensor, " s"]:
+def overlong_penalty(lengths: IntPerSequence, *, max_tokens: int, buffer: int, factor: float = 1.0) -> PerSequence:
     """DAPO's soft overlong punishment, a number ≤ 0 to add to each reward (arXiv 2503.14476, equation 13).
 
     It is 0 for responses of up to ``max_tokens − buffer`` tokens. From there it falls linearly to −``factor`` at

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int8, Int64
+from jaxtyping import Bool, Int8
 from torch import Tensor
 
 from tandemrl.config.recipes import Importance, Reduction
@@ -25,7 +25,7 @@ from tandemrl.losses.surrogates import (
     log_ratio,
     sequence_old_logprobs,
 )
-from tandemrl.types import Author, Batch, Totals
+from tandemrl.types import Author, Batch, IntPerToken, PerSequence, PerToken, Scalar, Totals
 
 NormaliseBy = Literal["weight", "response"]
 
@@ -49,13 +49,13 @@ class Coefficients(NamedTuple):
 def policy_loss(
     recipe: Recipe,
     batch: Batch,
-    logprobs: Float[Tensor, " t"],
+    logprobs: PerToken,
     *,
-    weights: Float[Tensor, " t"],
+    weights: PerToken,
     totals: Totals,
-    entropy: Float[Tensor, " t"] | None = None,
+    entropy: PerToken | None = None,
     coefficients: Coefficients = Coefficients(),  # noqa: B008 - immutable
-) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+) -> tuple[Scalar, dict[str, Scalar]]:
     """The share of this micro-batch in the loss of the optimiser step, and detached sums for metrics.
 
     Tokens of weight 0 have no influence, with one exception: ``junior_kl_coef`` (λ_jun) adds
@@ -155,17 +155,17 @@ def policy_loss(
 
 
 def reduce(
-    x: Float[Tensor, " t"],
-    weights: Float[Tensor, " t"],
+    x: PerToken,
+    weights: PerToken,
     author: Int8[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
+    sequence_ids: IntPerToken,
     *,
     num_sequences: int,
     totals: Totals,
     reduction: Reduction,
     normalise_by: NormaliseBy = "weight",
     constant: float | None = None,
-) -> Float[Tensor, ""]:
+) -> Scalar:
     """The share of this micro-batch in the loss of the optimiser step, from losses ``x`` and weights ``w`` per token.
 
     - ``token_mean``: Σ w·x / Σw (DAPO, arXiv 2503.14476, equation 8).
@@ -205,7 +205,7 @@ def reduce(
     return per_sequence.sum() / divisor(totals.sequences, per_sequence)
 
 
-def totals(weights: Float[Tensor, " s"], response_tokens: Float[Tensor, " s"]) -> Totals:
+def totals(weights: PerSequence, response_tokens: PerSequence) -> Totals:
     """The counts of some sequences as 0-d tensors, in float64.
 
     Args:
@@ -230,8 +230,8 @@ def average_metrics(sums: Mapping[str, Tensor], totals: Totals) -> dict[str, Ten
 
 def idle(
     recipe: Recipe,
-    advantages: Float[Tensor, " s"],
-    token_counts: Float[Tensor, " s"],
+    advantages: PerSequence,
+    token_counts: PerSequence,
     coefficients: Coefficients = Coefficients(),  # noqa: B008 - immutable
 ) -> Bool[Tensor, " s"]:
     """Which rollouts add exactly 0 to the loss and to its gradient, so that no model needs to read them.

@@ -11,7 +11,6 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
 from tandemrl.config.recipes import CLIPS, KINDS, Importance, Reduction
@@ -20,6 +19,7 @@ from tandemrl.losses import surrogates
 from tandemrl.losses.advantages import whiten
 from tandemrl.losses.sums import require_one_of
 from tandemrl.losses.surrogates import RatioLevel, Surrogate
+from tandemrl.types import IntPerSequence, PerSequence, PerToken
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,6 +54,22 @@ class Recipe(NamedTuple):
     filter_zero_variance: bool = False
     overlong_share: float = 0.0
 
+    @property
+    def critic(self) -> bool:
+        """Whether it needs a critic."""
+        return self.advantage is None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether an advantage comes from the other rollouts of a group. What a custom function reads is not known."""
+        return self.advantage is not None and self.advantage in ESTIMATORS.values()
+
+    @property
+    def ratio(self) -> bool:
+        """Whether the surrogate compares with old log-probs, so that a second update on the same rollouts is corrected
+        for. One that is not the library's is taken to do so."""
+        return self.surrogate not in [SURROGATES[name] for name, clips in CLIPS.items() if not clips]
+
 
 ESTIMATORS: dict[str | None, Advantage | None] = {
     kind.advantage: None if kind.advantage is None else getattr(estimators, kind.advantage) for kind in KINDS.values()
@@ -68,8 +84,8 @@ RECIPES = {
 
 
 def compute_advantages(
-    recipe: Recipe, rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"], token_counts: Float[Tensor, " s"]
-) -> Float[Tensor, " s"]:
+    recipe: Recipe, rewards: PerSequence, group_ids: IntPerSequence, token_counts: PerSequence
+) -> PerSequence:
     """The advantage of each rollout.
 
     Pass the whole batch, with the rollouts of every rank, before it is split into mini-batches.
@@ -93,20 +109,7 @@ def compute_advantages(
     return whiten(advantages, token_counts) if recipe.whiten else advantages
 
 
-def has_ratio(recipe: Recipe) -> bool:
-    """Whether the surrogate compares with old log-probs, so that a second update on the same rollouts is corrected for.
-
-    One that is not the library's is taken to do so.
-    """
-    return recipe.surrogate not in [SURROGATES[name] for name, clips in CLIPS.items() if not clips]
-
-
-def is_grouped(recipe: Recipe) -> bool:
-    """Whether an advantage comes from the other rollouts of a group. What a custom function reads is not known."""
-    return recipe.advantage is not None and recipe.advantage in ESTIMATORS.values()
-
-
-def require_per_token(x: Any, logprobs: Float[Tensor, " t"]) -> None:
+def require_per_token(x: Any, logprobs: PerToken) -> None:
     """Refuse what a surrogate returned if it is not a loss for each token.
 
     A mean would otherwise be broadcast to all tokens, and train with other gradients than its author meant.

@@ -3,13 +3,12 @@
 from typing import Any, get_args
 
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
+from tandemrl.types import IntPerToken, PerSequence, PerToken
 
-def sequence_sum(
-    x: Float[Tensor, " t"], sequence_ids: Int64[Tensor, " t"], *, num_sequences: int
-) -> Float[Tensor, " s"]:
+
+def sequence_sum(x: PerToken, sequence_ids: IntPerToken, *, num_sequences: int) -> PerSequence:
     """The sum of ``x`` over the tokens of each sequence, and 0 for a sequence without tokens."""
     return x.new_zeros(num_sequences).index_add(0, sequence_ids, x)
 

@@ -14,10 +14,10 @@ from math import inf
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
 from tandemrl.losses.sums import divisor, sequence_sum
+from tandemrl.types import IntPerToken, PerToken
 
 RatioLevel = Literal["token", "sequence"]
 
@@ -29,7 +29,7 @@ Surrogate = Callable[..., Tensor]
 token, which training minimises."""
 
 
-def log_ratio(logprobs: Float[Tensor, " t"], old_logprobs: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+def log_ratio(logprobs: PerToken, old_logprobs: PerToken) -> PerToken:
     """logprobs − old_logprobs (nats), clamped to ±20."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -45,14 +45,14 @@ def clip_range(clip_low: float | None, clip_high: float | None) -> tuple[float, 
 
 
 def ppo_clip(
-    logprobs: Float[Tensor, " t"],
-    old_logprobs: Float[Tensor, " t"],
-    advantages: Float[Tensor, " t"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float | None,
     clip_high: float | None,
     dual_clip: float | None = None,
-) -> Float[Tensor, " t"]:
+) -> PerToken:
     """max(−r·A, −clip(r)·A) (PPO, arXiv 1707.06347, equation 7).
 
     With a ``dual_clip`` of c, the loss is at most −c·A where A < 0 (arXiv 1912.09729). ``clip_high > clip_low`` is
@@ -72,14 +72,14 @@ def ppo_clip(
 
 
 def cispo(
-    logprobs: Float[Tensor, " t"],
-    old_logprobs: Float[Tensor, " t"],
-    advantages: Float[Tensor, " t"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float | None,
     clip_high: float | None,
     dual_clip: float | None = None,
-) -> Float[Tensor, " t"]:
+) -> PerToken:
     """−sg(clip(r))·A·logprobs, where sg stops the gradient (MiniMax-M1, arXiv 2506.13585, equation 4).
 
     Unlike in ``ppo_clip``, tokens whose ratio is clipped keep a gradient.
@@ -95,14 +95,14 @@ def cispo(
 
 
 def reinforce(
-    logprobs: Float[Tensor, " t"],
-    old_logprobs: Float[Tensor, " t"],
-    advantages: Float[Tensor, " t"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float | None = None,
     clip_high: float | None = None,
     dual_clip: float | None = None,
-) -> Float[Tensor, " t"]:
+) -> PerToken:
     """−A·logprobs (Williams 1992).
 
     It does not read ``old_logprobs``, so it suits a single on-policy update per batch of rollouts.
@@ -116,13 +116,8 @@ def reinforce(
 
 
 def sequence_old_logprobs(
-    logprobs: Float[Tensor, " t"],
-    old_logprobs: Float[Tensor, " t"],
-    weights: Float[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
-    *,
-    num_sequences: int,
-) -> Float[Tensor, " t"]:
+    logprobs: PerToken, old_logprobs: PerToken, weights: PerToken, sequence_ids: IntPerToken, *, num_sequences: int
+) -> PerToken:
     """Old log-probs under which every token has its sequence's ratio s = exp(Σ w·(logprobs − old) / Σw).
 
     They are sg(logprobs − log s), where sg stops the gradient. A surrogate that reads them in place of the old
@@ -140,15 +135,15 @@ def sequence_old_logprobs(
 
 
 def importance_weights(
-    old_logprobs: Float[Tensor, " t"],
-    behaviour_logprobs: Float[Tensor, " t"],
-    weights: Float[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
+    old_logprobs: PerToken,
+    behaviour_logprobs: PerToken,
+    weights: PerToken,
+    sequence_ids: IntPerToken,
     *,
     num_sequences: int,
     level: RatioLevel,
     cap: float,
-) -> Float[Tensor, " t"]:
+) -> PerToken:
     """Weights of truncated importance sampling: min(exp(old − behaviour), cap), detached; 1 at tokens of weight 0.
 
     They correct for a sampler whose probabilities differ from the trainer's (Yao et al. 2025, "Your efficient RL
@@ -164,13 +159,7 @@ def importance_weights(
     return torch.where(weights > 0, ratio, 1.0)
 
 
-def value_loss(
-    values: Float[Tensor, " t"],
-    old_values: Float[Tensor, " t"],
-    returns: Float[Tensor, " t"],
-    *,
-    clip: float | None = 0.5,
-) -> Float[Tensor, " t"]:
+def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, *, clip: float | None = 0.5) -> PerToken:
     """½·max((V − R)², (V_clipped − R)²) at each token, where V_clipped is V kept within ``clip`` of ``old_values``.
 
     This is the value clipping of the PPO implementation (Engstrom et al., arXiv 2005.12729, section 3). If ``clip`` is

@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Float, Int8, Shaped
 from torch import Tensor
 
-from tandemrl.types import Author, Batch
+from tandemrl.types import Author, Batch, PerSequence, PerToken
 
 
-def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[Tensor, " t"]:
+def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> PerToken:
     """The loss weight of every token: 0 for context, ``junior_weight`` for the junior's, 1 for the senior's.
 
     ``junior_weight=0`` is tandem GRPO (arXiv 2606.28166); ``junior_weight=1`` is plain GRPO on every response token.
@@ -36,8 +36,8 @@ def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[
 
 
 def sequence_weights(
-    senior: Float[Tensor, " s"], junior: Float[Tensor, " s"], ends: Float[Tensor, " s"], *, junior_weight: float
-) -> Float[Tensor, " s"]:
+    senior: PerSequence, junior: PerSequence, ends: PerSequence, *, junior_weight: float
+) -> PerSequence:
     """Σw of sequences: the sum of ``token_weights`` and of the ends of words.
 
     Args:
@@ -48,7 +48,7 @@ def sequence_weights(
 
 
 def with_word_ends(
-    batch: Batch, weights: Float[Tensor, " t"], *channels: tuple[Shaped[Tensor, " t"], Shaped[Tensor, " e"]]
+    batch: Batch, weights: PerToken, *channels: tuple[Shaped[Tensor, " t"], Shaped[Tensor, " e"]]
 ) -> tuple[Batch, Float[Tensor, " n"], list[Shaped[Tensor, " n"]]]:
     """A batch whose ``word_ends`` are entries behind its tokens, for ``policy_loss`` and ``kl_penalty``.
 

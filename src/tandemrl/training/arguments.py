@@ -1,20 +1,25 @@
-"""What may be passed to ``train`` in Python, accepted in its short forms and refused with a line if it cannot work."""
+"""What may be passed to ``train`` in Python, accepted in its short forms and refused with a line if it cannot work.
 
-from collections.abc import Callable
+``config.yaml`` has a record of each function that takes the place of config keys. A file cannot hold a function, but it
+can hold its name and signature. Whoever trains from the file alone is then told what is missing, instead of training
+something else.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tandemrl.config import Config, ConfigError
-from tandemrl.config.compatibility import Facts, RecipeFacts, check
+from tandemrl.config import Config, ConfigError, FunctionRecord
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.fields import is_own
 from tandemrl.config.schema import LossConfig
 from tandemrl.config.strategies import KINDS
-from tandemrl.losses import RECIPES, Recipe, has_ratio, is_grouped, try_recipe
+from tandemrl.losses import RECIPES, Recipe, try_recipe
 from tandemrl.processes.names import import_failure, import_object, instantiate
 from tandemrl.rollout.factory import EngineFactory
+from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, try_strategy
-from tandemrl.training.function_records import describe
 
 StrategyFunction = Callable[[int], Strategy]
 
@@ -121,20 +126,8 @@ def tried_recipe(recipe: Recipe | None, config: Config) -> Recipe:
         try_recipe(resolved)
     except ValueError as error:
         raise ConfigError(f"recipe {resolved.name}: {error}") from error
-    check(config, Facts(recipe=facts_of(resolved)))
+    check(config, Facts(recipe=resolved))
     return resolved
-
-
-def facts_of(recipe: Recipe) -> RecipeFacts:
-    """What decides whether a config goes with a recipe."""
-    return RecipeFacts(
-        recipe.name,
-        critic=recipe.advantage is None,
-        grouped=is_grouped(recipe),
-        ratio=has_ratio(recipe),
-        reduction=recipe.reduction,
-        importance=recipe.importance,
-    )
 
 
 def strategy_at(strategy: StrategyFunction, step: int) -> Strategy:
@@ -201,3 +194,49 @@ def _where(thing: Any) -> str:
     """Where a function, a class or an object's class was defined, as ``module:name``."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def with_records(config: Config, *, accepted: Collection[str] = (), **functions: Any) -> Config:
+    """The config with a record of each function that takes the place of some of its keys.
+
+    Args:
+        accepted: whose code may have changed (``--accept-changed``).
+        functions: the arguments of ``train`` that ``config.FunctionsConfig`` has a field for. None means not passed.
+
+    Raises:
+        ConfigError: the config is of a run that had a function, and this function is not passed.
+    """
+    records = {
+        name: None if each is None else FunctionRecord(name=describe(each), signature=signature(each))
+        for name, each in functions.items()
+    }
+    for name, now in records.items():
+        before: FunctionRecord | None = getattr(config.functions, name)
+        if before is not None and (now is None or (now.signature != before.signature and name not in accepted)):
+            passed = "none" if now is None else f"{now.name} [{now.signature}]"
+            raise ConfigError(
+                f"functions.{name}: this config belongs to a run with {before.name} [{before.signature}]; "
+                f"passed is {passed}. Pass that function in Python, train(load(CONFIG), {name}=FUNCTION), "
+                f"or set functions.{name}=null to train another run"
+            )
+    return replace(config, functions=replace(config.functions, **records))
+
+
+def describe(function: Any) -> str:
+    """A short description of a function: its name, and that of the module that defines it.
+
+    Examples:
+        >>> describe({"mine": with_records})
+        'mine=tandemrl.training.arguments.with_records'
+    """
+    if isinstance(function, Recipe):
+        return f"recipe {function.name}"
+    if isinstance(function, Mapping):
+        return ", ".join(f"{name}={describe(each)}" for name, each in function.items())
+    if isinstance(function, partial):
+        return f"partial({describe(function.func)})"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

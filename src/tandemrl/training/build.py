@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config
 from tandemrl.config.compatibility import Facts, check
@@ -15,7 +16,7 @@ from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers
-from tandemrl.models.loading import load_model, resolve_device
+from tandemrl.models.loading import load_configuration, load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
 from tandemrl.models.sharded_loading import load_sharded, meta_model
 from tandemrl.models.trainable import load_policy, load_value_model, make_optimizer, self_paired
@@ -29,8 +30,7 @@ from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, ma
 from tandemrl.rollout.fleet.ray_workers import Acting
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.selection import Strategy
-from tandemrl.training.arguments import StrategyFunction, facts_of, resolve_arguments, strategy_at
-from tandemrl.training.function_records import with_records
+from tandemrl.training.arguments import StrategyFunction, resolve_arguments, strategy_at, with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.host_memory import keep_freed_memory
 from tandemrl.training.preflight import Preflight
@@ -70,34 +70,16 @@ def build(
         GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
     config, recipe, strategy, engine = resolve_arguments(config, recipe, strategy, engine)
-    own_recipe = None if recipe == RECIPES.get(config.loss.recipe) else recipe
-    reward = reward or {}
     check_instance(environment)
-    config = with_records(
-        config,
-        accepted=accepted,
-        recipe=own_recipe,
-        strategy=strategy,
-        reward=reward or None,
-        environment=environment,
-        engine=engine,
-    )
-    model, rollout, world = config.model, config.rollout, world or World()
-    preflight = Preflight(
-        config,
-        processes=world.size,
-        functions=reward,
-        environment=environment,
-        own_recipe=own_recipe,
-        strategy=strategy,
-        check_judge=check_judge,
-        stated=stated,
-    ).require()
-    if resolve_device(model.device).type == "cpu":
+    own = None if recipe == RECIPES.get(config.loss.recipe) else recipe
+    passed: dict[str, Any] = dict(recipe=own, strategy=strategy, reward=reward or None, environment=environment)
+    config = with_records(config, accepted=accepted, engine=engine, **passed)
+    world = world or World()
+    preflight = Preflight(config, processes=world.size, check_judge=check_judge, stated=stated, **passed).require()
+    config, model, tokenizer = preflight.planned, config.model, preflight.tokenizer
+    device = resolve_device(model.device)
+    if device.type == "cpu":
         keep_freed_memory()
-    tokenizer, (prompts, dropped) = preflight.tokenizer, preflight.prompts
-    config = preflight.planned
-
     judge = judges(config, preflight.judge)
     scorer = Scorer(
         config.reward,
@@ -106,34 +88,18 @@ def build(
         functions=preflight.rewards_by_name,
         world=None if world.size == 1 else world,
     )
-
     policy = load_policy(model, world, seed=config.train.seed, offload=config.parallel.offload_parameters)
-    apart = preflight.junior_tokenizer
-    logits = policy.get_output_embeddings().weight.shape[0]
-    schedule = schedule_of(config.selection, tokenizer, logits, by_text=apart is not None)
+    logits, apart = policy.get_output_embeddings().weight.shape[0], preflight.junior_tokenizer is not None
+    schedule = schedule_of(config.selection, tokenizer, logits, by_text=apart)
     if strategy is not None:
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
-    recipe = preflight.recipe
     first = schedule.strategy(1)
-    check(config, Facts(recipe=facts_of(recipe), drops=first.starts is not None))
-    tandem = strategy is not None or first.writers != "senior"
-    critic = recipe.advantage is None
-    models = build_models(
-        config,
-        policy,
-        tokenizer,
-        world,
-        tandem=tandem,
-        critic=critic,
-        factory=engine,
-        junior_tokenizer=apart,
-        whole_words=first.starts is not None,
-        acting=None if preflight.episode_runner is None else preflight.episode_runner.elsewhere(config),
-    )
+    check(config, Facts(recipe=preflight.trained_recipe, drops=first.starts is not None))
+    models = build_models(preflight, policy, first, world, engine)
     with ExitStack() as unfinished:
         unfinished.callback(models.engine.close)
-        sampling = sampling_of(rollout)
-        device, vocabulary = resolve_device(model.device), models.engine.vocabulary
+        (prompts, dropped), sampling = preflight.prompts, sampling_of(config.rollout)
+        vocabulary = models.engine.vocabulary
         starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
         # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
         measure = partial(
@@ -147,7 +113,7 @@ def build(
         )
         setup = RunSetup(
             config=config,
-            recipe=recipe,
+            recipe=preflight.trained_recipe,
             schedule=schedule,
             tokenizer=tokenizer,
             prompts=prompts,
@@ -173,28 +139,16 @@ def build(
 
 
 def build_models(
-    config: Config,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    world: World,
-    *,
-    tandem: bool,
-    critic: bool,
-    factory: EngineFactory | None = None,
-    junior_tokenizer: PreTrainedTokenizerBase | None = None,
-    whole_words: bool = False,
-    acting: Acting | None = None,
+    preflight: Preflight, policy: PreTrainedModel, first: Strategy, world: World, factory: EngineFactory | None = None
 ) -> Models:
     """Make all models of a run around the policy of ``load_policy``, which is changed in place.
 
     Args:
-        tandem: whether the junior writes, too.
-        critic: whether the recipe needs a critic.
+        first: the strategy of the first step. What it asks for, those of all steps do.
         factory: makes the engine, instead of ``rollout.engine``.
-        junior_tokenizer: that of a junior with a vocabulary of its own.
-        whole_words: whether the strategy drops what an author proposes.
-        acting, world: see ``make_engine``.
+        world: see ``make_engine``.
     """
+    config = preflight.planned
     model, loss = config.model, config.loss
     dtype = getattr(torch, model.dtype)
     frozen: dict[tuple[str, str, bool], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
@@ -205,12 +159,11 @@ def build_models(
         if name not in frozen:
             if model.lora.rank and world.size == 1 and (path, dtype_name) == (model.senior, "float32"):
                 loaded = alias(policy)  # whose own weights stay as they are beside the adapters
-            elif sharded and world.size > 1:
-                loaded = load_sharded(path, world, compute=dtype, dtype=dtype_name, device=model.device, frozen=True)
             else:
-                loaded = load_model(path, dtype=dtype_name, device=model.device).requires_grad_(False)
+                scope = world if sharded else World()
+                loaded = load_sharded(path, scope, compute=dtype, dtype=dtype_name, device=model.device, frozen=True)
             if model.compile:  # the same arithmetic as the policy's
-                compile_layers(loaded, device=resolve_device(model.device))
+                compile_layers(loaded)
             frozen[name] = loaded
         return frozen[name]
 
@@ -219,9 +172,12 @@ def build_models(
     in_a_worker = partial(base_of_worker, partner, model.dtype, model.device)
     load = partial(freeze, partner, model.dtype, sharded=False)
     endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
-    decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint, whole_words)
-    writer = decoder if tandem else None
-    engine = build_engine(config, writer, tokenizer, factory, acting, world)
+    writer = None
+    if preflight.strategy is not None or first.writers != "senior":
+        apart, whole_words = preflight.junior_tokenizer, first.starts is not None
+        writer = ModelSource(partner, load, None, in_a_worker, apart, endpoint, whole_words)
+    acting = None if preflight.episode_runner is None else preflight.episode_runner.elsewhere(config)
+    engine = build_engine(config, writer, preflight.tokenizer, factory, acting, world)
     with ExitStack() as unfinished:
         unfinished.callback(engine.close)
         reference = None
@@ -231,9 +187,9 @@ def build_models(
             # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
             reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
         if model.compile:
-            compile_layers(policy, device=resolve_device(model.device))
+            compile_layers(policy)
         value_model = None
-        if critic:
+        if preflight.trained_recipe.critic:
             module = load_value_model(model, world, offload=config.parallel.offload_parameters)
             value_model = Trained(module, make_optimizer(module, config.train, config.train.critic_lr))
         made = Models(
@@ -298,22 +254,17 @@ def build_engine(
         observed = config.response_tokens - config.rollout.max_tokens
         longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens) + observed)
 
-    def of_its_own() -> PreTrainedModel:
+    def load() -> PreTrainedModel:
+        if shared and junior is not None:
+            return adapted_alias(junior.load(), model.lora, config.train.seed)
         return load_model(model.senior, dtype=model.dtype, device=model.device).requires_grad_(False)
-
-    def on_the_junior() -> PreTrainedModel:
-        assert junior is not None
-        return adapted_alias(junior.load(), model.lora, config.train.seed)
 
     plan = None
     if shared and not config.rollout.kind.in_trainer:
-        configuration = AutoConfig.from_pretrained(model.senior, trust_remote_code=False)
-        plan = adapter_plan(meta_model(configuration), model.lora)
-    base = partial(adapted_base_of_worker, model.senior, model.dtype, model.device)
-    in_a_worker = partial(base, model.lora, config.train.seed)
-    senior = ModelSource(
-        model.senior, on_the_junior if shared else of_its_own, plan, load_elsewhere=in_a_worker if shared else None
-    )
+        plan = adapter_plan(meta_model(load_configuration(model.senior)), model.lora)
+    adapted = (model.senior, model.dtype, model.device, model.lora, config.train.seed)
+    in_a_worker = partial(adapted_base_of_worker, *adapted) if shared else None
+    senior = ModelSource(model.senior, load, plan, load_elsewhere=in_a_worker)
     return make_engine(
         config.rollout,
         senior,

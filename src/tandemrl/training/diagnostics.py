@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandemrl.config import Config
-from tandemrl.losses import Recipe, is_grouped
+from tandemrl.losses import Recipe
 from tandemrl.types import Metrics
 
 AFTER = 3
@@ -51,7 +51,7 @@ def lessons(metrics: Mapping[str, Any], recipe: Recipe) -> float:
     if metrics.get("reward/unscored") == 1 or metrics.get("reward/std") == 0:
         return 0.0
     flat = metrics.get("groups/zero_variance")
-    return 1.0 - flat if is_grouped(recipe) and flat is not None else 1.0
+    return 1.0 - flat if recipe.grouped and flat is not None else 1.0
 
 
 def no_signal_warning(config: Config, recipe: Recipe) -> Callable[[Metrics], str | None]:
@@ -77,7 +77,7 @@ def cause(metrics: Mapping[str, Any], config: Config, recipe: Recipe) -> str:
     """Why the rewards of a step teach nothing, and what to do about it, as far as its metrics tell."""
     if metrics.get("reward/unscored") == 1:
         return "the judge scored no text: see its output"
-    if config.rollout.group_size == 1 and is_grouped(recipe):
+    if config.rollout.group_size == 1 and recipe.grouped:
         return "rollout.group_size=1: a group of one has nothing to compare with; use 2 or more, or loss.recipe=ppo"
     mean, right = metrics.get("reward/mean") or 0.0, metrics.get("reward/acc") or 0.0
     found, cut = metrics.get("reward/answer_present"), metrics.get("response/truncated") or 0.0

@@ -111,18 +111,8 @@ def train(
     with locked:
         checkpoint.check_folder(resolve_arguments(config, recipe, strategy, engine)[0], where, accepted)
         with judge_server(config, start=world.main) as check_judge:
-            run = build(
-                config,
-                recipe,
-                strategy,
-                world,
-                by_name(reward),
-                environment,
-                engine,
-                check_judge,
-                stated,
-                accepted,
-            )
+            passed = (recipe, strategy, world, by_name(reward), environment, engine)
+            run = build(config, *passed, check_judge, stated, accepted)
             config, silent = run.setup.config, quiet or not world.main
             with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
                 checkpoint.restore(run, where, accepted)

@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
@@ -77,7 +77,7 @@ class Preflight:
 
     downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
     machine. If not, a missing one raises a ``NotHereError``. processes: how many were started; None: not
-    known yet. functions, environment, own_recipe, strategy: what was
+    known yet. recipe, strategy, reward, environment: what was
     passed to ``train``. check_judge: called while waiting for a judge's server; it raises if the server has ended.
     stated: dotted keys of ``reward.*`` that the user typed, so that they must be used, even without evaluation.
     """
@@ -85,10 +85,10 @@ class Preflight:
     config: Config
     downloads: bool = True
     processes: int | None = 1
-    functions: Mapping[str, RewardFunction] = field(default_factory=dict)
-    environment: Environment | None = None
-    own_recipe: Recipe | None = None
+    recipe: Recipe | None = None
     strategy: StrategyFunction | None = None
+    reward: Mapping[str, RewardFunction] | None = None
+    environment: Environment | None = None
     check_judge: Callable[[], None] = lambda: None
     stated: Collection[str] = ()
 
@@ -100,7 +100,8 @@ class Preflight:
         is wrong, and NotHereError if it would need a download to decide.
         """
         config, model = self.config, self.config.model
-        loaded = model.junior if model.junior_endpoint.url is None else None
+        endpoint = model.junior_endpoint
+        loaded = model.junior if endpoint.url is None else None
         models = {"model.senior": model.senior, "model.junior": loaded, "model.critic": model.critic}
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
@@ -108,12 +109,12 @@ class Preflight:
         acted_in = self.environment is not None or config.rollout.environment_kind.turns
         return {
             "processes": self.mesh,
-            "model.device": self.devices,
+            "model.device": lambda: str(resolve_device(model.device)),
             "packages": self.packages,
             **{key: partial(self.model, key, path) for key, path in named.items()},
             "vocabularies": self.vocabularies,
-            **({} if model.junior_endpoint.url is None else {"model.junior_endpoint.url": self.junior_served}),
-            "loss.recipe": self.algorithm,
+            **({} if endpoint.url is None else {"model.junior_endpoint.url": self.junior_served}),
+            "loss.recipe": lambda: self.trained_recipe.name,
             **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
@@ -147,9 +148,9 @@ class Preflight:
         return self.files.other_tokenizer(self.tokenizer, self.config.model)
 
     @cached_property
-    def recipe(self) -> Recipe:
-        """The recipe of the run, after a trial."""
-        return tried_recipe(self.own_recipe, self.config)
+    def trained_recipe(self) -> Recipe:
+        """The recipe of the run, after a trial on a few made-up tokens."""
+        return tried_recipe(self.recipe, self.config)
 
     @cached_property
     def signed_environment(self) -> Environment | None:
@@ -201,7 +202,7 @@ class Preflight:
     def rewards_by_name(self) -> dict[str, RewardFunction]:
         """The functions that score in this process: those passed, and the environment's own."""
         environment = None if self.episode_runner is None else self.episode_runner.environment
-        return with_environment(self.functions, environment)
+        return with_environment(self.reward or {}, environment)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -254,9 +255,6 @@ class Preflight:
         axes_of(self.config.parallel, self.processes)
         check(self.config, Facts(processes=self.processes))
         return str(self.processes)
-
-    def devices(self) -> str:
-        return str(resolve_device(self.config.model.device))
 
     def packages(self) -> str:
         config = self.config
@@ -341,10 +339,6 @@ class Preflight:
         one = written and self.junior_tokenizer is None and model.junior_endpoint.url is None
         junior = model.junior if one else None
         return stored_eos_token_ids(model.senior, self.tokenizer, junior, download=self.downloads)
-
-    def algorithm(self) -> str:
-        """Try the recipe's functions on a few made-up tokens."""
-        return self.recipe.name
 
     def strategies(self) -> str:
         """Try the user's own strategies on a few made-up rows."""
@@ -441,7 +435,7 @@ class Preflight:
             raise ConfigError(f"output_dir={output}: {reason}")
         policy = size(self.files.skeleton(model.senior))
         trained = 0 if model.lora.rank else policy  # adapters are small beside the export
-        if self.recipe.advantage is None:
+        if self.trained_recipe.critic:
             trained += size(self.files.skeleton(model.critic or model.senior))
         needed = 12 * trained + policy * (4 if model.dtype == "float32" else 2)
         place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
