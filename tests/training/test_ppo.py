@@ -59,18 +59,9 @@ def rollouts_of(run: Run, senior: float, seed: int = 0) -> list[Rollout]:
         prompt, size = list(run.setup.prompts[i // 2].tokens), 4 + 3 * i
         response = (rng.random(size) < senior).astype(int)
         response[4:7] = Author.CONTEXT
-        made.append(
-            Rollout(
-                example_id=str(i // 2),
-                group=i // 2,
-                index=i % 2,
-                key=i,
-                tokens=np.array(prompt + rng.integers(3, 60, size).tolist()),
-                author=np.array([Author.CONTEXT] * len(prompt) + response.tolist()),
-                behaviour_logprobs=np.zeros(len(prompt) + size),
-                reward=float(i % 3),
-            )
-        )
+        tokens = np.array(prompt + rng.integers(3, 60, size).tolist())
+        author = np.array([Author.CONTEXT] * len(prompt) + response.tolist())
+        made.append(Rollout(str(i // 2), i // 2, i % 2, i, tokens, author, np.zeros(len(tokens)), float(i % 3)))
     return made
 
 
@@ -231,19 +222,8 @@ def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
 
 
 def group(example: int, rewards: list[float], place: int) -> Group:
-    made = [
-        Rollout(
-            example_id=str(example),
-            group=place,
-            index=i,
-            key=0,
-            tokens=np.zeros(2),
-            author=np.array([-1, 1]),
-            behaviour_logprobs=np.zeros(2),
-            reward=reward,
-        )
-        for i, reward in enumerate(rewards)
-    ]
+    author, zeros = np.array([-1, 1]), np.zeros(2)
+    made = [Rollout(str(example), place, i, 0, zeros, author, zeros, reward) for i, reward in enumerate(rewards)]
     return Group(str(example), tuple(made))
 
 

@@ -47,19 +47,10 @@ def group_of(number: int, rewards: Sequence[float | None]) -> Group:
     rollouts = []
     for index, reward in enumerate(rewards):
         size = 3 + index
-        rollouts.append(
-            Rollout(
-                example_id=str(number),
-                group=number,
-                index=index,
-                key=index,
-                tokens=rng.integers(3, 60, 5 + size),
-                author=np.array([Author.CONTEXT] * 5 + [Author.SENIOR] * size),
-                behaviour_logprobs=np.zeros(5 + size),
-                reward=99.0 if reward is None else reward,  # whatever it says, it means nothing
-                reward_parts={"unscored": 1.0} if reward is None else {"acc": reward},
-            )
-        )
+        author = np.array([Author.CONTEXT] * 5 + [Author.SENIOR] * size)
+        given = rng.integers(3, 60, 5 + size), author, np.zeros(5 + size)
+        value, parts = (99.0, {"unscored": 1.0}) if reward is None else (reward, {"acc": reward})  # 99 means nothing
+        rollouts.append(Rollout(str(number), number, index, index, *given, value, parts))
     return Group(str(number), tuple(rollouts))
 
 

@@ -97,10 +97,8 @@ def _allowed(rewards: dict[str, set[float]], best: Best | None) -> Literal["pass
 
 
 def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:
-    """The share of a step's rollouts that an evaluation would have cut off, to compare with its own truncation."""
-    return {"response/truncated_at_eval": unfinished(rollouts, evals.profile_of(settings).sampling.max_tokens)}
-
-
-def unfinished(rollouts: Sequence[Rollout], limit: int) -> float:
-    """The share of rollouts that had not ended after ``limit`` tokens, or at their own limit of tokens."""
-    return sum(r.stop_reason == "length" or r.response_tokens > limit for r in rollouts) / len(rollouts)
+    """The share of a step's rollouts that an evaluation would have cut off, to compare with its own truncation: those
+    that had not ended by its limit of tokens, or by their own."""
+    limit = evals.profile_of(settings).sampling.max_tokens
+    cut = sum(r.stop_reason == "length" or r.response_tokens > limit for r in rollouts)
+    return {"response/truncated_at_eval": cut / len(rollouts)}

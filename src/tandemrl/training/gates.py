@@ -162,12 +162,7 @@ def self_difference(
 def _shortest(rows: Sequence[Sequence[int]], budget: int) -> list[Sequence[int]]:
     """The shortest of some token sequences, at least two, that have at most ``budget`` tokens together."""
     chosen = sorted(rows, key=len)
-    total = 0
-    for count, row in enumerate(chosen):
-        total += len(row)
-        if count >= 2 and total > budget:
-            return chosen[:count]
-    return chosen
+    return chosen[: max(2, int((np.cumsum([*map(len, chosen)]) <= budget).sum()))]
 
 
 def check_mismatch(limit: float, mean_abs: float) -> None:
