@@ -17,9 +17,7 @@ from tandemrl.losses import (
     gae,
     idle,
     policy_loss,
-    ppo_clip,
     reduce,
-    sequence_old_logprobs,
     token_weights,
     whiten,
 )
@@ -315,17 +313,6 @@ def test_nan_at_a_trained_token_reaches_the_loss(recipe):
 
 
 # ---- single recipes and options --------------------------------------------------------------------------------------
-
-
-def test_gspo_is_ppo_s_clip_at_the_ratio_of_the_sequence():
-    batch = weighted(random_batch(), 0.0)
-    keys = ("logprobs", "old_logprobs", "weights", "sequence_ids")
-    old = sequence_old_logprobs(*(batch[key] for key in keys), num_sequences=7)
-    x = ppo_clip(batch["logprobs"], old, batch["advantages"], clip_low=3e-4, clip_high=4e-4)
-    rest = [batch[key] for key in ("weights", "author", "sequence_ids")]
-    expected = reduce(x, *rest, num_sequences=7, totals=batch["totals"], reduction="sequence_mean_token_mean")
-    loss, _ = loss_of(RECIPES["gspo"], batch)
-    assert torch.allclose(loss, expected)
 
 
 def test_a_clip_range_that_a_surrogate_ignores_is_refused():

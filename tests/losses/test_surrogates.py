@@ -106,15 +106,6 @@ def test_gspo_gradient_is_that_of_the_clipped_sequence_ratio(clips, junior_weigh
     assert torch.allclose(gradient, expected, atol=1e-12)
 
 
-def test_gspo_ratio_is_made_of_senior_tokens_only():
-    new, old = randn(7, seed=8), randn(7, seed=9)
-    old_by_sequence = sequence_old_logprobs(new, old, SENIOR, IDS, num_sequences=2)
-    x = ppo_clip(new, old_by_sequence, -torch.ones(7).double(), clip_low=None, clip_high=None)
-    difference = new - old
-    expected = torch.stack([difference[1:3].mean(), difference[[4, 6]].mean()]).exp()[IDS]
-    assert torch.allclose(x, expected)
-
-
 def test_importance_weights_by_token_and_sequence():
     difference = double(5, 0.1, 3.0, 5, -0.4, 5, 0.3)
     old, behaviour = difference + 1, torch.ones(7).double()
