@@ -45,10 +45,9 @@ class Facts(NamedTuple):
     processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the ``losses.Recipe``
     that trains, with what ``loss`` sets instead of its own choices. drops: whether the strategy drops what an author
     proposes. one_turn: whether there is no environment, not even one that was passed. acted_in: whether one was passed.
-    apart: whether the
-    junior has a vocabulary of its own. asked: whether the junior may be asked to write, though ``selection`` lets the
-    senior write alone. windowed: the key of a model that the engine runs, of which a layer attends to a window only,
-    and the tokens of the window.
+    apart: whether the junior has a vocabulary of its own. asked: whether the junior may be asked to write, though
+    ``selection`` lets the senior write alone. windowed: the key of a model that the engine runs, of which a layer
+    attends to a window only, and the tokens of the window.
     """
 
     processes: int | None = None
@@ -304,7 +303,7 @@ _OF_A_CRITIC = {
 
 
 def _with_recipe(c: Config, recipe: RecipeFacts) -> Rules:
-    t, (name, critic, grouped, ratio, *_) = c.train, recipe
+    t, name, critic, grouped, ratio = c.train, recipe.name, recipe.critic, recipe.grouped, recipe.ratio
     must_be = "at least 2: a group of one has no advantage (with a critic, as in ppo, at least 1)"
     yield grouped and c.rollout.group_size < 2, "rollout.group_size", must_be
     again = t.mini_batch_prompts not in (None, t.prompts_per_step)
