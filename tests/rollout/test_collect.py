@@ -182,19 +182,6 @@ def test_rollouts_have_the_score_of_their_own_text():
             assert rollout.reward_parts == {"acc": 0.0, "chars": rollout.reward}
 
 
-def test_the_scorer_sees_all_texts_at_once_without_special_tokens():
-    given = numbered_prompts(2)
-    scorer = CountingScorer()
-    score_rollouts(collect(Parrot(), given, group_size=2), scorer, tokenizer())
-    assert len(scorer.calls) == 1
-    assert [(item.example_id, text) for item, text in scorer.calls[0]] == [
-        ("train/0", "ab"),
-        ("train/0", "abc"),
-        ("train/1", "abc"),
-        ("train/1", "abcd"),
-    ]
-
-
 def test_the_reference_engine_collects_rollouts_that_pack():
     rows, dropped = encode_prompts([row(0), row(1)], tokenizer(), max_prompt_tokens=16)
     assert dropped == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandemrl.rollout.drafting import CPU, VLLM_CPU, VLLM_CUDA, Costs, DraftLength, Size, count_accepted
+from tandemrl.rollout.drafting import CPU, VLLM_CPU, VLLM_CUDA, DraftLength, Size, count_accepted
 from tandemrl.rollout.engine import Passes
 
 PAIRS = {
@@ -41,26 +41,6 @@ def test_what_is_chosen_where() -> None:
     assert tiny(1, seen(0.95), context=64) == 0 < tiny(8, seen(0.95), context=64)
     assert large(8, seen(0.7), context=1000) > 0 == large(128, seen(0.7), context=8000)  # long contexts of many rows
     assert replace(small, tokens=5)(256, seen(0.0)) == 5
-
-
-def test_a_step_costs_what_its_passes_cost() -> None:
-    """By hand: one second for each thing that is counted."""
-    pair = DraftLength(None, Size(3, 7, 5), Size(2, 4, 5), Costs(layer=1, fetch=0, use=0, draw=0), lazy=True)
-    assert pair.single(1) == 2.5  # one of the two
-    assert pair.single(2) == 0.75 * 5  # each is wanted by a row or the other
-    assert pair.single(1, 1.0) == 3
-    assert pair.draft(4, 1, 1.0) == 4 * 2 + 3
-    assert pair.draft(4, 1, 0.0) == 5 * 2
-    both = replace(pair, lazy=False)
-    assert both.single(1) == both.single(2) == 5
-    assert both.draft(4, 1, 1.0) == both.draft(4, 1) == 4 * 2 + 3
-    tokens = replace(pair, costs=Costs(0, 0, use=1, draw=0))
-    assert tokens.single(6) == 6 * 7 + 6 * 4  # each reads every token, sooner or later
-    assert tokens.draft(4, 6, 1.0) == 6 * (4 * 4 + 5 * 7)
-    assert replace(tokens, lazy=False).draft(4, 6, 1.0) == 6 * 4 * (4 + 7)
-    reads = replace(pair, costs=Costs(0, 0, 0, 0, fetch_cached=1))
-    assert reads.single(6, context=10) == 6 * 10 * 5  # only who writes
-    assert reads.draft(4, 6, 1.0, context=10) == 6 * 10 * 5 * (4 + 1)
 
 
 def test_acceptance_is_a_matter_of_what_the_senior_can_refuse() -> None:

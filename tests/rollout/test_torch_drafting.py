@@ -126,14 +126,6 @@ def test_drafts_give_the_same_completions(name, ahead):
         assert passes.acceptance > 0.8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [1, 4, 8])
-def test_drafts_give_the_same_completions_of_many_prompts(ahead):
-    batch = everything(256)
-    wanted = flat(engine("alike").generate(batch))
-    assert_same(batch, flat(engine("alike", ahead, max_rows=100).generate(batch)), wanted, "alike")
-
-
 @pytest.mark.parametrize("max_rows", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_rows_join_while_others_are_at_any_depth(max_rows):
     batch = everything(24)
@@ -268,11 +260,6 @@ def test_auto_drafts_where_the_junior_is_cheap_and_the_rows_are_few():
     assert auto(1, Passes(drafted=1000, accepted=980)) > auto(1, Passes(drafted=1000, accepted=600)) > 0
     assert auto(1, Passes(), share=1.0) > 0
     assert auto(1, Passes(drafted=1000, accepted=50), share=1.0) == 0
-
-
-def test_auto_leaves_models_of_one_size_alone():
-    tiny = Size(2, 280_000)
-    assert {DraftLength(None, tiny, tiny, CPU)(rows, Passes()) for rows in (1, 8, 64, 256)} == {0}
 
 
 def test_auto_gives_the_same_completions():

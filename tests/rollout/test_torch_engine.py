@@ -15,7 +15,6 @@ from helpers import (
     EOS,
     IDS,
     VOCABULARY,
-    abort_after,
     assert_differ_by_a_tie,
     author_logits,
     chi_square_bound,
@@ -464,24 +463,6 @@ def test_tokens_are_told_once_and_in_order(draft_tokens):
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 
 
-def test_abort_of_some_keys_leaves_the_others_alone():
-    strategy = bernoulli(0.5)
-    batch = requests(prompts(6), sampling_of(LONG, max_tokens=30), strategy, samples=2)
-    aborted = [batch[0].keys[1], batch[5].keys[0], 123456789]
-    whole = flat(engine().generate(batch))
-    for max_rows in (256, 4):  # the last one waits when it is aborted
-        completions = abort_after(engine(max_rows=max_rows), batch, 5, aborted)
-        assert_sound(completions, strategy)
-        for completion, before in zip(completions, whole, strict=True):
-            if completion.key in aborted:
-                assert completion.stop_reason == "abort"
-                assert len(completion.tokens) <= 5
-                assert completion.tokens.tolist() == before.tokens.tolist()[: len(completion.tokens)]
-            else:
-                assert completion.stop_reason == "length"
-                assert completion.tokens.tolist() == before.tokens.tolist()
-
-
 def test_abort_from_a_thread_takes_effect_at_once():
     running = engine()
     started, out = threading.Event(), []
@@ -517,12 +498,6 @@ def test_requests_that_cannot_be_served_are_refused():
     refused("request 1: a prompt token is outside the vocabulary", prompt=(2, -1))
     refused(rf"stop_token_ids \[{VOCABULARY}, -1\] are outside the vocabulary",
             sampling=Sampling(stop_token_ids=(3, VOCABULARY, -1)))  # fmt: skip
-
-
-def test_a_request_may_fill_the_context_exactly():
-    sampling = Sampling(max_tokens=6, ignore_eos=True)
-    completion = flat(engine().generate(requests([[2] * 250], sampling, alternating())))[0]
-    assert len(completion.tokens) == 6
 
 
 def test_a_junior_is_needed_only_where_it_writes():

@@ -61,15 +61,6 @@ def sample() -> np.ndarray:
     return torch.stack(rows, dim=1).numpy()
 
 
-def test_uniform_moments_and_histogram(sample: np.ndarray) -> None:
-    n = sample.size
-    assert abs(sample.mean() - 0.5) < 6 * math.sqrt(1 / 12 / n)
-    assert abs(sample.var() - 1 / 12) < 6 * math.sqrt(1 / 180 / n)
-    counts = np.histogram(sample, bins=256, range=(0, 1))[0]
-    chi2 = float(((counts - n / 256) ** 2 / (n / 256)).sum())
-    assert abs(chi2 - 255) < 6 * math.sqrt(2 * 255)
-
-
 @pytest.mark.parametrize("lag", [1, 2, 3, 7, 8, 32])
 def test_no_correlation_between_draws_or_between_requests(sample: np.ndarray, lag: int) -> None:
     x = (sample - 0.5) * math.sqrt(12)

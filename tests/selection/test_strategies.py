@@ -30,7 +30,7 @@ from tandemrl.selection import (
     word_aligned,
 )
 from tandemrl.selection.boundaries import StepTables, WordTables
-from tandemrl.selection.draws import group_keys, request_key, uniforms
+from tandemrl.selection.draws import completion_keys, request_key, uniforms
 from tandemrl.selection.strategies import DrawnState
 
 TEXTS = ["a", " b", "c ", "\n", "\n\n", "d\n", "\ne", ".", ".\n\n", " \n \n", "\n\nf", ")"]
@@ -158,7 +158,7 @@ def test_golden_authors_never_change() -> None:
 @pytest.mark.parametrize("name", ["bernoulli", "word", "turn"])
 def test_completions_of_a_group_share_their_author_draws(name: str) -> None:
     """Read off a text that is the same in the whole group: the authors are too, and other groups have others."""
-    shared, groups = per_group(ALL[name]), [group_keys(1, 2, example, 6, 5) for example in range(40)]
+    shared, groups = per_group(ALL[name]), [completion_keys(1, 2, example, 6, 5, shared=True) for example in range(40)]
     keys = torch.tensor([key for group in groups for key in group])
     assert len(set(keys.tolist())) == 200
     text = random_tokens(1, 60).expand(200, 60)
@@ -173,7 +173,7 @@ def test_completions_of_a_group_share_their_author_draws(name: str) -> None:
 
 def test_a_group_that_cannot_share_its_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="65537 completions: at most 65536 can share"):
-        group_keys(0, 0, 0, 0, 65_537)
+        completion_keys(0, 0, 0, 0, 65_537, shared=True)
 
 
 def test_annealed_follows_the_schedule() -> None:

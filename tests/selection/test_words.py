@@ -25,7 +25,6 @@ from tandemrl.selection import replay
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.whole_words import TextTables, before_text_word, text_sentence, text_tables
 from tandemrl.selection.words import (
-    Reading,
     Vocabulary,
     begin_words,
     count_starts,
@@ -167,26 +166,25 @@ def test_a_vocabulary_is_used_in_threads_and_keeps_no_whole_texts(monkeypatch: p
     assert asked[20:] == ["word " * 100] * 2
 
 
-def test_what_cannot_be_translated_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_read_in_another_vocabulary() -> None:
     known = {"one": byte_level(), "other": sentencepiece()}
     one, other = map(vocabulary_of, known.values())
-
-    def refusal(text: str | bytes, before: str = "the value", words: int = 2, reader: Vocabulary = other) -> Any:
-        return read(text.encode() if isinstance(text, str) else text, reader, before.encode(), words=words).refusal
-
     span, before = " of  x\n    is", other.encode("the value")
-    found = read(span.encode(), other, b"the value", words=2)
-    assert found.refusal is None, found
-    assert [*before, *found.tokens] == list(other.encode("the value" + span))
-    assert refusal(span, words=3) == "other words"
-    assert refusal("of x", words=1) == "other words"  # it goes on with a word
-    assert refusal(" 日".encode()[:-1], words=1) == "cut character"
-    assert refusal(" a▁b") == "other bytes"
+    found = read(span.encode(), other, b"the value")
+    assert found is not None
+    assert [*before, *found] == list(other.encode("the value" + span))
     joined = Vocabulary({0: span.encode()}, lambda text: [0] * bool(text))
-    assert refusal(span, "", reader=joined) == "other words"  # the second word begins inside its token
-    assert refusal(span, "the", reader=joined) == "other bytes"
     grown = Vocabulary({0: b"the of", 1: b"the"}, lambda text: [0] if " " in text else [1])
-    assert refusal(" of", "the", 1, grown) == "other ids before it"
+    cut = " 日".encode()[:-1]
+    for text, earlier, reader in (
+        (b"of x", b"the value", other),  # it goes on with a word
+        (cut, b"the value", other),
+        (" a▁b".encode(), b"the value", other),  # read as another text
+        (span.encode(), b"", joined),  # the second word begins inside its token
+        (span.encode(), b"the", joined),
+        (b" of", b"the", grown),  # what is before it would be another token
+    ):
+        assert read(text, reader, earlier) is None
     assert spell(one.encode(span), one) == span.encode()
     assert spell([*one.encode(span), known["one"].eos_token_id], one) is None
     assert count_starts([b" a", b"a b", b"  ", b"  a", b" a b", b"\n x", b"x", b"\xe3\x80\x80 a"]) == (4, 2)
@@ -230,7 +228,7 @@ class Written(NamedTuple):
     tokens: tuple[list[int], list[int]]
     authors: tuple[list[int], list[int]]
     handovers: int
-    refusal: str | None = None
+    refused: bool = False
 
 
 def write(text: str, key: int, pair: Sequence[Vocabulary], wrong: int | None = None) -> Written:
@@ -251,10 +249,11 @@ def write(text: str, key: int, pair: Sequence[Vocabulary], wrong: int | None = N
         spelled = spell(span, pair[author])
         assert spelled is not None
         part, before = spelled.decode(), done.text.encode()  # an author may normalise what it writes
-        found = reading(spelled, pair[1 - author], before, last - first)
-        if found.refusal is not None:
-            return done._replace(text=part, refusal=found.refusal)
-        for who, tokens in ((author, span), (1 - author, found.tokens)):
+        found = reading(spelled, pair[1 - author], before)
+        if found is None:
+            return done._replace(text=part, refused=True)
+        assert sum(begin_words([pair[1 - author].pieces[token] for token in found], before)) == last - first
+        for who, tokens in ((author, span), (1 - author, found)):
             done.tokens[who].extend(tokens)
             done.authors[who].extend([author] * len(tokens))
         done = done._replace(text=done.text + part, handovers=done.handovers + 1)
@@ -264,10 +263,10 @@ def write(text: str, key: int, pair: Sequence[Vocabulary], wrong: int | None = N
     return done
 
 
-def reading(span: bytes, reader: Vocabulary, before: bytes, words: int) -> Reading:
+def reading(span: bytes, reader: Vocabulary, before: bytes) -> tuple[int, ...] | None:
     """What is read after the whole text, which is what is read after its last word."""
-    found = read(span, reader, before, words=words)
-    assert found == read(span, reader, last_word(before), words=words)
+    found = read(span, reader, before)
+    assert found == read(span, reader, last_word(before))
     return found
 
 
@@ -283,8 +282,8 @@ def replayed(tokenizer: Any, keys: Sequence[int], rows: Sequence[list[int]]) -> 
 def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int, record_property: Any) -> None:
     known = vocabularies(fetch=count > 180)
     gemma = known["gemma3"][1]  # it has one token for "> </", where a word begins
-    assert read(b"<q> </q>", gemma, b"", words=2).refusal == "other words"
-    assert read(b"<q> <q>", gemma, b"", words=2).refusal is None
+    assert read(b"<q> </q>", gemma, b"") is None
+    assert read(b"<q> <q>", gemma, b"") is not None
     figures: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     rows: dict[str, list[tuple[int, list[int], list[bool], list[int], int]]] = {name: [] for name in known}
     for i in range(count):
@@ -295,8 +294,8 @@ def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int
         wrong = (-1, len(starts_in(text)), i % len(starts_in(text)))[turn // 6 % 3]  # none, that of the end, any
         done = write(text, i, pair, None if wrong < 0 else wrong)
         sums["texts"] += 1
-        if done.refusal is not None:  # by the tokenizer that normalises alone, and of what it would change
-            assert (kind, done.refusal, "qwen3" in names) == ("decomposed", "other bytes", True)
+        if done.refused:  # by the tokenizer that normalises alone, and of what it would change
+            assert (kind, "qwen3" in names) == ("decomposed", True)
             assert not unicodedata.is_normalized("NFC", done.text)
             continue
         text, starts = done.text, starts_in(done.text)

@@ -6,16 +6,45 @@ from functools import partial
 
 import torch
 
-from tandemrl.rollout.call import Event, Finished, NewTokens
+from tandemrl.rollout.call import Call, CallEngine, Event, Finished, NewTokens
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Turn
-from tandemrl.rollout.open_call import CallEngine, OpenCall
+from tandemrl.rollout.kv_cache import Layers
 from tandemrl.rollout.partner import MakePartner, Writer, check_partnered
 from tandemrl.rollout.relay import Relay
-from tandemrl.rollout.sessions import Sessions
 from tandemrl.selection.words import vocabulary_of
+
+
+class Sessions:
+    """The last text of each session, with its keys and values, so that a request which goes on with it computes its new
+    tokens alone.
+
+    Args:
+        most: of how many sessions; those that were used last.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: dict[str | None, tuple[list[int], dict[int, Layers]]] = {}  # the least recently used first
+
+    def keep(self, request: Request, text: Sequence[int], layers: dict[int, Layers]) -> None:
+        """Keep the ``layers`` of all tokens of a text but the last, by author, for the session of a request."""
+        self._kept.pop(request.session, None)
+        self._kept[request.session] = [*text], layers
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+
+    def take(self, request: Request) -> dict[int, Layers]:
+        """What was kept of the session of a request, if its prompt goes on with that text. It is kept no longer."""
+        text, layers = self._kept.pop(request.session, ([], {}))
+        goes_on = len(request.prompt) > len(text) and [*request.prompt[: len(text)]] == text
+        return layers if goes_on else {}
+
+    def clear(self) -> None:
+        """Forget all, since other weights compute other keys and values."""
+        self._kept.clear()
 
 
 class BatchEngine(CallEngine):
@@ -49,7 +78,7 @@ class BatchEngine(CallEngine):
 
     @abstractmethod
     def make_batch(
-        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
+        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, streams: bool
     ) -> DecodingBatch:
         """The empty batch of a call; see ``DecodingBatch`` and ``BatchCall``."""
 
@@ -67,10 +96,10 @@ class BatchEngine(CallEngine):
         super().check(index, request)
         check_partnered(index, request, apart=self.apart)
 
-    def make_call(self, *, turns: bool, streams: bool, anything: bool) -> "BatchCall":
+    def make_call(self, *, turns: bool, streams: bool) -> "BatchCall":
         if self._half_loaded:
             raise EngineError("a load of weights was cut off, so some are old and some new; load all of them again")
-        return BatchCall(self, turns=turns, streams=streams, anything=anything)
+        return BatchCall(self, turns=turns, streams=streams)
 
     def draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
         """The function (live rows, passes so far) -> length of the next draft, or None for a call without drafts."""
@@ -82,22 +111,15 @@ class BatchEngine(CallEngine):
         return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
 
 
-class BatchCall(OpenCall[Row]):
+class BatchCall(Call[Row]):
     """A `call.Call`. Between two steps, new rows and rows whose next turn begins join the batch. A row that waits for
     an answer takes no place in it: its keys and values are kept apart.
-
-    Args:
-        engine: whose lock this call holds until ``close``.
-        turns: whether rows may go on after their turn has ended.
-        streams: whether steps tell of new tokens, too.
-        anything: whether requests of any kind may join later; else those of the first ``submit`` decide.
     """
 
     engine: BatchEngine
 
-    def __init__(self, engine: BatchEngine, *, turns: bool, streams: bool, anything: bool) -> None:
+    def __init__(self, engine: BatchEngine, *, turns: bool, streams: bool) -> None:
         super().__init__(engine, turns=turns, streams=streams)
-        self._anything = anything
         self._batch: DecodingBatch | None = None
         self._waiting: list[Row] = []
         self._inside: set[int] = set()
@@ -107,6 +129,7 @@ class BatchCall(OpenCall[Row]):
         self._free, self._size = set[int](), 0
         self._length: Callable[[int, Passes], int] | None = None
 
+    @torch.inference_mode()
     def close(self) -> None:
         if self._batch is not None:
             self.engine.passes = self._batch.passes
@@ -126,7 +149,7 @@ class BatchCall(OpenCall[Row]):
         length = engine.draft_length_for([row.request for row in unfinished], len(unfinished))
         if self._batch is None:
             self._batch = engine.make_batch(
-                requests, self._size, turns=self._turns, drafts=length is not None, anything=self._anything
+                requests, self._size, turns=self._turns, drafts=length is not None, streams=self._streams
             )
         else:
             self._batch.extend(requests, self._size, drafts=length is not None)
@@ -210,7 +233,8 @@ class BatchCall(OpenCall[Row]):
         """The ended turn of a row, which waits for an answer from now on."""
         assert row.stop_reason is not None
         self._awaited[row.number] = row
-        return Turn(row.number, row.request.task, row.index, batch.own_tokens(row).numpy().copy(), row.stop_reason)
+        own = batch.tokens[row.number, row.start : row.written].numpy().copy()
+        return Turn(row.number, row.request.task, row.index, own, row.stop_reason)
 
     def _go_on(self, row: Row, reply: Reply) -> None:
         if self.engine.apart and isinstance(self._batch, Relay) and not reply.junior_context:
@@ -222,7 +246,7 @@ class BatchCall(OpenCall[Row]):
         self._ready.append((row, reply.context))
 
     def _end_aborted(self, batch: DecodingBatch) -> None:
-        keys = self._aborts.take()
+        keys = self._take_aborts()
         batch.abort(keys)
         self._end_apart(keys, [*self._awaited.values(), *(row for row, _ in self._ready), *self._waiting])
         self._ready = [(row, context) for row, context in self._ready if not row.over]

@@ -1,11 +1,29 @@
 """An open call of an engine: sequences join and leave it at any time. ``generate`` is a client of it, and so are the
 server and ``tandemrl play``."""
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from tandemrl.rollout.engine import Completion, Reply, Request, Responder, Turn
+from tandemrl.rollout.decoding_rows import Row
+from tandemrl.rollout.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    Reply,
+    Request,
+    Responder,
+    StopReason,
+    Turn,
+    check_request,
+)
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class NewTokens(NamedTuple):
@@ -26,28 +44,156 @@ Event = Turn | NewTokens | Finished
 """What a step brought. A ``Turn`` is in calls with turns only, and its sequence waits for ``Call.answer``."""
 
 
-@runtime_checkable
-class Call(Protocol):
-    """Sequences that an engine is decoding. Nothing but ``abort`` may be called from two threads at once."""
+class CallEngine(Engine):
+    """An engine of which one call is open at a time. ``generate`` is such a call."""
 
-    poll_every: int
-    """Steps between two polls for answers."""
-    steps: int
-    """How many steps have decoded anything so far."""
-    written: int
-    """How many tokens were written so far, in all sequences."""
+    def __init__(self) -> None:
+        self._busy, self._owner = threading.Lock(), 0
+        self._call: Call[Any] | None = None
 
+    @abstractmethod
+    def make_call(self, *, turns: bool, streams: bool) -> "Call[Any]":
+        """A call of an engine that no other call uses; see ``Call``."""
+
+    def check(self, index: int, request: Request) -> None:
+        """Refuse a request that this engine cannot serve; see ``check_request``."""
+        check_request(index, request, self)
+
+    def open(self, *, turns: bool = False) -> "Call[Any]":
+        """Open a call, which requests of any kind can join. Close it after use: it is a context.
+
+        A call of another thread is waited for, as ``load_weights`` waits for this one.
+
+        Raises:
+            EngineError: a call of this thread is open.
+        """
+        return self._open(turns=turns, streams=True)
+
+    def _open(self, **how: bool) -> "Call[Any]":
+        self._acquire()
+        try:
+            self._call = self.make_call(**how)
+        except BaseException:
+            self._release()
+            raise
+        return self._call
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        progress: Callable[[int], None] | None = None,
+        responder: Responder | None = None,
+    ) -> list[list[Completion]]:
+        with self._open(turns=responder is not None, streams=False) as call:
+            return run(call, requests, progress=progress, responder=responder)
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        if (call := self._call) is not None:
+            call.abort(keys)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """A context in which no call is open.
+
+        Raises:
+            EngineError: a call of this thread is open.
+        """
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _acquire(self) -> None:
+        if self._owner == threading.get_ident():
+            raise EngineError("a call of this engine is open in this thread; end it first")
+        self._busy.acquire()
+        self._owner = threading.get_ident()
+
+    def _release(self) -> None:
+        self._owner, self._call = 0, None
+        self._busy.release()
+
+    def closed(self, call: "Call[Any]") -> None:
+        """Hear that a call is over."""
+        if self._call is call:
+            self._release()
+
+
+class Call(ABC, Generic[AnyRow]):
+    """Sequences that an engine is decoding. Nothing but ``abort`` may be called from two threads at once.
+
+    Args:
+        engine: whose lock this call holds until ``close``.
+        turns: whether rows may go on after their turn has ended.
+        streams: whether steps tell of new tokens, too, and requests of any kind may join later; else those of the first
+            ``submit`` decide what the call can do.
+    """
+
+    poll_every = 4
+    """Steps between two polls for answers: rows whose turns begin share a forward pass."""
+
+    def __init__(self, engine: CallEngine, *, turns: bool, streams: bool) -> None:
+        self.engine, self._turns, self._streams = engine, turns, streams
+        self._rows: dict[int, AnyRow] = {}
+        """By number: those that were not taken."""
+        self._awaited: dict[int, AnyRow] = {}
+        """By number: those that wait for an answer."""
+        self._over: list[AnyRow] = []
+        """Rows that have ended since the last step."""
+        self._aborts = deque[frozenset[int] | None]()
+        """What other threads have asked to end since the last step; None: all."""
+        self._aborted = set[int]()
+        self.version, self.steps, self.written = engine.policy_version, 0, 0
+        """How many steps have decoded anything so far, and how many tokens were written in all sequences."""
+
+    def __enter__(self) -> "Call[AnyRow]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """Let sequences join, one for each key of each request. Returns their numbers, in this order.
 
         Raises:
             EngineError: a request asks for something this engine lacks; none of them joins.
         """
-        ...
 
+    @abstractmethod
     def step(self) -> list[Event]:
         """Write the next tokens of all sequences that do not wait for an answer."""
-        ...
+
+    @abstractmethod
+    def take(self, numbers: Sequence[int]) -> list[Completion]:
+        """The completions of sequences that have ended. Their numbers may then stand for new sequences."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what is left, and let others use the engine."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether no sequence is being decoded, though some may be about to join."""
+
+    @property
+    @abstractmethod
+    def blocked(self) -> bool:
+        """Whether a step could do nothing before an answer or another request comes."""
+
+    @abstractmethod
+    def _go_on(self, row: AnyRow, reply: Reply) -> None:
+        """Let the next turn of a row begin, after the context of an answer."""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a sequence waits for an answer."""
+        return bool(self._awaited)
 
     def answer(self, reply: Reply) -> None:
         """Answer the last turn of a sequence, which goes on with the next step.
@@ -55,38 +201,44 @@ class Call(Protocol):
         Raises:
             EngineError: it waits for no answer, or cannot read this one.
         """
-        ...
+        if (row := self._awaited.pop(reply.number, None)) is None:
+            if reply.number in self._aborted:
+                return  # it comes too late
+            raise EngineError(f"a reply to completion {reply.number}, of which no turn waits for one")
+        context, vocabulary = reply.context, self.engine.vocabulary
+        if not context:
+            self._end(row, reply.stop_reason or row.stop_reason)
+        elif row.own_left == 0 or row.observed + len(context) > row.request.observation_tokens:
+            self._end(row, "length")
+        elif min(context) < 0 or max(context) >= vocabulary:
+            raise EngineError(f"completion {row.number}: a reply has a token outside the vocabulary of {vocabulary}")
+        else:
+            self._go_on(row, reply)
+
+    def _end(self, row: AnyRow, reason: StopReason | None) -> None:
+        row.end(reason)
+        self._over.append(row)
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         """End sequences with the next step: all of them, or those with these request keys. Thread-safe."""
-        ...
+        self._aborts.append(None if keys is None else frozenset(keys))
 
-    def take(self, numbers: Sequence[int]) -> list[Completion]:
-        """The completions of sequences that have ended. Their numbers may then stand for new sequences."""
-        ...
+    def _take_aborts(self) -> set[int]:
+        """The request keys of the rows that are to end."""
+        asked = [self._aborts.popleft() for _ in range(len(self._aborts))]
+        return {row.key for row in self._rows.values() if any(keys is None or row.key in keys for keys in asked)}
 
-    def close(self) -> None:
-        """Give up what is left, and let others use the engine."""
-        ...
-
-    @property
-    def awaits(self) -> bool:
-        """Whether a sequence waits for an answer."""
-        ...
-
-    @property
-    def idle(self) -> bool:
-        """Whether no sequence is being decoded, though some may be about to join."""
-        ...
-
-    @property
-    def blocked(self) -> bool:
-        """Whether a step could do nothing before an answer or another request comes."""
-        ...
+    def _end_apart(self, keys: Container[int], apart: Iterable[AnyRow]) -> None:
+        """End those of these rows, which are not being decoded, that were aborted. Answers that still come for them are
+        ignored."""
+        for row in [row for row in apart if row.key in keys]:
+            self._end(row, "abort")
+            self._aborted.add(row.number)
+            self._awaited.pop(row.number, None)
 
 
 def run(
-    call: Call,
+    call: Call[Any],
     requests: Sequence[Request],
     *,
     progress: Callable[[int], None] | None = None,

@@ -8,7 +8,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.selection import Strategy
-from tandemrl.selection.draws import group_keys, request_key
+from tandemrl.selection.draws import completion_keys
 
 
 class CompletionBatch(NamedTuple):
@@ -53,10 +53,7 @@ def generate(
         # An example drawn twice in a step, as at the end of an epoch, is not copied.
         first = group_size * (drawn + seen[example])
         seen[example] += 1
-        if strategy.shared_draws:
-            keys = group_keys(seed, step, example, first, group_size)
-        else:
-            keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
+        keys = completion_keys(seed, step, example, first, group_size, shared=strategy.shared_draws)
         request = Request(prompt.tokens, keys, sampling, strategy, junior_prompt=prompt.junior)
         requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
     responder = None if episode_runner is None else episode_runner.episodes()

@@ -1,17 +1,18 @@
 """What the reference engine decodes with: models, rows, the tokens of a step, and what ends a turn."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.drafting import count_accepted
-from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
+from tandemrl.rollout.engine import Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
 
@@ -76,22 +77,18 @@ class Row:
         """Whether a further turn may follow. Valid between two turns only."""
         return not self.over and self.own_left > 0 and self.observed < self.request.observation_tokens
 
-    def hits_stop_string(self, tokens: Int64[Tensor, " n"], decode: Callable[..., Any]) -> bool:
-        """Whether the last of the ``tokens`` (all that follow the prompt) completes a stop string of this turn."""
-        stops = self.request.sampling.stop
-        if not stops:
-            return False
-        # A character is at most four byte tokens, and the last token completes the stop string.
-        tail = tokens[max(self.start, len(tokens) - 4 * max(map(len, stops)) - 4) :]
-        text = decode(tail.tolist(), skip_special_tokens=False).strip("\ufffd")  # halves of characters at its ends
-        return any(stop in text for stop in stops)
-
     def first_stop(self, known: Int64[Tensor, " n"], new: Int64[Tensor, " m"], decode: Callable[..., Any]) -> int:
         """The number, from 1, of the first of the ``new`` tokens after the ``known`` ones (all that follow the prompt)
         that completes a stop string of this turn; 0 if none does."""
-        whole = torch.cat([known, new])
-        texts = (whole[: len(known) + n] for n in range(1, len(new) + 1))
-        return next((n for n, text in enumerate(texts, start=1) if self.hits_stop_string(text, decode)), 0)
+        stops, whole = self.request.sampling.stop, torch.cat([known, new])
+        for n in range(1, len(new) + 1) if stops else ():
+            # A character is at most four byte tokens, and the last token completes the stop string.
+            begin, end = self.start, len(known) + n
+            tail = whole[max(begin, end - 4 * max(map(len, stops)) - 4) : end].tolist()
+            text = decode(tail, skip_special_tokens=False).strip("\ufffd")  # halves of characters at its ends
+            if any(stop in text for stop in stops):
+                return n
+        return 0
 
     def end(self, reason: StopReason | None) -> None:
         """End the completion: no further turn follows."""
@@ -104,7 +101,7 @@ def sampling_parameters(rows: Sequence[Row]) -> Float[Tensor, "b 7"]:
         (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
         for s in (row.request.sampling for row in rows)
     ]
-    return torch.tensor(parameters, dtype=torch.float32)
+    return torch.tensor(parameters, dtype=torch.float32).view(-1, 7)
 
 
 def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int) -> Bool[Tensor, "b v"]:
@@ -216,80 +213,18 @@ class Block(NamedTuple):
         return Passes(total, live, live * self.tokens.shape[1]) + accepted
 
 
-def places_of(back: Sequence[Row], rows: Sequence[Row], free: Sequence[int]) -> Int64[Tensor, " k"]:
-    """A place in a batch for each row that comes back: the one that it left, if no other row has taken that. So no row
-    is in the batch twice.
+class TokenSets:
+    """Sets of tokens, each a row of booleans over the vocabulary, which a key stands for."""
 
-    Args:
-        back: the rows that come back.
-        rows: the row that is, or was last, in each place.
-        free: the places that hold no live row.
-    """
-    left = {rows[place].number: place for place in free if place < len(rows)}
-    own = {row.number: left[row.number] for row in back if row.number in left}
-    taken = {*own.values()}
-    others = iter([place for place in free if place not in taken])
-    return torch.tensor([own[row.number] if row.number in own else next(others) for row in back])
+    def __init__(self, vocabulary: int) -> None:
+        self._rows: dict[Hashable, int] = {}
+        self.table = torch.zeros(0, vocabulary, dtype=torch.bool)
 
-
-class StopTable:
-    """Which tokens end a turn: one row of booleans for each distinct pair (ignore_eos, stop_token_ids)."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self.index: dict[tuple[bool, tuple[int, ...]], int] = {}
-        self.stop = torch.empty(0, decoder.vocabulary, dtype=torch.bool)
-        self.eos = self.stop
-
-    def extend(self, requests: Sequence[Request]) -> None:
-        """Add the pairs of further requests."""
-        kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)
-        for ignore_eos, ids in [kind for kind in kinds if kind not in self.index]:
-            self.index[ignore_eos, ids] = len(self.index)
-            eos = torch.zeros(1, self._decoder.vocabulary, dtype=torch.bool)
-            eos[0, list(() if ignore_eos else self._decoder.eos)] = True
-            stop = eos.clone()
-            stop[0, list(ids)] = True
-            self.eos, self.stop = torch.cat([self.eos, eos]), torch.cat([self.stop, stop])
-
-    def row(self, request: Request) -> int:
-        return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]
-
-
-class StartTable:
-    """Which tokens may follow a handover: one row of booleans for each distinct ``Strategy.starts``; row 0 for none."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._index: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # so that their ids stay theirs
-        self.table = torch.zeros(1, decoder.vocabulary, dtype=torch.bool)
-
-    def extend(self, requests: Sequence[Request], stops: StopTable) -> None:
-        """Add the tables of further requests.
-
-        Raises:
-            EngineError: a token that ends a turn of a request is not in its table.
-        """
-        kinds = {id(r.strategy.starts): r.strategy.starts for r in requests if r.strategy.starts is not None}
-        for kind, starts in kinds.items():
-            if kind not in self._index:
-                self._index[kind] = len(self.table)
-                self._kept.append(starts)
-                known = torch.zeros(1, self.table.shape[1], dtype=torch.bool)
-                known[0, : len(starts)] = starts[: self.table.shape[1]]
-                self.table = torch.cat([self.table, known])
-        for number, request in enumerate(requests):
-            if row := self.row(request):
-                missing = (stops.stop[stops.row(request)] & ~self.table[row]).nonzero().flatten().tolist()
-                if missing:
-                    raise EngineError(
-                        f"request {number}: the tokens {missing} end a turn, but its strategy (before_word) does not "
-                        "know that a word ends before them; make them special tokens of the tokenizer, end turns by "
-                        "stop strings, or use selection.strategy=word"
-                    )
-
-    def __bool__(self) -> bool:
-        return len(self.table) > 1
-
-    def row(self, request: Request) -> int:
-        return self._index.get(id(request.strategy.starts), 0)
+    def row(self, key: Hashable, tokens: Sequence[int] | Bool[Tensor, " v"]) -> int:
+        """The row of a set, by its ids or a table of them, which is added if there is none."""
+        if key not in self._rows:
+            self._rows[key] = len(self.table)
+            self.table = F.pad(self.table, (0, 0, 0, 1))
+            size = self.table.shape[1]
+            self.table[-1, tokens[:size].nonzero().flatten() if isinstance(tokens, Tensor) else [*tokens]] = True
+        return self._rows[key]

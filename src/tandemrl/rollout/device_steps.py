@@ -8,7 +8,7 @@ of batch, and replayed, which spares the launches of its thousands of small kern
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tandemrl.models.sampling import race_times
 from tandemrl.rollout.decoding_rows import Block, Decoder, Shaping, sample
-from tandemrl.rollout.kv_cache import KVCache, Layers, StaticCache, column_mask, last_hidden
+from tandemrl.rollout.kv_cache import KVCache, Layers, column_mask, next_hidden, roomy
 from tandemrl.selection.authors import map_state
 from tandemrl.selection.draws import fold_in
 from tandemrl.selection.live import Mark
@@ -139,8 +139,9 @@ class Step:
         for who, layers in self.layers.items():
             with torch.cuda.stream(side) if side is not None and who == 0 else nullcontext():
                 head = self.decoder.heads[who]
-                hidden = last_hidden(self.decoder.models[who], last, column, layers, masks[head.weight.dtype])
-                found[who] = head(hidden)[:, : self.decoder.vocabulary]
+                mask = masks[head.weight.dtype]
+                hidden = next_hidden(self.decoder.models[who], last[:, None], column[:, None], layers, mask)
+                found[who] = head(hidden[:, 0])[:, : self.decoder.vocabulary]
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         if len(found) == 1:
@@ -174,7 +175,7 @@ class DeviceSteps:
         every: how many steps at most.
         max_rows: of a batch.
         context: how many columns a row may have.
-        static: whether keys, values and everything else stay in one place, which a graph needs. None: on CUDA.
+        static: whether sizes are rounded up and kept from call to call, which graphs need. None: on CUDA.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class DeviceSteps:
         self._device = decoder.device
         on_cuda = self._device.type == "cuda"
         self._static = on_cuda if static is None else static
-        self._caches: dict[int, StaticCache] = {}
+        self._caches: dict[int, KVCache] = {}
         self._graphs: dict[tuple[Any, ...], tuple[Step, Any]] = {}
         self._taken: dict[int, tuple[Strategy, bool]] = {}
         self._pool: Any = None
@@ -195,14 +196,14 @@ class DeviceSteps:
         """The empty KV cache of a model for a call of so many rows and columns."""
         if not self._static:
             return KVCache()
-        cache = self._caches.setdefault(who, StaticCache(self._rows, self._columns))
+        cache = self._caches.setdefault(who, KVCache(self._rows, self._columns))
         cache.clear(min(rows, self._max_rows), width)
         return cache
 
     def close(self) -> None:
         """Give back what is too large to be kept until the next call."""
         self._taken = {}
-        if any(cache.large for cache in self._caches.values()):
+        if not self._static or any(cache.large for cache in self._caches.values()):
             self._caches, self._graphs, self._pool = {}, {}, None
 
     def _rows(self, rows: int) -> int:
@@ -211,8 +212,7 @@ class DeviceSteps:
 
     def _columns(self, width: int) -> int:
         """The width of the graph for at least ``width`` columns, which is at most a quarter more where it is large."""
-        by = max(COLUMNS, 1 << max(0, width.bit_length() - 3))
-        return max(width, min(-(-width // by) * by, self._context))
+        return max(width, min(roomy(width, COLUMNS), self._context))
 
     def takes(self, strategy: Strategy, state: Any, rows: int) -> bool:
         """Whether a strategy, with a state of it for some rows, can be asked on this device."""
@@ -243,59 +243,35 @@ class DeviceSteps:
         width = int((start.position + steps - 1).minimum(start.end).max()) + 1
         for cache in caches.values():
             cache.reserve(width)
-        if not self._static:
-            layers = {who: cache.layers for who, cache in caches.items()}
-            step = self._step(layers, strategies, start, shaping, rows=count, width=width, steps=steps)
+        rows, columns = (self._rows(count), self._columns(width)) if self._static else (count, roomy(width))
+        layers = {who: cache.room(rows, columns) for who, cache in caches.items()}
+        key = (rows, columns, shaping, *map(id, strategies), *((who, cache.moves) for who, cache in caches.items()))
+        step, graph = self._graphs.pop(key, (None, None))
+        left = steps
+        if step is None:  # it is captured after its first run, since what that sets up must not be
+            sizes = {"rows": rows, "width": columns, "steps": self.every}
+            step = Step(
+                self._decoder, layers, shaping, strategies, start.mark, device=self._device, side=self._side, **sizes
+            )
             step.load(start)
-            for _ in range(steps):
+            with self._aside(), self._kernels():
                 step()
+            graph, left = self._captured(step), steps - 1
         else:
-            step = self._run_graph(caches, strategies, start, shaping, width, steps)
-        return step.written(count, start.mark, steps=steps, every_mark=every_mark)
-
-    def _step(
-        self, layers: Mapping[int, Layers], strategies: Sequence[Strategy], start: Start, shaping: Shaping, **sizes: int
-    ) -> Step:
-        return Step(
-            self._decoder, layers, shaping, strategies, start.mark, device=self._device, side=self._side, **sizes
-        )
-
-    def _run_graph(
-        self,
-        caches: Mapping[int, KVCache],
-        strategies: Sequence[Strategy],
-        start: Start,
-        shaping: Shaping,
-        width: int,
-        steps: int,
-    ) -> Step:
-        """Take some steps by a graph, which is captured after the first of them if there is none for this size."""
-        rows, columns = self._rows(len(start.last)), self._columns(width)
-        static = {who: cache.room(rows, columns) for who, cache in caches.items() if isinstance(cache, StaticCache)}
-        places = ((who, cache.moves) for who, cache in caches.items() if isinstance(cache, StaticCache))
-        key = (rows, columns, shaping, *map(id, strategies), *places)
-        known = self._graphs.pop(key, None)
-        if known is None:
-            step = self._step(static, strategies, start, shaping, rows=rows, width=columns, steps=self.every)
             step.load(start)
-            with self._aside(), fewer_kernels(self._norms):
-                step()  # what a first step sets up must not be captured
-            known = step, self._captured(step)
-            left = steps - 1
-        else:
-            known[0].load(start)
-            left = steps
         while len(self._graphs) >= GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
-        self._graphs[key] = known
-        step, graph = known
+        self._graphs[key] = step, graph
         for _ in range(left):
             if graph is None:
-                with fewer_kernels(self._norms):
+                with self._kernels():
                     step()
             else:
                 graph.replay()
-        return step
+        return step.written(count, start.mark, steps=steps, every_mark=every_mark)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return fewer_kernels(self._norms) if self._static else nullcontext()
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -319,7 +295,7 @@ class DeviceSteps:
         try:
             with (
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-                fewer_kernels(self._norms),
+                self._kernels(),
             ):
                 step()
         except (RuntimeError, TypeError, ValueError) as error:  # of CUDA, or of a model that asks for values

@@ -185,22 +185,8 @@ def vllm_engine(
     if (platform := platform_device()) != kind:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     number = resolve_device(device).index or 0  # this process's, which holds the trainer, too
+    given: dict[str, Any] = {"longest": longest, "dtype": dtype, "device": number, "ends": ends}
     if junior is not None and (junior.tokenizer is not None or junior.whole_words):
-        return VllmTwoEngines(
-            *(senior.path, junior.path, tokenizer, junior.tokenizer, config),
-            longest=longest,
-            dtype=dtype,
-            device=number,
-            ends=ends,
-        )
-    return VllmEngine(
-        senior.path,
-        None if junior is None else junior.path,
-        tokenizer,
-        config,
-        dtype=dtype,
-        device=number,
-        longest=longest,
-        adapters=senior.adapters,
-        ends=ends,
-    )
+        return VllmTwoEngines(senior.path, junior.path, tokenizer, junior.tokenizer, config, **given)
+    partner = None if junior is None else junior.path
+    return VllmEngine(senior.path, partner, tokenizer, config, adapters=senior.adapters, **given)

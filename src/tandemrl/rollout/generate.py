@@ -26,7 +26,7 @@ from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, solo
-from tandemrl.selection.draws import group_keys, request_key
+from tandemrl.selection.draws import completion_keys
 
 Model = str | Path | PreTrainedModel
 PromptLike = str | Sequence[int] | Sequence[Message]
@@ -95,10 +95,7 @@ def generate(
         chosen = strategy
     requests = []
     for number, prompt in enumerate(prompts):
-        if chosen.shared_draws:
-            keys = group_keys(seed, 0, number, 0, n)
-        else:
-            keys = tuple(request_key(seed, 0, number, sample) for sample in range(n))
+        keys = completion_keys(seed, 0, number, 0, n, shared=chosen.shared_draws)
         read = () if other is None else _ids(other, prompt, number, own=False)
         requests.append(Request(_ids(words, prompt, number), keys, drawn, chosen, junior_prompt=read))
     longest = max((len(request.prompt) for request in requests), default=0) + drawn.max_tokens

@@ -20,73 +20,30 @@ from tandemrl.models.compile import eagerly
 from tandemrl.models.forward import hidden_states
 
 PREFILL_TOKENS = 16384  # tokens computed in one prefill forward
-CACHE_STEP = 64  # columns by which caches grow
 
 Layers = dict[int, tuple[Tensor, Tensor]]
 """For each layer its keys and values, each of shape [rows, kv heads, columns, head dim]."""
 
 
+def roomy(width: int, least: int = 64) -> int:
+    """How many columns there is room for where ``width`` are needed, so that caches grow rarely: at most a quarter
+    more, or up to a multiple of ``least``."""
+    by = max(least, 1 << max(0, width.bit_length() - 3))
+    return -(-width // by) * by
+
+
 class KVCache:
-    """Keys and values of one model, for the rows of a batch."""
+    """Keys and values of one model, for the rows of a batch.
 
-    def __init__(self) -> None:
-        self.layers: Layers = {}
-
-    def append(self, prompts: Layers, source: Int64[Tensor, " b"], rows: int) -> None:
-        """Add one row per entry of ``source`` to so many ``rows``, filled from the prefilled prompts."""
-        new = rows + len(source)
-        self.reserve(max(keys.shape[2] for keys, _ in prompts.values()) + 1, new, prompts)
-        for layer, pair in prompts.items():
-            for whole, fresh in zip(self.layers[layer], pair, strict=True):
-                whole[rows:new, :, fresh.shape[2] :].zero_()
-                whole[rows:new, :, : fresh.shape[2]] = fresh.index_select(0, source.to(fresh.device))
-
-    def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
-        """Keep only the rows of ``index``, and only their first ``width`` columns, with room to grow."""
-        for layer, (keys, values) in self.layers.items():
-            on_device = index.to(keys.device)
-            keys, values = (x[:, :, : width + CACHE_STEP].index_select(0, on_device) for x in (keys, values))
-            self.layers[layer] = keys, values
-
-    def reserve(self, width: int = 0, rows: int = 0, like: Layers | None = None) -> None:
-        """Make room for at least ``width`` columns and at least ``rows`` rows; if there are no layers yet, for those of
-        ``like``. What is new is zero, not whatever the memory holds: a masked NaN is still a NaN."""
-        for layer, pair in (like or {}).items() if not self.layers else ():
-            keys, values = (x.new_zeros(rows, x.shape[1], width + CACHE_STEP, x.shape[3]) for x in pair)
-            self.layers[layer] = keys, values
-        for layer, (keys, values) in self.layers.items():
-            more_rows, missing = max(0, rows - keys.shape[0]), width - keys.shape[2]
-            more_columns = max(missing, CACHE_STEP, keys.shape[2] // 4) if missing > 0 else 0
-            if more_rows or more_columns:
-                extra = (0, 0, 0, more_columns, 0, 0, 0, more_rows)
-                self.layers[layer] = F.pad(keys, extra), F.pad(values, extra)
-
-    def take(self, row: int, width: int) -> Layers:
-        """A copy of the first ``width`` columns of a row."""
-        return {
-            layer: (keys[row : row + 1, :, :width].clone(), values[row : row + 1, :, :width].clone())
-            for layer, (keys, values) in self.layers.items()
-        }
-
-    def put(self, row: int, kept: Layers, rows: int) -> None:
-        """Write what ``take`` has copied into the first columns of a row. ``rows``: how many the batch has."""
-        self.reserve(max((keys.shape[2] for keys, _ in kept.values()), default=0), rows, kept)
-        for layer, pair in kept.items():
-            for old, new in zip(self.layers[layer], pair, strict=True):
-                old[row, :, : new.shape[2]] = new[0]
-
-
-class StaticCache(KVCache):
-    """A KV cache that stays where it is in memory, from call to call, so that a graph can read and write it.
-
-    ``layers`` are the rows in use. What lies behind them is never read for a row: old numbers, all of them finite.
+    ``layers`` are the rows in use. What lies behind them is never read for a row: zeros or old numbers, all of them
+    finite, since a masked NaN is still a NaN.
 
     Args:
         rows, columns: round what is needed up to what there is room for.
     """
 
-    def __init__(self, rows: Callable[[int], int], columns: Callable[[int], int]) -> None:
-        super().__init__()
+    def __init__(self, rows: Callable[[int], int] = int, columns: Callable[[int], int] = roomy) -> None:
+        self.layers: Layers = {}
         self._rows, self._columns = rows, columns
         self._whole: Layers = {}
         self._wanted = 0, 0
@@ -102,15 +59,39 @@ class StaticCache(KVCache):
             for whole in pair:
                 whole.zero_()
 
+    def put(self, rows: Sequence[int], kept: Layers, source: Sequence[int] | None = None) -> None:
+        """Write keys and values that were computed before, or that ``take`` has copied, into the first columns of some
+        rows.
+
+        Args:
+            source: which of them each row gets; None: in their order.
+        """
+        at, of = torch.tensor([*rows]), torch.tensor([*(range(len(rows)) if source is None else source)])
+        self.reserve(1 + max(keys.shape[2] for keys, _ in kept.values()), 1 + max(rows), kept)
+        for layer, pair in kept.items():
+            for whole, fresh in zip(self.layers[layer], pair, strict=True):
+                whole[at.to(whole.device), :, : fresh.shape[2]] = fresh.index_select(0, of.to(fresh.device))
+
+    def take(self, row: int, width: int) -> Layers:
+        """A copy of the first ``width`` columns of a row."""
+        return {
+            layer: (keys[row : row + 1, :, :width].clone(), values[row : row + 1, :, :width].clone())
+            for layer, (keys, values) in self.layers.items()
+        }
+
     def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
+        """Keep only the rows of ``index``, and only their first ``width`` columns."""
         for pair in self._whole.values():
             for whole in pair:
                 whole[: len(index), :, :width] = whole[:, :, :width].index_select(0, index.to(whole.device))
         self.layers = self.room(len(index), width)
 
     def reserve(self, width: int = 0, rows: int = 0, like: Layers | None = None) -> None:
-        shown = max((keys.shape[0] for keys, _ in self.layers.values()), default=0)
-        self.layers = self.room(max(rows, shown), width, like)
+        """Make room for at least ``width`` columns and at least ``rows`` rows; if there are no layers yet, for those of
+        ``like``."""
+        shown, _, columns, _ = next(iter(self.layers.values()))[0].shape if self.layers else (0, 0, 0, 0)
+        if rows > shown or width > columns or not self.layers:
+            self.layers = self.room(max(rows, shown), width, like)
 
     def room(self, rows: int, width: int, like: Layers | None = None) -> Layers:
         """The first rows, those behind the ones in use included, with at least ``width`` columns."""
@@ -122,10 +103,7 @@ class StaticCache(KVCache):
             self.large = keys.is_cuda and 4 * size > _free_memory(keys.device)
             if not self.large:  # room for the whole call
                 most, columns = whole, longest
-            for layer, (keys, values) in like.items():
-                new_keys, new_values = (x.new_zeros(most, x.shape[1], columns, x.shape[3]) for x in (keys, values))
-                self._whole[layer] = new_keys, new_values
-            self.moves += 1
+            self._whole = {layer: (keys[:0, :, :0], values[:0, :, :0]) for layer, (keys, values) in like.items()}
         for layer, (keys, values) in self._whole.items():
             more, wider = max(0, most - keys.shape[0]), max(0, columns - keys.shape[2])
             if more or wider:
@@ -181,33 +159,20 @@ class _DecodeLayout:
         return _grouped_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
 
 
-def last_hidden(
+def next_hidden(
     model: PreTrainedModel,
-    last: Int64[Tensor, " b"],
-    position: Int64[Tensor, " b"],
+    tokens: Int64[Tensor, "b c"],
+    columns: Int64[Tensor, "b c"],
     layers: Layers,
-    mask: Float[Tensor, "b 1 1 w"],
-) -> Float[Tensor, "b h"]:
-    """The hidden state of every row's last token. Its keys and values are written into the cache ``layers``."""
-    columns = position[:, None]
-    with eagerly(model):
-        return hidden_states(model, last[:, None], columns, _DecodeLayout(layers, columns, mask))[:, 0]
-
-
-def chunk_hidden(
-    model: PreTrainedModel, tokens: Int64[Tensor, "b c"], columns: Int64[Tensor, "b c"], cache: KVCache
+    mask: Float[Tensor, "b 1 c w"],
 ) -> Float[Tensor, "b c h"]:
     """The hidden states of every row's next tokens, which the model reads at once.
 
-    Their keys and values are written into the cache at ``columns``. If a column occurs twice in a row, it holds the
-    later token, so no token that is used may have to attend to the earlier one.
+    Their keys and values are written into the cache ``layers`` at ``columns``. If a column occurs twice in a row, it
+    holds the later token, so no token that is used may have to attend to the earlier one.
     """
-    width = int(columns.max()) + 1
-    cache.reserve(width)
-    dtype = next(iter(cache.layers.values()))[0].dtype
-    mask = column_mask(columns, width, dtype)[:, None]
     with eagerly(model):
-        return hidden_states(model, tokens, columns, _DecodeLayout(cache.layers, columns, mask))
+        return hidden_states(model, tokens, columns, _DecodeLayout(layers, columns, mask))
 
 
 # ----------------------------------------------------------------------------------------------- many tokens of a row

@@ -9,11 +9,10 @@ import torch
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import Passes, Request
 from tandemrl.rollout.partner import Ask, Ended, Job, Said, SpanEnd, Writer
-from tandemrl.rollout.relay import reading
 from tandemrl.rollout.spans import Span
 from tandemrl.selection import draws
 from tandemrl.selection.draws import stream
-from tandemrl.selection.words import Vocabulary, begin_words, spell, whole_characters, word_starts
+from tandemrl.selection.words import Vocabulary, begin_words, read, spell, whole_characters, word_starts
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class LocalPartner:
         for number, text, room, words in asks:
             reader = self.readers[number]
             new = text[len(reader.text) :]
-            tokens = reading(new, self._vocabulary, reader.text)
+            tokens = read(new, self._vocabulary, reader.text)
             if tokens is None:
                 self._ready.append(Said(number, b"", "untranslatable"))
                 continue
@@ -119,7 +118,7 @@ class LocalPartner:
             if len(text) < len(reader.text) or (reader.ended and not by_token):
                 readable = self.cut(reader, text)
             else:
-                tokens = reading(text[len(reader.text) :], self._vocabulary, reader.text)
+                tokens = read(text[len(reader.text) :], self._vocabulary, reader.text)
                 readable = tokens is not None
                 reader.tokens += tokens or ()
             if not readable:

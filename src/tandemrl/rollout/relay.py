@@ -22,15 +22,7 @@ from tandemrl.rollout.engine import LOST, EngineError, Passes, Request, StopReas
 from tandemrl.rollout.partner import Ask, Ended, Job, MakePartner, Partner, Said, Writer, Written, refuse_penalties
 from tandemrl.rollout.spans import Span
 from tandemrl.selection.draws import HANDOVER, stream
-from tandemrl.selection.words import Vocabulary, last_word, read, spell, whole_characters, word_starts
-
-
-def reading(text: bytes, vocabulary: Vocabulary, before: bytes) -> tuple[int, ...] | None:
-    """What was written after the text ``before``, in a reader's vocabulary; None if it cannot be read."""
-    if not text:
-        return ()
-    found = read(text, vocabulary, last_word(before), words=len(word_starts(text, before)))
-    return None if found.refusal is not None else found.tokens
+from tandemrl.selection.words import Vocabulary, read, spell, whole_characters
 
 
 class Relay(DecodingBatch):
@@ -141,10 +133,6 @@ class Relay(DecodingBatch):
         """The place of each live row, by number."""
         return {self.rows[i].number: i for i in self.live.nonzero().squeeze(1).tolist()}
 
-    def _stop(self, i: int, reason: StopReason) -> None:
-        """End a row, which has no further turn."""
-        self.rows[i].stop_reason, self.rows[i].written, self.live[i] = reason, int(self.written[i]), False
-
     # ------------------------------------------------------------------------------------------------------ next tokens
 
     def _one_token(self) -> Block:
@@ -215,7 +203,7 @@ class Relay(DecodingBatch):
         assert self._vocabulary is not None
         before, end = self._texts[said.number], said.end
         text = whole_characters(said.text) if end == "length" else said.text
-        tokens = None if end in LOST else reading(text, self._vocabulary, before)
+        tokens = None if end in LOST else read(text, self._vocabulary, before)
         if tokens is None:
             self._stop(i, "failed" if end == "failed" else "untranslatable")
             return None

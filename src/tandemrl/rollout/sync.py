@@ -5,7 +5,6 @@ An engine with stale weights would look like training that does not work.
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -65,12 +64,6 @@ def _weighted_sum(words: Tensor, odd: Tensor, first: int) -> int:
         odd: 1, 3, 5, …, one per word.
         first: the position of the first word.
     """
-    if words.device.type == "cpu":  # NumPy passes over memory fewer times: its shift needs no mask, its dot no product
-        bits = words.numpy().view(np.uint64)
-        folded = bits >> np.uint64(32)
-        folded += bits
-        signed = folded.view(np.int64)
-        return int(np.dot(signed, odd.numpy())) + 2 * first * int(signed.sum())
     high = words.bitwise_right_shift(32).bitwise_and_(2**32 - 1)  # the shift repeats the sign
     high.add_(words)
     return int((high * odd).sum() + 2 * first * high.sum())

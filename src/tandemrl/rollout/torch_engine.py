@@ -139,9 +139,9 @@ class TorchEngine(BatchEngine):
             self.endpoint.close()
 
     def make_batch(
-        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
+        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, streams: bool
     ) -> DecodingBatch:
-        by_text = anything or any(request.strategy.removed is not None for request in requests)
+        by_text = streams or any(request.strategy.removed is not None for request in requests)
         if self._tables is None or not by_text:
             return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts, alone=self._alone)
         return self.relay({1: TorchWriter(self._decoder, self._tables)}, requests, total, turns=turns)

@@ -44,9 +44,9 @@ class TorchWriter:
         if not distinct:
             return
         of = {id(prompt): i for i, prompt in enumerate(distinct)}
-        source = torch.tensor([of[id(prompt)] for prompt in prompts.values()])
+        places = range(self._size, self._size + len(prompts))
         prefilled = prefill(self._decoder.models[1], [list(prompt) for prompt in distinct])
-        self._cache.append(prefilled, source, self._size)
+        self._cache.put(places, prefilled, [of[id(prompt)] for prompt in prompts.values()])
         for place, (number, prompt) in enumerate(prompts.items(), self._size):
             self._place[number], self._read[number] = place, list(prompt[:-1])
         self._size += len(prompts)

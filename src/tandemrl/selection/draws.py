@@ -65,15 +65,18 @@ SAMPLE_BITS = 16
 """The low bits of the keys of a group that shares its author draws. They number its completions."""
 
 
-def group_keys(seed: int, step: int, example: int, first: int, size: int) -> tuple[int, ...]:
-    """The keys of a group of ``size`` completions, which `group_of` maps to one key (``selection.per_group``).
+def completion_keys(seed: int, step: int, example: int, first: int, size: int, *, shared: bool) -> tuple[int, ...]:
+    """The keys of ``size`` completions of an example.
 
     Args:
         first: number of the first one among the completions of this example in this step.
+        shared: whether they have the same author draws (``Strategy.shared_draws``): `group_of` maps them to one key.
 
     Raises:
-        ValueError: ``size`` is above 65,536.
+        ValueError: ``size`` is above 65,536, and they are to share their draws.
     """
+    if not shared:
+        return tuple(request_key(seed, step, example, first + sample) for sample in range(size))
     if size > 1 << SAMPLE_BITS:
         raise ValueError(f"a group of {size} completions: at most {1 << SAMPLE_BITS} can share their author draws")
     group = request_key(seed, step, example, first) >> SAMPLE_BITS << SAMPLE_BITS

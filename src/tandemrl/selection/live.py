@@ -50,10 +50,8 @@ class LiveSelection:
         senior = torch.empty(len(slots), dtype=torch.bool)
         for strategy in {id(s): s for s in strategies}.values():
             mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
-            if histories is None:
-                senior[mine], started = strategy.init(keys[mine])
-            else:
-                senior[mine], started = resumed(strategy, keys[mine], [histories[i] for i in mine.tolist()])
+            past = [() if histories is None else histories[i] for i in mine.tolist()]
+            senior[mine], started = resumed(strategy, keys[mine], past)
             group = self._group(strategy, started)
             needed = int(slots[mine].max()) + 1
             self._states[group] = map_state(lambda x, size=needed: _grown(x, size), self._states[group])

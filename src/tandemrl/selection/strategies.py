@@ -68,16 +68,8 @@ Chosen = tuple[Bool[Tensor, " b"], Any]
 
 
 class DrawnState(NamedTuple):
-    """Author of the current token, word or turn, how many authors were drawn so far, and how often the senior."""
-
-    key: Int64[Tensor, " b"]
-    senior: Bool[Tensor, " b"]
-    draws: Int64[Tensor, " b"]
-    senior_draws: Int64[Tensor, " b"]
-
-
-class WordState(NamedTuple):
-    """A `DrawnState`, and the tokens since the last draw."""
+    """Author of the current token, word or turn, how many authors were drawn so far, how often the senior, and the
+    tokens since the last draw, if the strategy counts them."""
 
     key: Int64[Tensor, " b"]
     senior: Bool[Tensor, " b"]
@@ -108,14 +100,14 @@ class SoloState(NamedTuple):
 def undrawn(request_keys: Int64[Tensor, " b"]) -> DrawnState:
     """The state before the first draw."""
     none = torch.zeros_like(request_keys)
-    return DrawnState(stream(request_keys, SELECTION), none.bool(), none, none)
+    return DrawnState(stream(request_keys, SELECTION), none.bool(), none, none, none)
 
 
 def draw(prob_senior: float, state: Any, where: Bool[Tensor, " b"], **changes: Tensor) -> Chosen:
     """Draw the author in the rows ``where``; the others keep theirs.
 
     Args:
-        state: one with the fields of `DrawnState`.
+        state: one with the first fields of `DrawnState`.
         changes: what its other fields become.
     """
     drawn = uniforms(state.key, state.draws) < prob_senior
@@ -187,16 +179,11 @@ def _aligned_word_ends(
 def _redrawing(prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor]) -> Strategy:
     """A strategy that redraws the author where ``redraw_after(last_token, tokens since the last draw)`` is true."""
     check_probability(prob_senior)
-    return Strategy(partial(_redrawing_init, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
-
-
-def _redrawing_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> Chosen:
-    state = WordState(*undrawn(request_keys), since_draw=torch.zeros_like(request_keys))
-    return draw(prob_senior, state, torch.ones_like(state.senior))
+    return Strategy(partial(_first_draw, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
 
 
 def _redrawing_step(
-    prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor], state: WordState, last: Int64[Tensor, " b"]
+    prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor], state: DrawnState, last: Int64[Tensor, " b"]
 ) -> Chosen:
     since_draw = state.since_draw + 1
     redraw = redraw_after(last, since_draw)

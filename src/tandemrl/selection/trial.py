@@ -41,7 +41,7 @@ def try_strategy(strategy: Strategy, vocabulary: int) -> None:
             "only, since rows end at different times"
         )
     if strategy.writers != "both" and bool((authors != (strategy.writers == "senior")).any()):
-        raise ValueError(f"writers={strategy.writers!r} promises that nobody else writes, but somebody else does")
+        raise ValueError(f"writers={strategy.writers!r} promises its author alone, but step selects the other one")
     if strategy.turn is not None:
         _checked("turn", strategy.turn, state)
     if strategy.starts is not None:
@@ -85,18 +85,13 @@ def _checked(name: str, function: Callable[..., Any], *arguments: Any) -> tuple[
     except Exception as error:
         raise ValueError(f"{name} failed on {rows} rows: {type(error).__name__}: {error}") from error
     parts = _tensors(state)
+    like = parts if name == "init" else _tensors(arguments[0])
     rowwise = all(isinstance(x, Tensor) and x.shape[:1] == (rows,) for x in (senior, *parts))
-    if not (rowwise and parts and senior.dtype == torch.bool and senior.dim() == 1):
+    if not (rowwise and parts and senior.dtype == torch.bool and senior.dim() == 1 and _types(parts) == _types(like)):
         raise ValueError(
             f"{name} returned {', '.join(map(_kind, (senior, *parts)))} for {rows} rows; expected a bool tensor of "
             f"shape [{rows}], True where the senior writes, and a NamedTuple of tensors whose first dimension is the "
-            "row, so that rows can be dropped and reordered"
-        )
-    like = parts if name == "init" else _tensors(arguments[0])
-    if [(x.dtype, x.shape[1:]) for x in parts] != [(x.dtype, x.shape[1:]) for x in like]:
-        raise ValueError(
-            f"{name} returned a state of {', '.join(map(_kind, parts))} after one of {', '.join(map(_kind, like))}; "
-            "shapes and types must stay the same"
+            "row, so that rows can be dropped and reordered, with the types and shapes that it had before"
         )
     if not all(map(torch.equal, given, before)):
         raise ValueError(f"{name} changed its arguments in place; return new tensors (x + 1, not x += 1)")
@@ -106,6 +101,10 @@ def _checked(name: str, function: Callable[..., Any], *arguments: Any) -> tuple[
 def _tensors(state: Any) -> list[Any]:
     """The tensors in a (nested) NamedTuple, and whatever else is in it."""
     return [x for part in state for x in _tensors(part)] if isinstance(state, tuple | list) else [state]
+
+
+def _types(parts: list[Any]) -> list[Any]:
+    return [(x.dtype, x.shape[1:]) for x in parts]
 
 
 def _kind(value: Any) -> str:

@@ -48,8 +48,8 @@ class TextSentenceState(NamedTuple):
 
 
 class WholeWordState(NamedTuple):
-    """A ``strategies.DrawnState`` of words, whether the present one has a token of the current turn, and the last three
-    bytes of the turn's text as a number."""
+    """What a ``strategies.DrawnState`` counts, of words; whether the present one has a token of the current turn, and
+    the last three bytes of the turn's text as a number."""
 
     key: Int64[Tensor, " b"]
     senior: Bool[Tensor, " b"]
@@ -220,8 +220,8 @@ def _text_sentence_step(texts: TextTails, state: TextSentenceState, last_token: 
 
 
 def _word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> Chosen:
-    state = undrawn(request_keys)
-    return _word_turn(prob_senior, WholeWordState(*state, begun=state.senior, tail=torch.zeros_like(state.draws)))
+    key, senior, none, *_ = undrawn(request_keys)
+    return _word_turn(prob_senior, WholeWordState(key, senior, none, none, begun=senior, tail=none))
 
 
 def _word_turn(prob_senior: float, state: WholeWordState) -> Chosen:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tandemrl.selection.boundaries import token_bytes
 
@@ -111,46 +111,34 @@ def count_starts(pieces: Iterable[bytes]) -> StartCounts:
     return StartCounts(sum(found[:1] == [0] for found in starts), sum(found[-1:] > [0] for found in starts))
 
 
-Refusal = Literal["cut character", "other words", "other ids before it", "other bytes"]
-"""Why a span cannot be read: it begins or ends amid a character; its tokens do not begin exactly the words that were
-drawn; the reader would have read what is before it as other tokens; the reader's tokens are another text (of a
-tokenizer that normalises text)."""
-
-
-class Reading(NamedTuple):
-    """A span as the reader's tokens, or why there are none."""
-
-    tokens: tuple[int, ...]
-    refusal: Refusal | None = None
-
-
 def spell(tokens: Iterable[int], vocabulary: Vocabulary) -> bytes | None:
     """The text of some tokens; None if one of them is no text."""
     pieces = [vocabulary.pieces.get(token) for token in tokens]
     return None if None in pieces else b"".join(piece for piece in pieces if piece is not None)
 
 
-def read(text: bytes, reader: Vocabulary, earlier: bytes, *, words: int) -> Reading:
-    """What one model wrote, as tokens of the other, in context.
+def read(text: bytes, reader: Vocabulary, before: bytes) -> tuple[int, ...] | None:
+    """What one model wrote, whole words, as tokens of another, in context; None if it cannot be read.
 
-    The end of a text is no part of a span: it is the end in both vocabularies. What the reader itself has written
-    before may be other tokens than its tokenizer would make of that text, and stays as it is.
+    It cannot if it begins or ends amid a character; if the reader would have read what is before it as other tokens; if
+    its tokens are another text (of a tokenizer that normalises text); if a word begins inside of one of them. The end
+    of the text is no part of it: it is the end in both vocabularies. What the reader itself has written before may be
+    other tokens than its tokenizer would make of that text, and stays as it is.
 
     Args:
-        text: the span, whole words.
-        earlier: the text before the span: all of it, or from the beginning of a word on. Empty at the beginning of a
-            text, where a word begins whatever comes.
-        words: how many words the span must have, as drawn.
+        before: the text before it: all of it, or from the beginning of a word on. Empty at the beginning of a text,
+            where a word begins whatever comes.
     """
+    if not text:
+        return ()
+    earlier = last_word(before)
     try:
-        before, encoded = (tuple(reader.encode(each.decode())) for each in (earlier, earlier + text))
+        known, encoded = (tuple(reader.encode(each.decode())) for each in (earlier, earlier + text))
     except UnicodeDecodeError:
-        return Reading((), "cut character")
-    if encoded[: len(before)] != before:
-        return Reading((), "other ids before it")
-    tokens = encoded[len(before) :]
+        return None
+    tokens = encoded[len(known) :]
     pieces = [reader.pieces.get(token, b"") for token in tokens]
-    if b"".join(pieces) != text:
-        return Reading((), "other bytes")
+    if encoded[: len(known)] != known or b"".join(pieces) != text:
+        return None
     begun = begin_words(pieces, earlier)
-    return Reading(tokens) if begun[:1] == [True] and sum(begun) == words else Reading((), "other words")
+    return tokens if begun[0] and sum(begun) == len(word_starts(text, earlier)) else None

@@ -21,7 +21,7 @@ from tandemrl.evals import profile_of
 from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.trainable import self_paired
 from tandemrl.processes.world import World, imagined_world
-from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
+from tandemrl.rollout.kv_cache import PREFILL_TOKENS, roomy
 from tandemrl.training.arguments import named_recipe, resolve_recipe
 from tandemrl.training.build import shares_base
 from tandemrl.training.state import forward_options, sampling_of
@@ -264,9 +264,7 @@ def _engine(
         weights["senior"] = 0  # adapters on the junior's weights
     if rollout.kind.reserves:
         return _vllm(config, weights, kept, logits, length, memory)
-    columns, prompt = config.data.max_prompt_tokens + CACHE_STEP, min(config.data.max_prompt_tokens, length)
-    while columns < length:  # as the cache grows
-        columns += max(CACHE_STEP, columns // 4)
+    columns, prompt = roomy(length), min(config.data.max_prompt_tokens, length)
     waiting = rows * config.has_episodes  # between turns, in the device's memory
     size = (rows * columns + waiting * length) * sum(kept.values())
     prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))

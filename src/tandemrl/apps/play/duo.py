@@ -23,10 +23,9 @@ from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import context_of
-from tandemrl.rollout.call import Finished, NewTokens
+from tandemrl.rollout.call import CallEngine, Finished, NewTokens
 from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling, StopReason
 from tandemrl.rollout.groups import ResponseReader
-from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, resumed
 from tandemrl.selection.boundaries import token_bytes

@@ -26,9 +26,9 @@ from tandemrl.models.loading import (
     load_tokenizer,
     resolve_device,
 )
+from tandemrl.rollout.call import CallEngine
 from tandemrl.rollout.envs.parsing import CallFormat
 from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
-from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.selection import Strategy

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from tandemrl.rollout.call import Call, Finished, NewTokens
+from tandemrl.rollout.call import Call, CallEngine, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineError, Request
-from tandemrl.rollout.open_call import CallEngine
 
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Hears of new tokens, in the thread of the engine: the number of the completion in its job, its further tokens and
@@ -97,7 +97,7 @@ class EngineThread:
                     if not job.done.done():
                         job.done.set_exception(_of_engine(error))
 
-    def _let_in(self, call: Call) -> None:
+    def _let_in(self, call: Call[Any]) -> None:
         """Let all join that wait."""
         while not self._closed:
             try:
@@ -107,7 +107,7 @@ class EngineThread:
             if job is not None:
                 self._join(call, job)
 
-    def _join(self, call: Call, job: Job) -> None:
+    def _join(self, call: Call[Any], job: Job) -> None:
         if not job.done.set_running_or_notify_cancel():
             return
         try:
@@ -119,7 +119,7 @@ class EngineThread:
         with self._lock:
             self._running.append(job)
 
-    def _step(self, call: Call) -> None:
+    def _step(self, call: Call[Any]) -> None:
         of = {number: job for job in self._running for number in job.left}
         for event in call.step():
             if isinstance(event, NewTokens):

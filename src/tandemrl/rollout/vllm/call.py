@@ -10,9 +10,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import exceptions
 
-from tandemrl.rollout.call import Event, Finished, NewTokens
+from tandemrl.rollout.call import Call, Event, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
-from tandemrl.rollout.open_call import OpenCall
 from tandemrl.rollout.vllm.rows import VllmRow, authors_of
 from tandemrl.selection import Strategy
 
@@ -23,11 +22,11 @@ _SHARED = (
 """The fields that ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
 
 
-class VllmCall(OpenCall[VllmRow]):
+class VllmCall(Call[VllmRow]):
     """The call of a ``VllmEngine``. Every turn of a row is a request of vLLM, which the prefix cache lets continue.
 
     Args:
-        engine, turns, streams: see ``OpenCall``.
+        engine, turns, streams: see ``Call``.
     """
 
     poll_every = 1  # vLLM would give the place of a row that waits to another one
@@ -155,7 +154,7 @@ class VllmCall(OpenCall[VllmRow]):
 
     def _end_aborted(self) -> list[Event]:
         """End aborted rows with what they have written so far."""
-        keys, events = self._aborts.take(), list[Event]()
+        keys, events = self._take_aborts(), list[Event]()
         for number in [number for number in self._flying if self._rows[number].key in keys]:
             row, name = self._rows[number], self._flying[number]
             state = self._llm.output_processor.request_states[name]

@@ -21,8 +21,8 @@ from tandemrl.config import RolloutConfig
 from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.world import environment
+from tandemrl.rollout.call import CallEngine
 from tandemrl.rollout.engine import EngineError, EngineInfo, Passes, SentWeights
-from tandemrl.rollout.open_call import CallEngine
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.call import VllmCall
 from tandemrl.rollout.vllm.weights import written_weights
@@ -146,7 +146,7 @@ class VllmEngine(CallEngine):
     def info(self) -> EngineInfo:
         return self._info
 
-    def make_call(self, *, turns: bool, streams: bool, anything: bool) -> VllmCall:
+    def make_call(self, *, turns: bool, streams: bool) -> VllmCall:
         return VllmCall(self, turns=turns, streams=streams)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:

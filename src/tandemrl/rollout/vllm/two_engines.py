@@ -189,9 +189,7 @@ class VllmTwoEngines(BatchEngine):
                 "rollout.engine=torch"
             )
 
-    def make_batch(
-        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, anything: bool
-    ) -> Relay:
+    def make_batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, streams: bool) -> Relay:
         return self.relay(self._writers, requests, total, turns=turns)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
