@@ -8,9 +8,9 @@ import torch
 
 from tandemrl import evals
 from tandemrl.cli.evaluate import metrics_table
-from tandemrl.config import EvalConfig, JudgeConfig
+from tandemrl.config import Config, EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.evals import Sample, measures, protocol, sampling_for
+from tandemrl.evals import EvalError, Sample, measures, protocol, sampling_for
 from tandemrl.evals.protocol import PROFILES, Profile, same_problems
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.engine import LOST, Completion, Passes, Sampling
@@ -233,7 +233,19 @@ def test_response_budget_is_what_the_context_leaves(length, budget):
     assert sampling_for(PROFILES["tiny"], prompt(0, length=length)).max_tokens == 64
 
 
-def test_custom_profile_reads_the_config():
+@pytest.mark.parametrize("k", [(), (0,), (1, 5)])
+def test_k_out_of_range_is_refused_before_anything_is_written(k, tmp_path):
+    """In a config that was made in Python, which nothing has checked."""
+    config = Config(eval=EvalConfig(samples=4, k=k))
+    with pytest.raises(EvalError, match=r"eval\.samples \(4\)"):
+        evals.evaluate(config, model="/nowhere", out=tmp_path, phases=("pass-at-k",))
+
+
+def test_custom_profile_reads_the_config_and_named_ones_refuse_overrides():
+    for unread in (EvalConfig(temperature=0.5), EvalConfig(profile="paper", context=128)):
+        with pytest.raises(EvalError, match="profile=custom"):
+            evals.profile_of(unread)
+
     custom = EvalConfig(profile="custom", temperature=0.5, top_p=0.9, top_k=5, max_tokens=9, context=20)
     profile = evals.profile_of(custom)
     assert profile == Profile(Sampling(max_tokens=9, temperature=0.5, top_p=0.9, top_k=5), context=20)

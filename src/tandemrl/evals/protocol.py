@@ -56,8 +56,15 @@ LONGEST = 2048
 
 
 def profile_of(config: EvalConfig) -> Profile:
-    """The profile that a config names, or with ``profile: custom`` the one whose values it gives."""
+    """The profile that a config names, or with ``profile: custom`` the one whose values it gives.
+
+    Raises:
+        EvalError: sampling is set for a profile that has its own.
+    """
     if config.profile in PROFILES:
+        if config.unread:
+            listed = ", ".join(config.unread)
+            raise EvalError(f"{listed}: eval.profile={config.profile} does not read it; set eval.profile=custom")
         return PROFILES[config.profile]
     sampling = Sampling(
         max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
@@ -274,6 +281,12 @@ def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Any) -> l
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def check_k(k: Sequence[int], samples: int) -> None:
+    """Refuse a k of a config that was made in Python, which nothing has checked, before anything is written."""
+    if not k or not all(1 <= m <= samples for m in k):
+        raise EvalError(f"eval.k={list(k)}: each k must be between 1 and eval.samples ({samples})")
 
 
 def _sample(problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, response: Response) -> Sample:

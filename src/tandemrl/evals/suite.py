@@ -13,7 +13,7 @@ from tandemrl.config import Config, warn_of_reward_function
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.phases import PHASES
-from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
+from tandemrl.evals.protocol import check_k, generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
 from tandemrl.evals.session import Endpoint, Phase, Session, Texts
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -93,6 +93,7 @@ def evaluate(
             raise EvalError(f"phase {name} {reasons[name]}")
     if out.suffix == ".json" and len(names) != 1:
         raise EvalError(f"{out} is one file for {len(names)} phases; give a folder")
+    check_k(config.eval.k, config.eval.samples)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     chosen = [PHASES[name] for name in names]
