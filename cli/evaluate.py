@@ -217,7 +217,8 @@ def _resolved(
 
     if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
         raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
-    chosen: dict[str, object] = {"train.eval_every": 0, "data.monitor": []}  # which need other k and samples
+    no_training = {"train.eval_every": 0, "data.monitor": []}  # which need other k and samples
+    chosen: dict[str, object] = {**no_training}
     if profile not in (None, "custom"):  # in place of that of the config and its sampling
         chosen |= {f"eval.{key}": "null" if value is None else value for key, value in CUSTOM_SAMPLING.items()}
     if samples is not None:
@@ -228,7 +229,8 @@ def _resolved(
     if not data and source is None and "data.eval" not in typed:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
     asked = profile is not None or "eval.profile" in typed
-    of_run = [each for each in overrides or () if not each.startswith("eval.")]
+    of_run = [f"{key}={value}" for key, value in no_training.items()]
+    of_run += [each for each in overrides or () if not each.startswith("eval.")]
     chosen |= (
         _own_sampling(model, source, of_run) if not asked else {} if profile is None else {"eval.profile": profile}
     )

@@ -264,6 +264,9 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(None, ["rollout.max_tokens=321", "data.eval=[d]"])))
     for asked in ([model], [Path("M"), "--config", str(tmp_path / "run")]):  # of a run that says nothing of evaluations
         assert (evaluated(*asked)[0].eval.profile, evaluated(*asked)[0].eval.max_tokens) == ("custom", 321)
+    (tmp_path / "graders.yaml").write_text("data: {eval: []}\nreward: {gsm8k: tandem}\n")  # which cannot train
+    config = evaluated(Path("M"), "--config", str(tmp_path / "graders.yaml"), "--data", "d")[0]
+    assert (config.reward.gsm8k, config.data.eval) == ("tandem", ("d",))
 
     (tmp_path / "run" / "config.yaml").unlink()
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 7, "max_new_tokens": 99}
