@@ -21,12 +21,13 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row, encode_prompts
 from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.rollout.call import Finished
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
-from tandemrl.selection import before_word, turn, word
+from tandemrl.selection import before_word, solo, turn, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
 from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables
 from tandemrl.training.loop import train
@@ -107,6 +108,23 @@ def test_it_hands_over_by_steps_too(folders: tuple[Path, Path], reference: Torch
     assert assert_same(flat(vllm_engine.generate(asked)), wanted) > 3
     assert {int(each.author[0]) for each in wanted} == {0, 1}
     assert sum((np.diff(each.author) != 0).sum() for each in wanted) > 8
+
+
+def test_an_open_call_takes_the_senior_alone(
+    folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any
+) -> None:
+    """As of `tandemrl serve` with ``"solo": "senior"``, beside a text of both."""
+    asked = [replace(each, strategy=solo("senior")) for each in requests(folders)]
+    asked += requests(folders)[:1]
+    with vllm_engine.open() as call:
+        numbers, ended = call.submit(asked), set[int]()
+        while len(ended) < len(numbers):
+            ended |= {event.number for event in call.step() if isinstance(event, Finished)}
+        found = call.take(numbers)
+    for one, other in zip(found, flat(reference.generate(asked)), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert np.allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
 
 
 def assert_same(found: Sequence[Completion], wanted: Sequence[Completion]) -> int:
