@@ -203,6 +203,17 @@ def test_templates_that_are_of_no_use(template: str, options: dict[str, Any], fa
         rendering(words, **options)
 
 
+def test_a_role_that_is_first_seen_on_another_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Llama 3.2, whose template writes the date."""
+    words, day = copy.copy(tokenizer()), ["1 Jan"]
+    render = words.apply_chat_template
+    monkeypatch.setattr(words, "apply_chat_template", lambda *args, **named: f"{day[0]}\n" + render(*args, **named))
+    made = rendering(words)
+    day[0] = "2 Jan"
+    said = made.context([{"role": "user", "content": "go on"}], ended=True)
+    assert "go on" in text(said.tokens)
+
+
 def test_turns_that_a_template_would_rewrite_can_be_kept() -> None:
     kept = rendering(tokenizer(DROPS_THOUGHTS), keep_turns=True).context([tool("3")], ended=True)
     assert kept.tokens == rendering().context([tool("3")], ended=True).tokens

@@ -1,5 +1,7 @@
 """Tools: what authors are told of them, which calls are made, what a call can and cannot do. And factories."""
 
+import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +12,7 @@ from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.environment import Answer, Environment
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.tools import call_fault, schema_of
+from tandemrl.rollout.envs.worker import answering
 
 
 def many(
@@ -150,6 +153,19 @@ def configured(config: Any) -> Environment:
     environment = Environment()
     environment.system = f"{config.rollout.max_turns} turns"
     return environment
+
+
+def test_what_a_subclass_adds_to_an_answer_stays_in_the_process() -> None:
+    @dataclass(frozen=True)
+    class Traced(Answer):
+        trace: Any = None
+
+    class Tracing(Environment):
+        def reply(self, row: Row, state: Any, message: Any) -> Answer:
+            return Traced([{"role": "user", "content": "go on"}], {"n": 1}, trace=object())
+
+    said = json.loads(answering(Tracing())((Row("r", (), "d", "", {}), None, {"role": "assistant", "content": ""})))
+    assert said == {"messages": [{"role": "user", "content": "go on"}], "state": {"n": 1}, "over": False, "counts": {}}
 
 
 def test_what_a_config_makes() -> None:

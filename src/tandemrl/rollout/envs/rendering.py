@@ -239,7 +239,7 @@ class Rendering:
         # Without an empty one that keeps the author from thinking.
         thoughts = knows and END_OF_THOUGHT not in self.prefix
         conversation: list[Message] = [{"role": "user", "content": _QUESTION}]
-        before = self.prefix
+        before = self._render(conversation, to_write=True)  # now: a template may write the date
         for number in range(6):
             if number % 2 == 0:
                 thought = f"{THOUGHT}\nTHOUGHTofDUMMY\n{END_OF_THOUGHT}\n\n" if thoughts and number else ""

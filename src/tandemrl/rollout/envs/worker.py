@@ -5,6 +5,7 @@ It does not import torch by itself.
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.messages import Message
@@ -30,7 +31,8 @@ def answering(environment: Environment) -> Callable[[Turned], str]:
         if not isinstance(answer, Answer):
             raise TypeError(f"reply must return an Answer, not a {type(answer).__name__}")
         try:
-            return json.dumps({**vars(answer), "messages": [*answer.messages]}, allow_nan=False)
+            said = {each.name: getattr(answer, each.name) for each in fields(Answer)}  # not what a subclass adds
+            return json.dumps({**said, "messages": [*answer.messages]}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise type(error)(f"its answer has to be of JSON values, and so has its state: {error}") from error
 
