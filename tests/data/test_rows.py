@@ -2,6 +2,7 @@ import json
 import os
 import sys
 import types
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -293,6 +294,9 @@ def test_rendered_prompts_that_cannot_be_used_are_named():
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, suffix="box it")
     with pytest.raises(DataError, match="row r: its prompt is rendered, but has 2 messages"):
         encode_prompts([rendered("one", {"role": "user", "content": "two"})], tokenizer(), max_prompt_tokens=9)
+    for messages in ((), ({"role": "assistant", "content": None},) * 3):
+        with pytest.raises(DataError, match=f"rendered, but has {len(messages)} messages"):
+            encode_prompts([replace(rendered("one"), messages=messages)], tokenizer(), max_prompt_tokens=9)
     with pytest.raises(
         DataError, match=r"rendered, but tokenizer .* has no <\|im_start\|>; build it with `--template chat`"
     ):

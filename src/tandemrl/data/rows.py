@@ -401,7 +401,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _encode_rendered(row: Row, tokenizer: Any, refusals: Mapping[str, bool]) -> Sequence[int]:
-    text, count = row.messages[0]["content"], len(row.messages)
+    text, count = "".join(str(each["content"]) for each in row.messages), len(row.messages)
     lacks = _CHATML in text and tokenizer.convert_tokens_to_ids(_CHATML) in (None, tokenizer.unk_token_id)
     name = getattr(tokenizer, "name_or_path", "")
     refusals = {**refusals, f"has {count} messages": count != 1, f"tokenizer {name!r} has no {_CHATML}": lacks}

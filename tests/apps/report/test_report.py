@@ -236,7 +236,7 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics\.jsonl: not readable"),
-        ("config.yaml", "a: [", r"config\.yaml: not readable as YAML"),
+        ("config.yaml", "a: [", r"config\.yaml, line 1: not readable as YAML"),
         ("tandem.json", "{", r"tandem\.json: not readable"),
         ("tandem.json", '{"schema": 1, "phase": "tandem"}', r"tandem\.json: not an evaluation result of schema 1"),
         ("results.json", '{"contrasts": [{"phase": "x"}]}', r"results\.json: .*KeyError\('metric'\)"),

@@ -276,6 +276,18 @@ def test_lazy_computes_what_its_author_needs_and_no_more(strategy, mode, compute
     assert planner.stats.computed == computed
 
 
+def test_a_long_catch_up_is_split_and_predicts_once() -> None:
+    planner = Planner(budget=5, block_size=BLOCK, num_blocks=16)
+    planner.admit([Admission("a", 3, 1, chunk(9, "senior")), Admission("b", 1, 2, solo("senior"))])
+    planner.schedule(["a", "b"], [0, 0], [3, 1], [[0, 1, 2], [3]])
+    for i in range(9):
+        planner.postprocess(np.array([4, 4]))
+        junior, senior = planner.schedule(["a", "b"], [3 + i, 1 + i], [1, 1], [None, [4] if i == 3 else None])
+    assert [work.count for work in junior] == [[5], [4]]
+    assert [(work.start, work.ends.tolist()) for work in junior] == [([3], [False]), ([8], [True])]
+    assert [work.ids for work in senior] == [["b"]]
+
+
 @pytest.mark.parametrize("surplus", [0, 2])
 @pytest.mark.parametrize("row", [None, 5])
 def test_another_turn_goes_on_whatever_the_workers_still_know(row, surplus) -> None:

@@ -272,7 +272,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ConfigError: the file is not YAML.
     """
     file = folder / "config.yaml"
-    content = free(read(file.read_text(encoding="utf-8"), str(file))) if file.is_file() else {}
+    content = free(read(file.read_bytes(), str(file))) if file.is_file() else {}
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
