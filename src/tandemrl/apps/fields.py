@@ -45,6 +45,11 @@ SELECTION = {
 """What a request may say of who writes, beside the strategy. The strategies themselves know which values they take."""
 
 
+def stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are there: null stands for one that is missing."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def check(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "", *, only: bool = False) -> None:
     """Refuse fields that are of another kind. Those that are missing or null are not there.
 

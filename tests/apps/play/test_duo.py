@@ -1,15 +1,16 @@
 """A text that is written in pieces, and by a person."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from helpers import CHAT_TEMPLATE, IDS, prepared, qwen3, small_qwen3, tokenizer
-from tandemrl.apps.play.duo import Draft, Duo, Piece
+from tandemrl.apps.play.duo import Draft, Duo, LazyText, Piece
 from tandemrl.config import SelectionConfig
-from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.engine import EngineError, Request, Sampling
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.draws import request_key
@@ -91,6 +92,27 @@ def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:
 def test_what_a_person_types_is_shown_in_whole_characters(solver: Duo) -> None:
     said = solver.say(Draft("Mia has 9 figs."), "héllo 日本🙂")
     assert [token.text for token in said.tokens if token.text] == ["h", "é", "l", "lo", " ", "日", "本", "🙂"]
+
+
+def test_a_text_that_cannot_be_begun_or_gone_on_with_leaves_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
+    chat.chat_template = CHAT_TEMPLATE
+    duo = Duo(TorchEngine(senior, junior, chat, draft_tokens=2), junior, chat, longest=48)
+    draft = Draft("a b", 3)
+    with pytest.raises(EngineError, match="this engine cannot do"):
+        duo.write(replace(draft, selection=SelectionConfig(strategy="before_word")), 2)
+    expected = duo.write(draft, 4)  # as before_word had never been asked for
+    duo._free_engine()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyText, "write", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            duo.write(draft, 4)
+    assert duo._lazy is None
+    assert duo.write(draft, 4) == expected
 
 
 def test_surprisals_are_the_juniors(duo: Duo) -> None:

@@ -96,6 +96,8 @@ def test_tokens_outside_the_vocabulary_are_refused_by_each_question(client: Test
         ({"selection": {"anneal_steps": 2}}, "selection.anneal_steps: unknown field; known: strategy, "),
         ({"temperature": -1}, "sampling.temperature must be 0"),
         ({"seed": -1}, "seed: expected a whole number"),
+        ({"prompt": None}, "prompt: expected a text"),
+        ({"count": None}, "count: expected a whole number from 1 to 16"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(client: TestClient, change: dict[str, Any], message: str) -> None:
@@ -103,6 +105,13 @@ def test_what_cannot_be_answered_is_refused_by_name(client: TestClient, change: 
     answer = client.post("/write", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert message in answer.json()["error"]
+
+
+def test_what_is_null_is_as_if_it_were_not_there(client: TestClient) -> None:
+    nothing = {"temperature": None, "seed": None, "selection": {"strategy": None, "first": None, "prob_senior": None}}
+    body = {"prompt": "a", "count": 2}
+    assert client.post("/write", json=body | nothing).json() == client.post("/write", json=body).json()
+    assert "expected what you typed" in client.post("/say", json={"prompt": "a", "text": None}).json()["error"]
 
 
 @pytest.mark.parametrize(

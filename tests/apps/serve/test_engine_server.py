@@ -132,7 +132,12 @@ def test_a_generation_config_says_the_sampling_of_requests_that_do_not(engine, w
     assert engine_server.sampling_defaults(str(tmp_path / "none")) == {}
     with TestClient(serving(engine, words, defaults=defaults), base_url="http://127.0.0.1") as asking:
         [choice] = ask(asking, seed=6, top_k=-1)["choices"]
-    assert choice["token_ids"] == reference(engine, words("ab cd")["input_ids"], 6, temperature=0.5).tokens.tolist()
+    expected = reference(engine, words("ab cd")["input_ids"], 6, temperature=0.5).tokens.tolist()
+    assert choice["token_ids"] == expected
+    off = {"temperature": 0.5, "top_k": -1}  # as in vLLM
+    with TestClient(serving(engine, words, defaults=off), base_url="http://127.0.0.1") as asking:
+        [choice] = ask(asking, seed=6)["choices"]
+    assert choice["token_ids"] == expected
 
 
 def test_prompts_and_samples_are_counted_as_vllm_does(client, engine, words) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -712,7 +713,13 @@ def test_a_missing_layer_can_be_accepted_and_is_said(open_home):
     assert box.run(escape, Stdin("")).output == "1\n"
     assert template.descendants() == []  # what is left of a program is found without any layer
     assert box.run("x = bytearray(10 * 2**30)", Stdin("")).status == "error"
+    homes = set(Path(tempfile.gettempdir()).glob("tandemrl-sandbox-*"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="layers missing"):
+            Sandbox(weak, template=template).run(ADD, Stdin("1 2"))
     wait_until(lambda: template.descendants() == [])
+    assert set(Path(tempfile.gettempdir()).glob("tandemrl-sandbox-*")) <= homes
 
 
 # What a test leaves to the next one ---------------------------------------------------------------------------------

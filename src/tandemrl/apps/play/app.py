@@ -136,7 +136,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
         raise Refused(f"requests from {origin} are not answered")
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise Refused("expected application/json")
-    return await json_object(request)
+    return fields.stated(await json_object(request))
 
 
 def strategies_of(begin_with: SelectionConfig, *, apart: bool = False) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, 
     tokens, authors, given = body.get("tokens") or (), body.get("authors") or (), body.get("given") or 0
     if len(tokens) != len(authors) or given > len(tokens):
         raise Refused("authors: expected 0 or 1 for each of the tokens, and given within them")
-    selected, able = body.get("selection") or {}, strategies_of(begin_with, apart=apart)
+    selected, able = fields.stated(body.get("selection") or {}), strategies_of(begin_with, apart=apart)
     fields.check(selected, {"strategy": fields.one_of(*able), **fields.SELECTION}, "selection.", only=True)
     selection = fields.with_selected(replace(DEFAULT, strategy=begin_with.strategy), selected)
     if selection.strategy == begin_with.strategy:

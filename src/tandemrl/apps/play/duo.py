@@ -24,7 +24,7 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import context_of
 from tandemrl.rollout.call import CallEngine, Finished, NewTokens
-from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling, StopReason
+from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, resumed
@@ -93,7 +93,11 @@ class LazyText:
         self.stop: StopReason | None = None
         self._authors = Authors(request.strategy, request.keys[0], request.history)
         self._call = engine.open()
-        [self._number] = self._call.submit([request])
+        try:
+            [self._number] = self._call.submit([request])
+        except BaseException:
+            self.close()  # else nobody could open another call
+            raise
 
     def write(self, count: int) -> None:
         """Write ``count`` tokens in all, or to the end.
@@ -174,7 +178,7 @@ class Duo:
             ):
                 end += 1
                 text.write(end + 1)
-        except EngineError:
+        except BaseException:  # of the device, too
             self._free_engine()
             raise
         if text.tokens[: len(known)] != known:

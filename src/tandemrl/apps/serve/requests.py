@@ -401,6 +401,7 @@ class Reader:
             )
         given = {name: body[name] for name in (*SAMPLED, *_PENALTIES) if body.get(name) is not None}
         values = {name: value if name == "top_k" else float(value) for name, value in given.items()}
+        values = {**self._defaults, **values}
         if values.get("top_k") == -1:  # off, in vLLM
             values["top_k"] = 0
         stop = body.get("stop") or ()
@@ -410,7 +411,7 @@ class Reader:
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 stop_token_ids=tuple(body.get("stop_token_ids") or ()),
                 ignore_eos=bool(body.get("ignore_eos")),
-                **{**self._defaults, **values},  # type: ignore[arg-type]  # top_k is whole
+                **values,  # type: ignore[arg-type]  # top_k is whole
             )
         except ValueError as error:
             raise Refused(str(error).removeprefix("sampling.")) from None

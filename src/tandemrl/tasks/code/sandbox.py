@@ -197,8 +197,12 @@ class Sandbox:
                     f"{what}; `tandemrl check` lists them. Run as root, or where user namespaces are allowed, or "
                     "accept the risk with sandbox.allow_weak=true"
                 )
-            if not self._warned:
-                warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
+            try:
+                if not self._warned:
+                    warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
+            except Warning:  # where warnings are errors
+                process.end()
+                raise
             self._warned = True
         return process
 
