@@ -119,11 +119,11 @@ class VllmEngine(CallEngine):
             **tandem_arguments(options),
             **({} if on_cpu else {"gpu_memory_utilization": v.gpu_memory_utilization}),
         )
+        if ends is None:
+            ends = stored_eos_token_ids(paths[0], tokenizer, *paths[1:])
         readable = _readable_modules() if on_cpu else nullcontext()
         with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1), readable:
             self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
-        if ends is None:
-            ends = stored_eos_token_ids(paths[0], tokenizer, *paths[1:])
         self.eos = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger one
         self.tokenizer, self.vocabulary, self.context, self.has_junior = tokenizer, vocabulary, context, len(paths) > 1
         self.policy_version, self.passes = 0, Passes()
