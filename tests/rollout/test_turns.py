@@ -407,6 +407,8 @@ def test_a_broken_world_ends_the_call_and_leaves_the_engine_usable(fault, match)
     [
         ({"turn_tokens": 0}, "request 0: turn_tokens must be at least 1, got 0"),
         ({"history": ((3, 4), ())}, "request 0: a turn of its history has no tokens"),
+        ({"history": ((3,), (4, VOCABULARY))}, "request 0: a token of its history is outside the vocabulary of"),
+        ({"history": ((-1,),)}, "request 0: a token of its history is outside the vocabulary of"),
         ({"observation_tokens": 250}, "request 0: .* exceed the context of 256"),
     ],
 )

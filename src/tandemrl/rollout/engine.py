@@ -352,6 +352,8 @@ def check_request(index: int, request: Request, engine: Engine) -> None:
         raise EngineError(f"request {index}: turn_tokens must be at least 1, got {request.turn_tokens}")
     if not all(map(len, request.history)):
         raise EngineError(f"request {index}: a turn of its history has no tokens")
+    if any(max(turn) >= vocabulary or min(turn) < 0 for turn in request.history):
+        raise EngineError(f"request {index}: a token of its history is outside the vocabulary of {vocabulary}")
     if bad := [token for token in request.sampling.stop_token_ids if not 0 <= token < vocabulary]:
         raise EngineError(f"request {index}: stop_token_ids {bad} are outside the vocabulary of {vocabulary}")
     if request.strategy.writers != "senior" and not engine.has_junior:
