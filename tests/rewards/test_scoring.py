@@ -149,6 +149,20 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
     assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(12)]
 
 
+class TakenBetween(list):
+    """It was not empty when a thread looked, and is when it takes from it."""
+
+    def __bool__(self):
+        return True
+
+
+def test_another_thread_may_take_the_last_idle_process(worker):
+    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
+        scorer._processes._idle = TakenBetween()
+        assert [score.value for score in scorer.score(boxed("a > 1", "a > 6"))] == [1.0, 0.0]
+        scorer._processes._idle = [*scorer._processes._idle]  # which close() can empty
+
+
 class Interrupted(ThreadPoolExecutor):
     """Its batch is interrupted, and again while its threads end."""
 

@@ -114,6 +114,13 @@ def test_fences_in_fences_and_strings(text, program):
 # The tests ---------------------------------------------------------------------------------------------------------
 
 
+def test_extraction_is_linear():
+    start = time.process_time()
+    for piece in ("```", "```\n", "```python", "```python\n", "`", "```x`"):
+        extract_program(piece * 200_000)
+    assert time.process_time() - start < 10
+
+
 def test_formats():
     assert parse_tests(row(inputs=["1\n", ["2", "3"]], outputs=["a", ["b", "c"]])) == [
         (Stdin("1\n"), "a"),

@@ -129,6 +129,12 @@ def test_products_and_roots_that_cancel_are_still_equal() -> None:
         assert equal(gold, answer), (gold, answer)
 
 
+def test_math_verify_does_not_round_tiny_numbers_away() -> None:
+    assert not equal("10^{-5000}", "10^{-5001}")
+    assert not equal(r"2 \cdot 10^{-9}", r"3 \cdot 10^{-9}")
+    assert equal(r"2 \cdot 10^{-9}", r"\frac{1}{5 \cdot 10^8}")
+
+
 # ---- arguments without braces --------------------------------------------------------------------------------------
 
 
