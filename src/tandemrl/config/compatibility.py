@@ -1,7 +1,8 @@
 """What goes with what: the one place that refuses values of a config, by the config alone or by what else is known.
 
 The range of one key stands at its field (``Allowed``), everything else here. Files and the machine are looked at in
-``training.preflight``; what it finds is in `Facts`.
+``training.preflight``; what it finds is in `Facts`. Requests have no config, so what two writers cannot do is also
+refused request by request (``rollout.partner.check_partnered``), and by evaluations (``evals.session``).
 """
 
 import difflib

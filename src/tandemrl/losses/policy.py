@@ -1,8 +1,13 @@
 """The policy loss of a micro-batch: weights → surrogate → + β·kl − c·entropy → × importance weight → ``reduce``
 (→ + λ_jun·kl on junior tokens, divided by all response tokens).
 
-``losses.surrogates`` has what a surrogate makes of each token; everything else of the loss, and all that it is divided
-by, is here. The denominators are global: ``Totals`` counts every micro-batch of every rank of the optimiser step. The
+``losses.surrogates`` has what a surrogate makes of each token: for GRPO and PPO ``ppo_clip``, max(−r·A, −clip(r)·A)
+with r = exp(logprobs − old_logprobs). kl is k3 = eᵈ − d − 1 with d = ref_logprobs − logprobs (``penalties.kl``).
+Everything else of the loss, and all that it is divided by, is here. A recipe's row is in ``config.recipes``; ``loss.*``
+overrides it key by key, and ``train.async_steps`` adds importance weights per token
+(``training.arguments.resolve_recipe``).
+
+The denominators are global: ``Totals`` counts every micro-batch of every rank of the optimiser step. The
 step's loss is then the plain sum of the micro-batch losses, whatever the split (gradients that are averaged over ranks,
 as DDP and FSDP do, must be multiplied by the number of ranks). A sequence lies in one micro-batch, never in two.
 """
@@ -181,6 +186,8 @@ def reduce(
 
     Args:
         totals: the counts of the whole optimiser step, over all ranks and micro-batches, not of this micro-batch.
+            ``training.experience.pack_mini_batches`` counts them once: every process has all rollouts. Gradients are
+            added over processes, never averaged.
 
     Raises:
         ValueError: ``reduction`` or ``normalise_by`` is unknown, or ``token_sum_constant`` has no positive

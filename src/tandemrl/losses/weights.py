@@ -7,6 +7,10 @@ gradient has a term ∇log P. It goes through the whole loss chain as a token of
 an importance weight of its own, the rollout's advantage and the weight 1. It counts in Σw, but is no token of the
 response (``normalise_by="response"``). ``loss.word_ends=false`` leaves these entries out.
 
+Two kinds of rollouts are apart (``training.experience.make_experience``). Without a score, or left out by
+``filter_zero_variance``, a rollout is not used: weight 0. One whose advantages are 0, where no other term needs it,
+counts in Σw but is not computed. ``loss.junior_weight`` is 0 by default.
+
 The losses treat senior and junior differently in one other place: ``policy_loss`` adds the λ_jun term over the junior's
 tokens if ``junior_kl_coef`` is not 0. Everywhere else they use ``author`` only to tell responses from context
 (``reduce``, ``totals``, ``token_rewards``).

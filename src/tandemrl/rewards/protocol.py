@@ -66,7 +66,8 @@ NO_SCORE = Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)
 
 In a sum, such a term is left out (`functions.weighted`). If all are, or a judge gave no score, `Score.scored` and
 `types.Rollout.scored` are False: training leaves the rollout out, and its group if fewer than two remain
-(`types.Group.scored`); evaluations count it as wrong.
+(`types.Group.scored`); evaluations count it as wrong. ``reward/unscored`` is their share. A step in which all are
+unscored ends the run.
 """
 
 

@@ -335,6 +335,7 @@ class DecodingBatch:
 
     def _after(self, tokens: Int64[Tensor, " b"], live: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Whether the senior writes in each row after its next token, as the strategies say when they are told it."""
+        # Strategies hear of a token here, and of drafts in ``_drafted``; with vLLM in ``Planner.next_authors``.
         # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
         on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else torch.arange(len(live))
         return self.author.index_copy(0, on, self.selection.step(self.number[on], tokens[on]))

@@ -31,7 +31,9 @@ def count_accepted(guesses: Flags, right: Flags) -> Passes:
     """Count draft acceptance, for any engine: how many drafted tokens the senior could refuse, and how many it accepts.
 
     ``Passes.acceptance`` is the share, which the metric ``draft/acceptance`` and the choice of the length go by. The
-    junior's own tokens do not count, since nobody can refuse them.
+    junior's own tokens do not count, since nobody can refuse them. The callers are `decoding_rows.Block.cost` and
+    vLLM's `drafting.Round.settle`. The ``acceptance`` of an evaluation is another measure: how many of the senior's
+    tokens the junior would have drawn, too (`evals.reading`).
 
     Args:
         guesses: for each place, whether the junior drafted a token there, the senior is the author, and the row keeps

@@ -243,7 +243,11 @@ class Passes(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished."""
+    """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished.
+
+    `factory.make_engine` makes the one that ``rollout.engine`` names; a ``module:name`` gets its arguments by name.
+    Serve and play need a `call.CallEngine`, which also has ``open``.
+    """
 
     policy_version: int
     passes: Passes

@@ -33,7 +33,9 @@ class Strategy(NamedTuple):
     ``state`` is a NamedTuple of tensors with leading dimension b. Neither function changes its inputs. ``writers`` is a
     promise about who may write: an engine does not run a model that never writes, and fails if the promise is broken.
     An engine in another process gets its strategy pickled; the library's strategies can be pickled, since they are
-    module functions with bound values.
+    module functions with bound values. `trial.try_strategy` checks before a run what a strategy promises: shapes,
+    types, inputs untouched, and authors that depend on a row's own key and tokens alone. A state with a field ``draws``
+    also has ``senior_draws`` (`authors.draw_counts`).
 
     A rollout of several turns is one sequence of own tokens. State and author carry over from turn to turn, and no
     strategy sees what the environment says in between. If ``turn(state) -> (senior_next: Bool[b], state)`` is set, it

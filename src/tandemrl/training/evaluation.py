@@ -61,7 +61,11 @@ def evaluate(run: Run, step: int) -> Metrics:
 
 
 def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], step: int) -> evals.EvalResult:
-    """What the senior generates alone, graded, with the metrics of ``evals.summarise``."""
+    """What the senior generates alone, graded, with the metrics of ``evals.summarise``.
+
+    ``eval.train_samples`` responses to each prompt, sampled by ``eval.profile``, with the request keys
+    (``eval.seed``, 0, position of the prompt, sample): the same in every evaluation of a run and of its rivals.
+    """
     setup, settings = run.setup, run.setup.config.eval
     generated = evals.generate_samples(
         {"solo": solo("senior")},

@@ -2,7 +2,8 @@
 
 ``rollout.sync.sync_weights`` sends them through ``VllmEngine.load_weights`` and compares the checksums of both sides.
 Workers in the trainer's process get them as they are, others through a file (``written_weights``). Each worker loads
-them, and reads them back from what the kernels compute with (``ReplacesWeights``).
+them, cast to its dtype, and reads them back from what the kernels compute with (``ReplacesWeights``); the checksum is
+of what was read. Keys and values of the old weights are dropped.
 """
 
 import logging

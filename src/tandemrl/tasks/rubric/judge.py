@@ -212,6 +212,9 @@ class JudgePool:
     meaningless, see `protocol.Score`). ``acc`` is r for a judge of reasoning. For a judge of answers (``tinyv``) it is
     1 if the rules or the judge accept the answer, and with ``tinyv_only`` if the judge does.
 
+    A request that fails is tried again up to ``judge.retries`` times, then ends the run. So often, too, a reply without
+    a score is asked for anew; then the response is unscored, which ``judge.max_failure_rate`` limits.
+
     Raises:
         JudgeError: the judge is down, ``judge.template`` cannot be used, or no score was found for more than the share
             ``judge.max_failure_rate`` of the responses, or for any of several that it was asked about.

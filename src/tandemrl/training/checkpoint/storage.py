@@ -70,7 +70,8 @@ def save(
 ) -> Path:
     """Write ``output_dir/checkpoints/step_N``, then remove all but the newest ``keep`` checkpoints.
 
-    Every process must call this.
+    Every process must call this. The files are written into a hidden folder beside it, synced to the disk, and renamed
+    at the end, so a killed run leaves a whole checkpoint or none.
 
     Args:
         state: plain data (what ``torch.load`` reads with ``weights_only``), the same in all processes. Rank 0 writes
