@@ -134,7 +134,7 @@ ALL_OF_P: dict[str, Callable[[float], Strategy]] = {
 def test_the_smallest_uniform_is_not_below_probability_zero() -> None:
     key, none = torch.tensor([2**64 - 0x9E3779B97F4A7C15]), torch.tensor([0])
     assert uniforms(key, none).item() == 0.0
-    assert not bernoulli(0.0).step(DrawnState(key, none > 0, none, none), none)[0].item()
+    assert not bernoulli(0.0).step(DrawnState(key, none > 0, none, none, none), none)[0].item()
 
 
 @pytest.mark.parametrize("name", ALL_OF_P)

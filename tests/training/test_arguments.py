@@ -189,7 +189,7 @@ def test_the_library_s_strategies_and_a_good_one_pass_their_trial() -> None:
         (Strategy(parity, random), "gave other authors the second time; take random numbers from tandemrl.selection"),
         (Strategy(parity, of_the_batch), "the authors of a row change with the rows beside it"),
         (Strategy(parity, lambda s, t: (TABLE[t], s)), "step failed on 4 rows: IndexError"),
-        (Strategy(parity, step, writers="senior"), "writers='senior' promises that nobody else writes"),
+        (Strategy(parity, step, writers="senior"), "writers='senior' promises its author alone"),
         (Strategy(parity, step, turn=lambda state: state.count > 0), "turn failed"),  # type: ignore[arg-type, return-value]
     ],
 )
