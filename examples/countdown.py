@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 import tandemrl
 from tandemrl.apps.experiments.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, new_model
 from tandemrl.files import read_json_lines, versions, write_text
-from tandemrl.tasks.countdown import puzzles as arithmetic
+from tandemrl.tasks.countdown import rows as arithmetic
 
 RIGHT = 1 / 3
 """Share of the demonstrations that reach the target."""
@@ -158,7 +158,7 @@ def main() -> None:
     for split, content in puzzles.items():
         asked = [[{"role": "user", "content": question(each)}] for each in content]
         rows = [
-            arithmetic.record(each, "chat", split=split, index=i, messages=messages)
+            arithmetic.record_of_puzzle(each, "chat", split=split, index=i, messages=messages)
             for i, (each, messages) in enumerate(zip(content, asked, strict=True))
         ]
         (args.out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
