@@ -440,18 +440,24 @@ class DecodingBatch:
         Returns:
             How many tokens each row takes, and whether it stops after them.
         """
-        column, width = torch.arange(block.tokens.shape[1]), block.tokens.shape[1]
-        stop = self.stops.table[self.stop_row[:, None], block.tokens]
-        first = torch.where(stop, column + 1, width + 1).amin(1)
-        count = block.most.minimum(self.limit - self.written).clamp(min=0).minimum(first)
-        row, at = (column < count[:, None]).nonzero(as_tuple=True)
+        width, count = block.tokens.shape[1], block.most.minimum(self.limit - self.written)
+        if width == 1:  # without a draft, every microsecond counts
+            row = (count > 0).nonzero().squeeze(1)  # negative where a row waits beyond its limit
+            at, stopped = torch.zeros_like(row), self.stops.table[self.stop_row, block.tokens[:, 0]] & (count > 0)
+        else:
+            column = torch.arange(width)
+            stop = self.stops.table[self.stop_row[:, None], block.tokens]
+            first = torch.where(stop, column + 1, width + 1).amin(1)
+            count = count.minimum(first)
+            row, at = (column < count[:, None]).nonzero(as_tuple=True)
+            stopped = first == count
         number, place = self.number[row], self.written[row] + at
         self.tokens[number, place] = block.tokens[row, at]
         self.authors[number, place] = block.authors[row, at].to(torch.int8)
         self.logprobs[number, place] = block.logprobs[row, at]
         if block.handovers is not None:
             self.handovers[number, place] = block.handovers[row, at]
-        stopped = (first == count) & self.live
+        stopped = stopped & self.live
         for i in self.live.nonzero().squeeze(1).tolist() if self.stop_strings else ():
             known, new = self.tokens[self.number[i], : int(self.written[i])], block.tokens[i, : int(count[i])]
             if hit := self.rows[i].first_stop(known, new, self.decoder.tokenizer.decode):
