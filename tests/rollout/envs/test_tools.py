@@ -164,7 +164,7 @@ def test_what_a_subclass_adds_to_an_answer_stays_in_the_process() -> None:
         def reply(self, row: Row, state: Any, message: Any) -> Answer:
             return Traced([{"role": "user", "content": "go on"}], {"n": 1}, trace=object())
 
-    said = json.loads(answering(Tracing())((Row("r", (), "d", "", {}), None, {"role": "assistant", "content": ""})))
+    said = json.loads(answering(Tracing())((Row("r", (), "d", "", {}), {}, {"role": "assistant", "content": ""})))
     assert said == {"messages": [{"role": "user", "content": "go on"}], "state": {"n": 1}, "over": False, "counts": {}}
 
 
