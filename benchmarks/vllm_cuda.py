@@ -393,7 +393,7 @@ def train(options: argparse.Namespace, *, sleep: bool = False) -> None:
     from tandemrl.rollout.vllm import engine
     from tandemrl.training.loop import train as train_loop
 
-    engine.EngineArgs = partial(engine.EngineArgs, **QUIET)  # type: ignore[misc,assignment]
+    engine.EngineArgs = partial(engine.EngineArgs, **QUIET)  # type: ignore[misc,assignment]  # a class of vLLM
     calls, memory = itertools.count(), ["rollout.vllm.gpu_memory_utilization=0.2"]
     if sleep and not options.smoke:
         memory = ["rollout.vllm.kv_cache_gb=2", "rollout.vllm.sleep=true"]

@@ -23,7 +23,7 @@ def test_a_row_asks_for_what_its_words_say() -> None:
     train, heldout = (generate("calculator", split, 300, 0) for split in ("train", "heldout"))
     asked = [row.messages[0]["content"] for row in (*train, *heldout)]
     for row, question in zip((*train, *heldout), asked, strict=True):
-        start, first, one, second, other = WORDS.fullmatch(question).groups()  # type: ignore[union-attr]
+        start, first, one, second, other = WORDS.fullmatch(question).groups()  # type: ignore[union-attr]  # all match
         value = int(start)
         for verb, number in ((first, one), (second, other)):
             value += int(number) if verb in GAIN_VERBS else -int(number)
