@@ -12,9 +12,9 @@ from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.compatibility import Facts, check
@@ -29,17 +29,22 @@ from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     check_positions,
+    is_local,
+    junior_tokenizer_of,
+    load_configuration,
+    load_tokenizer,
     resolve_device,
     stored_eos_token_ids,
     visible_tokens,
     vocabulary_check,
 )
+from tandemrl.models.sharded_loading import meta_model
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import import_object
 from tandemrl.processes.world import axes_of
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import RewardFunction, Term, with_environment
-from tandemrl.rewards.protocol import NO_SCORE, Score, TrainerState
+from tandemrl.rewards.protocol import NO_SCORE, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import Environment
@@ -55,8 +60,13 @@ from tandemrl.tasks.code.sandbox import Sandbox
 from tandemrl.tasks.code.tests import Stdin
 from tandemrl.tasks.rubric.judge import HttpJudge, Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.model_files import ModelFiles, NotHereError, size
 from tandemrl.training.state import trainer_state
+
+_T = TypeVar("_T")
+
+
+class NotHereError(Exception):
+    """Something is not on this machine yet, and downloads are not allowed. The message names it."""
 
 
 class Doubt(str):
@@ -134,18 +144,39 @@ class Preflight:
 
     # ----------------------------------------------------------------------------------------------------- what is read
 
-    @property
-    def files(self) -> ModelFiles:
-        return ModelFiles(self.downloads)
+    def _read(self, load: Callable[..., _T], path: str) -> _T:
+        """What ``load`` reads of a model.
+
+        Raises:
+            NotHereError: it is a hub id that is not in the cache, and downloads are not allowed.
+        """
+        try:
+            return load(path, download=self.downloads)
+        except ModelError:
+            if self.downloads or is_local(path):
+                raise
+            raise NotHereError(f"{path} is not on this machine yet; train downloads it") from None
+
+    def configuration(self, path: str) -> PretrainedConfig:
+        return self._read(load_configuration, path)
+
+    def skeleton(self, path: str) -> Any:
+        """A model without its weights, on the meta device."""
+        return meta_model(self.configuration(path))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.files.tokenizer(self.config.model.senior)
+        return self._read(load_tokenizer, self.config.model.senior)
 
     @cached_property
     def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
-        return self.files.other_tokenizer(self.tokenizer, self.config.model)
+        """The tokenizer of a junior that has other tokens than the senior, or is behind an endpoint; else None."""
+        model, elsewhere = self.config.model, self.config.model.junior_endpoint.url is not None
+
+        def load(path: str) -> PreTrainedTokenizerBase:
+            return self.tokenizer if path == model.senior else self._read(load_tokenizer, path)
+
+        return junior_tokenizer_of(model.senior, model.junior, endpoint=elsewhere, load=load)
 
     @cached_property
     def trained_recipe(self) -> Recipe:
@@ -286,7 +317,7 @@ class Preflight:
         Args:
             key: the config key that names the model.
         """
-        shape = self.files.skeleton(path)
+        shape = self.skeleton(path)
         config = shape.config
         check_positions(config, name=f"{key}={path}")
         limits = visible_tokens(config)
@@ -296,13 +327,13 @@ class Preflight:
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
         check_weights(path, shape, without=head if key == "model.critic" else None)
         seen = "".join(f", {what} {limit}" for what, limit in limits.items())
-        return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{seen}"
+        return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{seen}"
 
     def ranker(self) -> str:
         """Check that the model that ranks documents exists, and say what it is. Processes of tools load it later."""
         path = self.config.retrieval.model
         assert path is not None
-        configuration = self.files.configuration(path)
+        configuration = self.configuration(path)
         kind = "a cross-encoder" if is_cross_encoder(configuration) else "an embedding model"
         return f"{path}: {configuration.model_type}, {kind}"
 
@@ -315,7 +346,7 @@ class Preflight:
         """Check that the models have one vocabulary, or work with two, and that a text of theirs can end."""
         model, tokenizer, other, passed = self.config.model, self.tokenizer, self.junior_tokenizer, self.strategy
         if model.critic is not None:
-            vocabulary_check(tokenizer, self.files.tokenizer(model.critic), other="critic")
+            vocabulary_check(tokenizer, self._read(load_tokenizer, model.critic), other="critic")
         if other is not None:
             check(self.config, Facts(apart=True))
             if passed is not None:
@@ -323,7 +354,7 @@ class Preflight:
                     "strategy: the senior and the junior have two vocabularies, and a strategy looks at tokens; pass "
                     "none, and use selection.strategy=before_word"
                 )
-        logits, ends = self.files.configuration(model.senior).get_text_config().vocab_size, self._ends
+        logits, ends = self.configuration(model.senior).get_text_config().vocab_size, self._ends
         if not any(0 <= token < logits for token in ends):
             raise ModelError(
                 f"model.senior={model.senior}: no author has an EOS token ({ends or 'none is named'}), so that every "
@@ -343,7 +374,7 @@ class Preflight:
     def strategies(self) -> str:
         """Try the user's own strategies on a few made-up rows."""
         paths = {self.config.model.senior, self.config.model.junior or self.config.model.senior}
-        vocabulary = min(self.files.skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
+        vocabulary = min(self.skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
         steps, strategy = self.planned.train.steps, self.strategy
         if strategy is None:
             strategy = schedule_of(self.config.selection, self.tokenizer, vocabulary).strategy
@@ -433,10 +464,10 @@ class Preflight:
         model, output = self.config.model, Path(self.config.output_dir)
         if reason := no_folder(output):
             raise ConfigError(f"output_dir={output}: {reason}")
-        policy = size(self.files.skeleton(model.senior))
+        policy = _size(self.skeleton(model.senior))
         trained = 0 if model.lora.rank else policy  # adapters are small beside the export
         if self.trained_recipe.critic:
-            trained += size(self.files.skeleton(model.critic or model.senior))
+            trained += _size(self.skeleton(model.critic or model.senior))
         needed = 12 * trained + policy * (4 if model.dtype == "float32" else 2)
         place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(place).free
@@ -499,7 +530,7 @@ class Preflight:
         self._sees("model.senior", config.model.senior, longest.row, tokens, new, named, fix)
 
     def _sees(self, key: str, path: str, row: Row, tokens: int, new: int, budget: str, fix: str) -> None:
-        for what, limit in visible_tokens(self.files.configuration(path)).items():
+        for what, limit in visible_tokens(self.configuration(path)).items():
             if tokens + new > limit:
                 raise ConfigError(
                     f"row {row.example_id}: its {tokens} tokens and {budget} exceed the {what} of "
@@ -535,7 +566,8 @@ def _tried(
 
     said, doubt, terms = [], False, {term.name: term for term in scorer.terms_of(row)}
     for name, scores in scorer.tried(row, to_try, state).items():
-        best, text = max(zip(scores, (each.text for each in to_try(terms[name])), strict=True), key=_value)
+        best = max(scores, key=lambda score: score.value)
+        text = to_try(terms[name])[scores.index(best)].text
         nothing = thorough and best is not NO_SCORE and best.value <= 0
         if terms[name].own or nothing:
             given = "no score" if best is NO_SCORE else f"{best.value:g}"
@@ -555,8 +587,9 @@ def _tried(
     return Doubt(found) if doubt else found
 
 
-def _value(tried: tuple[Score, str]) -> float:
-    return tried[0].value
+def _size(model: Any) -> int:
+    """How many parameters a model has."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _unused(*_: Any) -> Any:

@@ -15,8 +15,5 @@ from tandemrl.training.checkpoint.runs import restore as restore
 from tandemrl.training.checkpoint.runs import save as save
 from tandemrl.training.checkpoint.storage import CheckpointError as CheckpointError
 from tandemrl.training.checkpoint.storage import DamagedError as DamagedError
-from tandemrl.training.checkpoint.storage import is_checkpoint as is_checkpoint
 from tandemrl.training.checkpoint.storage import latest as latest
 from tandemrl.training.checkpoint.storage import lock as lock
-from tandemrl.training.checkpoint.storage import numbered as numbered
-from tandemrl.training.checkpoint.storage import step_of as step_of

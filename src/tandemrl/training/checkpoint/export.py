@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tandemrl.files import write_directory
 from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
 from tandemrl.processes.world import World
-from tandemrl.training.checkpoint.storage import in_every_process, size_in_bytes, write_failure
+from tandemrl.training.checkpoint.storage import in_every_process
 
 CARD = "README.md"
 ADAPTER_FOLDER = "adapter"
@@ -62,9 +61,8 @@ def export_hf(
         if adapters_of is not None:
             _save_adapters(peft_config(model, adapters_of), adapters, hidden / ADAPTER_FOLDER)
 
-    size = size_in_bytes([*weights.values(), *adapters.values()])
-    failed = partial(write_failure, folder, size)
-    in_every_process(lambda: write_directory(folder, fill) if world.main else None, folder, world, failed)
+    held = [*weights.values(), *adapters.values()]
+    in_every_process(lambda: write_directory(folder, fill) if world.main else None, folder, world, writes=held)
     return folder
 
 

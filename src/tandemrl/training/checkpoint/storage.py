@@ -118,9 +118,7 @@ def save(
         for older in _steps(path.parent)[:-keep]:
             _remove(older, f"cannot be removed; {path} is complete")
 
-    needed = size_in_bytes(tensors.values()) + buffer.tell()
-    failed = partial(write_failure, path, needed)
-    together = partial(in_every_process, path=path, world=world, failed=failed)
+    together = partial(in_every_process, path=path, world=world, writes=[*tensors.values()])
     try:
         together(lambda: make() if world.main else None)
         if tensors:
@@ -136,10 +134,7 @@ def save(
 
 
 def in_every_process(
-    act: Callable[[], _T],
-    path: str | Path,
-    world: World,
-    failed: Callable[[Exception, str], CheckpointError] | None = None,
+    act: Callable[[], _T], path: str | Path, world: World, writes: Iterable[Tensor] | None = None
 ) -> _T:
     """Call ``act``, which reads or writes at ``path``, in every process. If one fails, all raise the same error.
 
@@ -147,8 +142,7 @@ def in_every_process(
     write left.
 
     Args:
-        failed: makes the error to raise, from another one and the process that it is of, in words. The default is for
-            reading.
+        writes: the tensors that it writes. None: it reads.
     """
     result, failure, cause, rank = None, None, None, world.rank
     try:
@@ -160,11 +154,8 @@ def in_every_process(
             cause = error.failures[rank][0]  # type: ignore[assignment]  # of any kind
         if not isinstance(cause, Exception):
             raise cause from None
-        failure = (
-            cause
-            if isinstance(cause, CheckpointError)
-            else (failed or _unreadable(path))(cause, f"process {rank}: " if world.size > 1 else "")
-        )
+        who = f"process {rank}: " if world.size > 1 else ""
+        failure = cause if isinstance(cause, CheckpointError) else _failure(Path(path), cause, who, writes)
     try:
         failures = world.gather(failure)
     except RuntimeError as error:
@@ -174,13 +165,12 @@ def in_every_process(
     return result  # type: ignore[return-value]  # there is one, as nothing failed
 
 
-def _unreadable(path: str | Path) -> Callable[[Exception, str], CheckpointError]:
-    return lambda error, who: DamagedError(f"{path}: not readable: {who}{_brief(error)}")
-
-
-def write_failure(path: Path, needed: int, error: Exception, who: str = "") -> CheckpointError:
-    """Why ``path``, of ``needed`` bytes, could not be written, and what to do about it."""
+def _failure(path: Path, error: Exception, who: str, writes: Iterable[Tensor] | None) -> CheckpointError:
+    """Why ``path`` could not be read or written, and what to do about it."""
+    if writes is None:
+        return DamagedError(f"{path}: not readable: {who}{_brief(error)}")
     free = shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.is_dir())).free
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in writes)
     # torch's writer reports a full disk as a RuntimeError of its own
     full = error.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(error, OSError) else free < needed
     fix = f"free space in {path.parent.parent} (hf/step_*, older checkpoints), lower train.keep_checkpoints, or move it"
@@ -188,10 +178,6 @@ def write_failure(path: Path, needed: int, error: Exception, who: str = "") -> C
     return CheckpointError(
         f"{path}: not written, {who}{type(error).__name__}: {_brief(error)}{room}. What was there before is untouched"
     )
-
-
-def size_in_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _brief(error: BaseException) -> str:
@@ -379,7 +365,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) ->
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them fails.
     """
-    with _silent():
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is alone
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=alone)
 
 
@@ -413,7 +399,7 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], *, alone: bool) -> 
             f"{folder.parent}: does not fit the model: missing {_listed(missing)}; not in the model or its optimiser "
             f"{_listed(more)}. It was written by a run with another model or other trained parameters"
         )
-    with _silent():
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(targets, storage_reader=reader, no_dist=alone)
     for optimizer, state in states:
         optimizer.state.clear()
@@ -441,13 +427,6 @@ def _like(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
 def _listed(names: set[str]) -> str:
     shown = ", ".join(sorted(names)[:3]) or "nothing"
     return f"{shown}, … ({len(names)})" if len(names) > 3 else shown
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 # --------------------------------------------------------------------------------------------------------------- hashes
