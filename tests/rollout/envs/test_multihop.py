@@ -13,7 +13,7 @@ from tandemrl.rollout.envs.bm25 import write_corpus
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
-from tandemrl.tasks.qa.transcripts import COMPLETE, retrieved_ids
+from tandemrl.tasks.qa.grader import COMPLETE, retrieved_ids
 
 DOCS = [
     {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from tandemrl.data.rows import Row
-from tandemrl.tasks.qa.answers import exact_match, f1, with_figures
+from tandemrl.tasks.qa.grader import exact_match, f1, with_figures
 from tandemrl.tasks.qa.predictions import Prediction, official
 
 WORDS = [

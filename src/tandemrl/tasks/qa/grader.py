@@ -3,17 +3,22 @@
 An episode is scored by its transcript: by the last call of ``complete``, and by the documents that the tools showed.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.documents import hops, supporting_ids
-from tandemrl.data.messages import Transcript
+from tandemrl.data.documents import HEADER, hops, supporting_ids
+from tandemrl.data.messages import Message, Transcript
 from tandemrl.data.rows import Row
 from tandemrl.rewards.protocol import Score
-from tandemrl.tasks.math.tagged import targets
-from tandemrl.tasks.qa.answers import exact_match, f1, set_f1, with_figures
-from tandemrl.tasks.qa.transcripts import completed, retrieved_ids
+from tandemrl.tasks.math.notation import NUMBER_WORDS
+from tandemrl.tasks.math.tagged import normalise_words, targets
+
+COMPLETE = "complete"
+"""The tool whose call ends an episode; its arguments are the result."""
 
 
 class Era(NamedTuple):
@@ -84,3 +89,97 @@ def musique(row: Row, text: str, options: RewardConfig, transcript: Transcript) 
     }
     value = ERAS[options.musique].reward(parts, hops(row))
     return Score(value, {"acc": parts["em"], "answer_present": float(answer is not None), **parts}, answer)
+
+
+# ---- transcripts ---------------------------------------------------------------------------------------------------
+
+
+class Completed(NamedTuple):
+    """The arguments of a call of ``complete``. An argument is None if it is missing or of the wrong type."""
+
+    reasoning: Any = None
+    final_answer: str | None = None
+    cited_doc_ids: tuple[str, ...] | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the arguments that are not None."""
+        return sum(argument is not None for argument in self) / len(self)
+
+
+def completed(messages: Sequence[Message]) -> Completed:
+    """The last call of ``complete`` in a transcript. Without such a call, all arguments are None."""
+    calls = [call.get("function") or {} for message in messages for call in message.get("tool_calls") or ()]
+    arguments = next((call.get("arguments") for call in reversed(calls) if call.get("name") == COMPLETE), None)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return Completed()
+    if not isinstance(arguments, Mapping):
+        return Completed()
+    answer, cited = arguments.get("final_answer"), arguments.get("cited_doc_ids")
+    cited = cited.split(",") if isinstance(cited, str) else cited
+    return Completed(
+        arguments.get("reasoning"),
+        str(answer) if isinstance(answer, str | int | float) else None,
+        tuple(str(each).strip() for each in cited) if isinstance(cited, list | tuple) else None,
+    )
+
+
+def retrieved_ids(messages: Sequence[Message]) -> set[str]:
+    """The ids of all documents that tools showed.
+
+    A tool's message counts only if it begins with a document, so that an error message that repeats the author's own
+    words does not count.
+    """
+    told = [str(message.get("content")) for message in messages if message.get("role") == "tool"]
+    shown = "\n".join(text for text in told if text.startswith(HEADER))
+    return set(re.findall(rf"^{HEADER}(\S+)", shown, re.MULTILINE))
+
+
+# ---- answers: exact match and F1 of SQuAD (arXiv:1606.05250) -------------------------------------------------------
+
+
+def exact_match(answer: str | None, references: Sequence[str]) -> float:
+    """1 if an answer equals one of the references in normal form, else 0. No answer (None) gets 0."""
+    return 0.0 if answer is None else float(normalise_words(answer) in map(normalise_words, references))
+
+
+def f1(answer: str | None, references: Sequence[str]) -> float:
+    """The greatest F1 between the words of an answer and those of a reference, each word as often as it occurs. No
+    answer (None) gets 0."""
+    if answer is None:
+        return 0.0
+    ours, *others = (Counter(normalise_words(text).split()) for text in (answer, *references))
+    return max((_overlap((ours & words).total(), ours.total(), words.total()) for words in others), default=0.0)
+
+
+def set_f1(chosen: Collection[object], right: Collection[object]) -> float:
+    """The F1 of a chosen set against the right one. It is 1 if both are empty."""
+    chosen, right = set(chosen), set(right)
+    return _overlap(len(chosen & right), len(chosen), len(right))
+
+
+def _overlap(common: int, ours: int, theirs: int) -> float:
+    return 2 * common / (ours + theirs) if ours or theirs else 1.0
+
+
+def with_figures(references: Sequence[str]) -> list[str]:
+    """The references, and each of them again in lower case with its numbers in figures: "Two" becomes "2", "the second"
+    becomes "the 2nd".
+
+    This is as in rlvr's MuSiQue, except that ordinals inside of words stay ("secondary").
+    """
+    lower = [reference.lower().strip() for reference in references]
+    numbers = NUMBER_WORDS[:11]
+    figures = [
+        str(numbers.index(text)) if text in numbers else _ORDINAL.sub(lambda match: _ORDINALS[match[0]], text)
+        for text in lower
+    ]
+    return list(dict.fromkeys([*references, *figures]))
+
+
+_FIGURES = "zeroth:0th first:1st second:2nd third:3rd fourth:4th fifth:5th sixth:6th seventh:7th eighth:8th ninth:9th"
+_ORDINALS = dict(pair.split(":") for pair in _FIGURES.split())
+_ORDINAL = re.compile(rf"\b(?:{'|'.join(_ORDINALS)})\b")

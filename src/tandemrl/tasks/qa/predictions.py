@@ -10,8 +10,7 @@ from tandemrl.data.documents import documents_of
 from tandemrl.data.rows import DataError, Row
 from tandemrl.files import write_text
 from tandemrl.tasks.math.tagged import targets
-from tandemrl.tasks.qa.answers import exact_match, f1, set_f1
-from tandemrl.tasks.qa.transcripts import completed
+from tandemrl.tasks.qa.grader import completed, exact_match, f1, set_f1
 
 
 class Prediction(NamedTuple):
