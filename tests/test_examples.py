@@ -14,7 +14,7 @@ import pytest
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.tasks.countdown.grader import countdown
-from tandemrl.tasks.generated.synthetic import generate
+from tandemrl.tasks.generated.rows import generated_rows
 from tandemrl.training.checkpoint import CheckpointError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -105,7 +105,7 @@ def test_the_calculator_asks_again_where_a_sum_is_wrong(tiny_pair: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
     lines = (tmp_path / "runs" / "calculator" / "samples.jsonl").read_text().splitlines()
-    truths = {row.example_id: row.ground_truth for row in generate("plain", "train", None, 0)}
+    truths = {row.example_id: row.ground_truth for row in generated_rows("plain", "train", None, 0)}
     seen = set()
     for sample in map(json.loads, lines):
         messages = sample["transcript"]["messages"]

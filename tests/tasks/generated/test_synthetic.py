@@ -49,7 +49,9 @@ def read_steps(text):
 def test_splits_are_disjoint_by_numbers_whatever_the_seed():
     def contents(split):
         return {
-            read_question(row.messages[0]["content"]) for seed in (0, 1) for row in generate("plain", split, None, seed)
+            read_question(row.messages[0]["content"])
+            for seed in (0, 1)
+            for row in generated_rows("plain", split, None, seed)
         }
 
     assert not contents("train") & contents("heldout")
@@ -83,7 +85,7 @@ def test_split_of_is_stable_across_versions():
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_rows(split):
-    rows = generate("plain", split, None, 0)
+    rows = generated_rows("plain", split, None, 0)
     assert len(rows) == DEFAULT_COUNTS[split]
     contents = [read_question(row.messages[0]["content"]) for row in rows]
     assert len(set(contents)) == len(rows)

@@ -53,7 +53,7 @@ def test_solutions_compute_the_ground_truth(pair: str) -> None:
 
 
 def test_splits_are_disjoint_by_template_and_numbers() -> None:
-    train, heldout = (generate("word_problems", split, None, 0) for split in ("train", "heldout"))
+    train, heldout = (generate("word_problems", split, DEFAULT_COUNTS[split], 0) for split in ("train", "heldout"))
     assert (len(train), len(heldout)) == (DEFAULT_COUNTS["train"], DEFAULT_COUNTS["heldout"]) == (2048, 256)
     questions = {row.messages[0]["content"] for row in train}
     assert questions.isdisjoint(row.messages[0]["content"] for row in heldout)
@@ -69,7 +69,7 @@ def test_splits_are_disjoint_by_template_and_numbers() -> None:
 def test_every_solution_fits(pair: str) -> None:
     """In pieces as tokenizers make them that split numbers into digits, which is the longest way."""
     pieces = re.compile(r" ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\d|\s")
-    rows = [row for split in ("train", "heldout") for row in generate(pair, split, None, 0)]
+    rows = [row for split in ("train", "heldout") for row in generate(pair, split, DEFAULT_COUNTS[split], 0)]
     most = max(len(pieces.findall(row.extra_info[SOLUTION])) + 1 for row in rows)
     print(pair, most)
     assert most <= MAX_TOKENS

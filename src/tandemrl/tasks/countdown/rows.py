@@ -7,7 +7,7 @@ problem.
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -54,29 +54,12 @@ class Puzzle(NamedTuple):
 
 def countdown(numbers: Sequence[int], target: int, solution: str | None = None) -> Puzzle:
     """The puzzle to reach ``target`` with each of ``numbers`` once and + - * /."""
-    return Puzzle(
-        data_source="countdown",
-        question=(
-            f"Using the numbers {list(numbers)}, create an equation that equals {target}. You can use basic arithmetic "
-            "operations (+, -, *, /) and each number can only be used once."
-        ),
-        example="(1 + 2) / 3",
-        ground_truth={"target": target, "numbers": list(numbers)},
-        content=("countdown", target, *sorted(numbers)),
-        solution=solution,
+    question = (
+        f"Using the numbers {list(numbers)}, create an equation that equals {target}. You can use basic arithmetic "
+        "operations (+, -, *, /) and each number can only be used once."
     )
-
-
-def calculation(data_source: str, a: int, operation: str, b: int) -> Puzzle:
-    """The puzzle to compute ``a`` + - * ``b``. ``data_source`` is "multiply" or "arithmetic"."""
-    answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
-    return Puzzle(
-        data_source=data_source,
-        question=f"What is {a} {operation} {b}?",
-        example="42",
-        ground_truth=str(answer),
-        content=(operation, *sorted((a, b))),
-    )
+    truth = {"target": target, "numbers": list(numbers)}
+    return Puzzle("countdown", question, "(1 + 2) / 3", truth, (target, *sorted(numbers)), solution)
 
 
 def prompt(puzzle: Puzzle, template: Template) -> list[dict[str, str]]:
@@ -91,11 +74,10 @@ def prompt(puzzle: Puzzle, template: Template) -> list[dict[str, str]]:
     if template == "base":
         return [{"role": "user", "content": f"{_PREAMBLE}\nUser: {asked}\nAssistant: {_OPENING}"}]
     if template == "instruct":  # the blank before the question is theirs
-        text = (
+        turns = (
             f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n {asked}<|im_end|>\n<|im_start|>assistant\n"
-            f"{_OPENING}"
         )
-        return [{"role": "user", "content": text}]
+        return [{"role": "user", "content": turns + _OPENING}]
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": asked}]
 
 
@@ -117,37 +99,32 @@ def record_of_puzzle(
 
 def countdowns(
     seed: int, *, sizes: Sequence[int] = SIZES, max_number: int = MAX_NUMBER, targets: tuple[int, int] = TARGETS
-) -> Callable[[], Puzzle]:
-    """A source of Countdown puzzles, each with a solution. They may repeat: see `distinct`.
+) -> Iterator[Puzzle]:
+    """Countdown puzzles without end, each with a solution. They may repeat: see `distinct`.
 
     Args:
         sizes: how many numbers a puzzle may have.
         targets: the smallest and the largest target.
     """
     rng = random.Random(f"countdown/{seed}")
-
-    def draw() -> Puzzle:
-        while True:
-            numbers = [rng.randint(1, max_number) for _ in range(rng.choice(sizes))]
-            target, solution = _combine([(number, str(number)) for number in numbers], rng)
-            if targets[0] <= target <= targets[1]:
-                return countdown(numbers, target, solution)
-
-    return draw
+    while True:
+        numbers = [rng.randint(1, max_number) for _ in range(rng.choice(sizes))]
+        target, solution = _combine([(number, str(number)) for number in numbers], rng)
+        if targets[0] <= target <= targets[1]:
+            yield countdown(numbers, target, solution)
 
 
-def calculations(data_source: str, operations: Sequence[str], digits: int, seed: int) -> Callable[[], Puzzle]:
-    """A source of calculations with two numbers of ``digits`` digits. They may repeat: see `distinct`."""
+def calculations(data_source: str, operations: str, digits: int, seed: int) -> Iterator[Puzzle]:
+    """Calculations with two numbers of ``digits`` digits, without end. They may repeat: see `distinct`."""
     rng = random.Random(f"{data_source}/{digits}/{seed}")
     low, high = 10 ** (digits - 1), 10**digits - 1
+    while True:
+        a, sign, b = rng.randint(low, high), rng.choice(operations), rng.randint(low, high)
+        answer = {"+": a + b, "-": a - b, "*": a * b}[sign]
+        yield Puzzle(data_source, f"What is {a} {sign} {b}?", "42", str(answer), (sign, *sorted((a, b))))
 
-    def draw() -> Puzzle:
-        return calculation(data_source, rng.randint(low, high), rng.choice(operations), rng.randint(low, high))
 
-    return draw
-
-
-def distinct(draw: Callable[[], Puzzle], counts: Mapping[str, int]) -> dict[str, list[Puzzle]]:
+def distinct(puzzles: Iterator[Puzzle], counts: Mapping[str, int]) -> dict[str, list[Puzzle]]:
     """Splits of the given sizes, filled in order, in which no puzzle occurs twice.
 
     Raises:
@@ -158,7 +135,7 @@ def distinct(draw: Callable[[], Puzzle], counts: Mapping[str, int]) -> dict[str,
     for split, count in counts.items():
         before, tries = len(seen), 0
         while len(seen) < before + count:
-            puzzle = draw()
+            puzzle = next(puzzles)
             tries = 0 if seen.setdefault(puzzle.content, puzzle) is puzzle else tries + 1
             if tries == TRIES:
                 raise DataError(
@@ -185,8 +162,18 @@ def build_countdown(
         DataError: the data is missing, malformed, or has too few rows.
     """
     records = read(COUNTDOWN, source)  # one stream: each split goes on where the one before it ended
-    where = str(source or COUNTDOWN.repo)
-    splits = {split: _countdowns(records, count, template, split, where) for split, count in counts.items()}
+
+    def rows(split: str, count: int) -> Iterator[dict[str, Any]]:
+        number = 0
+        for number, record in enumerate(itertools.islice(records, count), 1):
+            yield _countdown(record, template, split, number - 1)
+        if number < count:
+            raise DataError(
+                f"{source or COUNTDOWN.repo}, split {split}: {number} rows are left, expected {count}; give a complete "
+                "source, or ask for fewer with --train and --test"
+            )
+
+    splits = {split: rows(split, count) for split, count in counts.items()}
     return write_splits(out, "countdown", splits, provenance([COUNTDOWN], source) | {"template": template})
 
 
@@ -201,7 +188,7 @@ def generate_countdown(
     Raises:
         DataError: a split is empty, or there are not enough different problems.
     """
-    return _generate(out, "countdown", countdowns(seed), template, counts, {"seed": seed})
+    return _generate(out, "countdown", countdowns(seed), counts, template=template, seed=seed)
 
 
 def generate_calculations(
@@ -222,9 +209,8 @@ def generate_calculations(
     Raises:
         DataError: a split is empty, or there are not enough different problems.
     """
-    operations = "*" if data_source == "multiply" else "+-*"
-    draw = calculations(data_source, operations, digits, seed)
-    return _generate(out, data_source, draw, template, counts, {"digits": digits, "seed": seed})
+    puzzles = calculations(data_source, "*" if data_source == "multiply" else "+-*", digits, seed)
+    return _generate(out, data_source, puzzles, counts, template=template, digits=digits, seed=seed)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -240,23 +226,9 @@ def _combine(terms: list[tuple[int, str]], rng: random.Random) -> tuple[int, str
         b, text_b = terms.pop(rng.randrange(len(terms)))
         operation = rng.choice("+-*/" if b != 0 and a % b == 0 else "+-*")
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[operation]
-        last = not terms
         expression = f"{text_a} {operation} {text_b}"
-        terms.append((value, expression if last else f"({expression})"))
+        terms.append((value, f"({expression})" if terms else expression))
     return terms[0]
-
-
-def _countdowns(
-    records: Iterator[Record], count: int, template: Template, split: str, where: str
-) -> Iterator[dict[str, Any]]:
-    number = 0
-    for number, record in enumerate(itertools.islice(records, count), 1):
-        yield _countdown(record, template, split, number - 1)
-    if number < count:
-        raise DataError(
-            f"{where}, split {split}: {number} rows are left, expected {count}; give a complete source, or ask for "
-            "fewer with --train and --test"
-        )
 
 
 def _countdown(record: Record, template: Template, split: str, index: int) -> dict[str, Any]:
@@ -270,25 +242,18 @@ def _countdown(record: Record, template: Template, split: str, index: int) -> di
         raise DataError(f"{record.where}, field 'nums': expected whole numbers, found {numbers!r}")
     if messages and template == "chat":
         messages = messages_of(messages, f"{record.where}, field 'messages'")
-    puzzle = countdown(numbers, target)
-    return record_of_puzzle(puzzle, template, split=split, index=index, messages=messages)
+    return record_of_puzzle(countdown(numbers, target), template, split=split, index=index, messages=messages)
 
 
 def _generate(
-    out: Path,
-    data_source: str,
-    draw: Callable[[], Puzzle],
-    template: Template,
-    counts: Mapping[str, int],
-    origin: Mapping[str, Any],
+    out: Path, data_source: str, puzzles: Iterator[Puzzle], counts: Mapping[str, int], **settings: Any
 ) -> dict[str, Any]:
     if empty := [split for split, count in counts.items() if count < 1]:
         raise DataError(f"{data_source}: {', '.join(empty)} with no rows; ask for at least 1")
-    puzzles = distinct(draw, {split: counts[split] for split in sorted(counts, key=("test", "train").index)})
+    found = distinct(puzzles, dict(sorted(counts.items())))  # test first
 
-    def records(split: str) -> Iterator[dict[str, Any]]:
-        for index, puzzle in enumerate(puzzles[split]):
-            yield record_of_puzzle(puzzle, template, split=split, index=index)
+    def rows(split: str) -> Iterator[dict[str, Any]]:
+        for index, puzzle in enumerate(found[split]):
+            yield record_of_puzzle(puzzle, settings["template"], split=split, index=index)
 
-    splits = {split: records(split) for split in counts}
-    return write_splits(out, data_source, splits, {"generated": True, "template": template, **origin})
+    return write_splits(out, data_source, {split: rows(split) for split in counts}, {"generated": True, **settings})

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from tandemrl.data.rows import DataError, Row
+from tandemrl.data.rows import Row
 from tandemrl.tasks.countdown.grader import evaluate
 from tandemrl.tasks.generated.synthetic import Numbers, Problem, Split, row_of, split_of, tell
 
@@ -37,14 +37,7 @@ def problems(split: Split, rng: random.Random) -> Iterator[Problem]:
             yield tell(numbers, rng)
 
 
-def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows of a split, or its default number if that is None. Equal arguments give equal rows.
-
-    Raises:
-        DataError: ``count`` is below 1.
-    """
-    count = DEFAULT_COUNTS[split] if count is None else count
-    if count < 1:
-        raise DataError(f"synthetic:{pair}:{split}: asked for {count} rows")
+def generate(pair: str, split: Split, count: int, seed: int) -> list[Row]:
+    """``count`` rows of a split. Equal arguments give equal rows."""
     asked = problems(split, random.Random(f"rows/{pair}/{split}/{seed}"))
     return [row_of(pair, split, seed, index, problem) for index, problem in zip(range(count), asked, strict=False)]

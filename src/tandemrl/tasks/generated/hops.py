@@ -14,7 +14,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandemrl.data.documents import Document, documents_of
@@ -193,25 +193,10 @@ def search(documents: Sequence[Document], query: str, count: int) -> list[Docume
     return [document for _, _, document in sorted(found)[:count]]
 
 
-def worlds(split: Split, seed: int) -> Iterator[World]:
-    """Yield worlds of a split without end. The first ones are those of its rows."""
+def generate(pair: str, split: Split, count: int, seed: int) -> list[Row]:
+    """``count`` rows of a split. Equal arguments give equal rows, and both pairs get the same worlds."""
     rng = random.Random(f"hops/{split}/{seed}")
-    while True:
-        yield world(split, rng)
-
-
-def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows of a split, or its default number if that is None.
-
-    Equal arguments give equal rows, and both pairs get the same worlds.
-
-    Raises:
-        DataError: ``count`` is below 1.
-    """
-    count = DEFAULT_COUNTS[split] if count is None else count
-    if count < 1:
-        raise DataError(f"synthetic:{pair}:{split}: asked for {count} rows")
-    return [hops_row(pair, split, index, each) for index, each in zip(range(count), worlds(split, seed), strict=False)]
+    return [hops_row(pair, split, index, world(split, rng)) for index in range(count)]
 
 
 def hops_row(pair: str, split: Split, index: int, world: World) -> Row:

@@ -6,9 +6,10 @@ from typing import Any
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError, Row, record_of_row
-from tandemrl.tasks.generated import calculator, hops, word_problems
-from tandemrl.tasks.generated.synthetic import PAIRS, SPLITS, generate
+from tandemrl.tasks.generated import calculator, hops, synthetic, word_problems
 
+GENERATORS = {pair: module for module in (synthetic, hops, word_problems, calculator) for pair in module.PAIRS}
+"""The module of each pair."""
 AGENTS: Mapping[str, str] = dict.fromkeys(hops.PAIRS, "hops_grpo") | dict.fromkeys(calculator.PAIRS, "calculator")
 """The pairs that act in an environment, each with a packaged config of it."""
 SYNTHETIC_ROWS: Mapping[str, int] = {"train": 2048, "heldout": 512}
@@ -35,14 +36,15 @@ def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[
     Raises:
         DataError: a pair or a split is unknown, or the split cannot have so many or so few rows.
     """
-    if split not in SPLITS:
-        raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
-    generators = dict.fromkeys(PAIRS, generate) | dict.fromkeys(hops.PAIRS, hops.generate)
-    generators |= dict.fromkeys(word_problems.PAIRS, word_problems.generate)
-    generators |= dict.fromkeys(calculator.PAIRS, calculator.generate)
-    if pair not in generators:
-        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(generators)}")
-    return generators[pair](pair, split, count, seed)
+    if split not in synthetic.SPLITS:
+        raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(synthetic.SPLITS)}")
+    if pair not in GENERATORS:
+        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(GENERATORS)}")
+    count = GENERATORS[pair].DEFAULT_COUNTS[split] if count is None else count
+    if count < 1:
+        raise DataError(f"synthetic:{pair}:{split}: asked for {count} rows")
+    rows: list[Row] = GENERATORS[pair].generate(pair, split, count, seed)
+    return rows
 
 
 def build_synthetic(

@@ -84,9 +84,15 @@ def split_by_hash(content: object) -> Split:
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
-def number_space(split: Split) -> tuple[Numbers, ...]:
+def number_space(split: Split) -> list[Numbers]:
     """All numeric problems of a split, in a fixed order. Their running values stay in 0..MAX_VALUE."""
-    return _number_spaces()[split]
+    return [numbers for numbers, belongs in _numbers() if belongs == split]
+
+
+@cache
+def _numbers() -> list[tuple[Numbers, Split]]:
+    every = (Numbers(start, deltas) for start in range(MAX_VALUE + 1) for deltas in _deltas(start, STEPS))
+    return [(numbers, split_of(numbers)) for numbers in every]
 
 
 def tell(numbers: Numbers, rng: random.Random) -> Problem:
@@ -234,17 +240,14 @@ def examples(pair: str, seed: int, *, stage: Stage = "base") -> Iterator[tuple[P
         yield problem, write(problem, rng)
 
 
-def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows of a split, or its default number if that is None. All of them differ in their numbers.
-
-    Equal arguments give equal rows.
+def generate(pair: str, split: Split, count: int, seed: int) -> list[Row]:
+    """``count`` rows of a split, which all differ in their numbers. Equal arguments give equal rows.
 
     Raises:
         DataError: the split has fewer distinct problems than ``count``.
     """
     space = number_space(split)
-    count = DEFAULT_COUNTS[split] if count is None else count
-    if not 1 <= count <= len(space):
+    if count > len(space):
         raise DataError(f"synthetic:{pair}:{split} has {len(space)} distinct problems; asked for {count}")
     rng = random.Random(f"rows/{pair}/{split}/{seed}")
     return [
@@ -266,14 +269,6 @@ def generated_row(
     messages = (*system, {"role": "user", "content": question})
     extra = {"split": split, "index": index, **extra}
     return Row(f"synthetic/{pair}/{split}/{index}", messages, f"synthetic/{pair}", truth, extra)
-
-
-@cache
-def _number_spaces() -> dict[Split, tuple[Numbers, ...]]:
-    spaces: dict[Split, list[Numbers]] = {split: [] for split in SPLITS}
-    for numbers in (Numbers(start, deltas) for start in range(MAX_VALUE + 1) for deltas in _deltas(start, STEPS)):
-        spaces[split_of(numbers)].append(numbers)
-    return {split: tuple(space) for split, space in spaces.items()}
 
 
 def _deltas(value: int, steps: int) -> Iterator[tuple[int, ...]]:

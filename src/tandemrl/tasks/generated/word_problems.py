@@ -44,27 +44,20 @@ SHORTHAND = {"+": "+", "-": "−", "*": "×", "/": ":"}
 """The operators of the shorthand. Each, and ``YIELDS``, is one token for SmolLM2."""
 
 
-class Step(NamedTuple):
-    """An operation on two operands: numbers of the problem by letter, or the result so far, ``_``."""
-
-    left: str
-    operator: str
-    right: str
-
-
 class Template(NamedTuple):
     """A story with its ``steps``. ranges: for each number of the story, the least and the greatest value.
 
-    Names ``{x}`` and ``{y}`` are different people, ``{t}`` are things.
+    Names ``{x}`` and ``{y}`` are different people, ``{t}`` are things. A step is an operation on two operands: numbers
+    of the story by letter, or the result so far, ``_``.
     """
 
     story: str
-    steps: tuple[Step, ...]
+    steps: str
     ranges: dict[str, tuple[int, int]]
 
 
 def _template(story: str, steps: str, **ranges: tuple[int, int]) -> Template:
-    return Template(story, tuple(Step(*step.split()) for step in steps.split(", ")), ranges)
+    return Template(story, steps, ranges)
 
 
 _FEW, _ONES = (2, 6), (2, 9)
@@ -178,43 +171,41 @@ def problems(split: Split, rng: random.Random) -> Iterator[Problem]:
             yield problem
 
 
-def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows of a split, or its default number if that is None.
+def generate(pair: str, split: Split, count: int, seed: int) -> list[Row]:
+    """``count`` rows of a split.
 
     No question is there twice; some differ in names and things alone. Equal arguments give equal rows, and every pair
     gets the same problems.
 
     Raises:
-        DataError: ``count`` is below 1, or greater than ``MOST``.
+        DataError: ``count`` is greater than ``MOST``.
     """
-    count = DEFAULT_COUNTS[split] if count is None else count
-    if not 1 <= count <= MOST[split]:
+    if count > MOST[split]:
         raise DataError(f"synthetic:{pair}:{split} has up to {MOST[split]} problems; asked for {count}")
     rows: dict[str, Row] = {}
-    for problem in problems(split, random.Random(f"rows/word_problems/{split}/{seed}")):
-        if problem.question not in rows:
+    drawn = problems(split, random.Random(f"rows/word_problems/{split}/{seed}"))
+    while len(rows) < count:
+        if (problem := next(drawn)).question not in rows:
             extra: dict[str, Any] = {"steps": len(problem.steps), SOLUTION: PAIRS[pair](problem)}
-            rows[problem.question] = generated_row(
-                pair, split, len(rows), problem.question, str(problem.answer), **extra
-            )
-        if len(rows) == count:
-            break
+            row = generated_row(pair, split, len(rows), problem.question, str(problem.answer), **extra)
+            rows[problem.question] = row
     return list(rows.values())
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _solve(program: tuple[Step, ...], values: dict[str, int]) -> tuple[tuple[int, str, int, int], ...] | None:
+def _solve(program: str, values: dict[str, int]) -> tuple[tuple[int, str, int, int], ...] | None:
     """The steps with their numbers, or None if a result is not a whole number from 0 to ``MAX_VALUE``."""
     known, steps = dict(values), []
-    for step in program:
-        left, right = known[step.left], known[step.right]
-        if step.operator == "/" and (left % right or left == right):
+    for step in program.split(", "):
+        a, operator, b = step.split()
+        left, right = known[a], known[b]
+        if operator == "/" and (left % right or left == right):
             return None
-        result = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[step.operator]
+        result = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[operator]
         if not 0 <= result <= MAX_VALUE:
             return None
-        steps.append((left, step.operator, right, result))
+        steps.append((left, operator, right, result))
         known["_"] = result
     return tuple(steps)
