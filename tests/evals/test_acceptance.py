@@ -71,10 +71,10 @@ def test_acceptance_is_the_share_of_draws_that_the_junior_makes_too(settings, vo
     sampling = Sampling(max_tokens=24, **settings)
     senior, junior = qwen3(0), nearly(qwen3(0))
     samples = written(senior, sampling)
-    read = reading.read_legibility(samples, PROMPTS, prepared(junior), sampling=sampling, vocabulary=vocabulary)
+    read = reading.read_texts(samples, PROMPTS, [prepared(junior)], reading.by_junior(sampling, vocabulary))
     wanted = [by_hand(junior, sample, sampling, vocabulary) for sample in samples]
     assert [sample.acceptance for sample in read] == wanted
     assert 0 < np.mean(wanted) < 1
-    without = reading.read_legibility(samples, PROMPTS, prepared(junior))
+    without = reading.read_texts(samples, PROMPTS, [prepared(junior)], reading.by_junior())
     assert [sample.cross_entropy for sample in without] == [sample.cross_entropy for sample in read]
     assert all(sample.acceptance is None for sample in without)

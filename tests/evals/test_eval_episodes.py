@@ -228,7 +228,7 @@ class Polite(small_world.Talk):
 
 def session(*overrides, environment=None):
     config = load(None, ["data.eval=[rows.jsonl]", *TOOLS, *overrides])
-    return evals.session.Session(config, "model", [evals.PHASES["pass-at-k"]], environment=environment)
+    return evals.session.Session(config, "model", [evals.PHASES["pass-at-k"]], passed=environment)
 
 
 def identity(*overrides, environment=None):

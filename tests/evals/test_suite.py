@@ -186,10 +186,10 @@ def test_texts_over_what_the_junior_sees_are_dropped_and_counted(tokenizer, limi
         shape = junior.config.to_dict() | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
         junior = Qwen3ForCausalLM(Qwen3Config(**shape | {"sliding_window": longest + 21}))
     setattr(junior.config, limit, longest + 21)
-    fits = reading.read_legibility(samples, prompts, prepare(junior))
+    fits = reading.read_texts(samples, prompts, [prepare(junior)], reading.by_junior())
     assert fits[1].cross_entropy is not None
     setattr(junior.config, limit, longest + 20)
-    read = reading.read_legibility(samples, prompts, junior)
+    read = reading.read_texts(samples, prompts, [junior], reading.by_junior())
     assert [i for i, sample in enumerate(read) if sample.cross_entropy is None] == [1, 4]
     macro = evals.summarise(read, measures.legible, bootstrap=10, seed=0)["macro"]
     assert (macro["samples"], macro["dropped"], macro["problems"]) == (5, 2, 5)
@@ -390,8 +390,8 @@ def test_drift_is_that_of_full_logits(per_chunk, monkeypatch):
     monkeypatch.setattr(reading, "LOGITS_ON_CPU", VOCABULARY * per_chunk)
     prompts = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(5))]
     samples = [each._replace(author="S2C1J6") for each in texts_for(prompts, [9] * 5, VOCABULARY)]
-    found = reading.read_drift(samples, prompts, prepared(senior), prepared(junior))
-    legible = reading.read_legibility(samples, prompts, prepared(junior))
+    found = reading.read_texts(samples, prompts, [prepared(senior), prepared(junior)], reading.by_both)
+    legible = reading.read_texts(samples, prompts, [prepared(junior)], reading.by_junior())
     for prompt, sample, read, alone in zip(prompts, samples, found, legible, strict=True):
         text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
         p, q = (

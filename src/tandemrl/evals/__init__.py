@@ -26,8 +26,8 @@ headline rates are also given by number of hops (``hops=2/em``). The protocol is
 
 ``suite`` runs the ``phases`` (``evaluate``) in a ``session`` (models and data, each loaded once). They use ``protocol``
 (profiles, writing, grading), ``reading`` (the junior reads texts), ``remote`` (a model behind an endpoint acts in
-episodes), ``measures`` (from samples to numbers) and ``files`` (results on disk). A new phase is a file with a function
-that makes samples of texts (`Phase`), and a line in ``phases.PHASES``.
+episodes), ``measures`` (from samples to numbers) and ``files`` (results on disk). A new phase is a row of
+``phases.PHASES``.
 """
 
 from tandemrl.evals.files import EvalResult as EvalResult

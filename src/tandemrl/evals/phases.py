@@ -1,12 +1,66 @@
-"""The phases of an evaluation: for each, what it needs and what it makes of its texts (see `Phase`)."""
+"""The phases of an evaluation: what each needs, what it makes of its texts, and how these are measured.
 
-from dataclasses import replace
+A new phase is a function from texts to samples, a function from a problem's samples to its rates and counts, and a row
+of `PHASES`. Everything that a model reads goes through `Texts.read_by`, with one reader or several.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
 from tandemrl.evals.protocol import grade, verify
-from tandemrl.evals.reading import read_drift, read_legibility
-from tandemrl.evals.session import Phase, Texts
+from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts
+from tandemrl.types import Metrics
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase needs, and what it says of texts.
+
+    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
+    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
+    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
+    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
+    must share theirs, if the junior is loaded at all.
+    """
+
+    name: str
+    read: Callable[["Texts"], list[Sample]]
+    measure: Callable[..., tuple[Metrics, Metrics]]
+    junior: bool = True
+    both: bool = False
+    by_junior: bool = False
+    of_solo: bool = False
+    judge: bool = False
+    graded: bool = True
+    one_vocabulary: bool = False
+
+
+@dataclass
+class Texts:
+    """The texts that a phase reads. session: the `Session`, whose module imports this one. progress: called with the
+    number of texts that models have read. counters: what the result counts beside its measures."""
+
+    session: Any
+    samples: list[Sample]
+    prompts: Sequence[Prompt]
+    progress: Callable[[int], None]
+    counters: Metrics
+
+    def read_by(self, models: Sequence[str | None], values: Values, reader: TextReader | None = None) -> list[Sample]:
+        """The samples with what models say of their texts (see ``reading.read_texts``)."""
+        session, context = self.session, self.session.profile.context
+        return read_texts(
+            self.samples,
+            self.prompts,
+            [session.load(model) for model in models],
+            values,
+            reader=reader,
+            context=context and context + session.observation_tokens,
+            progress=self.progress,
+        )
 
 
 def scored(texts: Texts) -> list[Sample]:
@@ -22,41 +76,26 @@ def verified(texts: Texts) -> list[Sample]:
     return verify(scored(texts), texts.prompts, texts.session.judges)
 
 
-def read_by_junior(texts: Texts) -> list[Sample]:
+def legibility(texts: Texts) -> list[Sample]:
     """The senior's texts as the junior reads them."""
     session, reader = texts.session, texts.session.reader
-    return read_legibility(
-        texts.samples,
-        texts.prompts,
-        session.load(session.junior),
-        sampling=session.profile.sampling,
-        vocabulary=session.vocabulary if reader is None else None,
-        reader=reader,
-        **_reading(texts),
-    )
+    drawn = (session.profile.sampling, session.vocabulary) if reader is None else ()
+    return texts.read_by([session.junior], by_junior(*drawn), reader)
 
 
 def drift(texts: Texts) -> list[Sample]:
     """The senior's texts as both read them."""
-    session = texts.session
-    models = session.load(session.model), session.load(session.junior)
-    return read_drift(texts.samples, texts.prompts, *models, **_reading(texts))
+    return texts.read_by([texts.session.model, texts.session.junior], by_both)
 
 
 def junior_alone(texts: Texts) -> list[Sample]:
     """The junior's texts with their scores, as it reads them itself."""
-    samples = [
+    texts.samples = [
         sample._replace(author=sample.author and sample.author.replace("S", "J"), senior_share=0.0)
         for sample in scored(texts)
     ]
     texts.session.close_engine()
-    return read_legibility(samples, texts.prompts, texts.session.load(texts.session.model), **_reading(texts))
-
-
-def _reading(texts: Texts) -> dict[str, Any]:
-    session = texts.session
-    context = session.profile.context
-    return {"context": context and context + session.observation_tokens, "progress": texts.read}
+    return texts.read_by([texts.session.model], by_junior())
 
 
 # What the senior writes alone (``protocol.strategies``), graded: every phase that is ``of_solo`` reads these texts.
@@ -67,7 +106,7 @@ PHASES = {
         _SOLO,
         Phase("tandem", scored, graded, both=True),
         Phase("handoff", scored, graded, both=True),
-        Phase("legibility", read_by_junior, legible, of_solo=True, graded=False),
+        Phase("legibility", legibility, legible, of_solo=True, graded=False),
         Phase("drift", drift, drifted, of_solo=True, graded=False, one_vocabulary=True),
         replace(_SOLO, name="verified", read=verified, measure=accepted, of_solo=True, judge=True),
         Phase("junior", junior_alone, alone, by_junior=True),

@@ -2,7 +2,7 @@
 often the junior would have drawn the senior's token."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,8 +34,9 @@ TOKENS = 8192
 """How many tokens are read at once, unless a text has more."""
 UNLIKELY = 0.01
 """A token to which the junior gives less than this probability counts as unlikely."""
-Channels = tuple[Tensor, ...]
-"""Values of the authors' tokens of some texts, in nats or as truth."""
+Values = Callable[[Sequence[Tensor], Tensor, Tensor], dict[str, Tensor]]
+"""What readers say of tokens: a function of the logits [c, v] of each model, the tokens and the keys of their draws. It
+returns values of the tokens by the names of fields of `Sample`, with ``cross_entropy`` among them."""
 
 
 class TextReader(NamedTuple):
@@ -71,85 +72,89 @@ class TextReader(NamedTuple):
         return pieces
 
 
-def read_legibility(
+def by_junior(sampling: Sampling | None = None, vocabulary: int | None = None) -> Values:
+    """How well the junior, the one model, reads a text: its cross-entropy, and the acceptance, which is the share of
+    tokens that it also draws after the same prefix and from the same random numbers.
+
+    Args:
+        sampling: the sampling that the texts were drawn with, without penalties. None means that it is unknown, or that
+            the junior reads other tokens, so that there is no acceptance.
+        vocabulary: the junior draws among the token ids below this number, which both models can write. None means all
+            of the junior's.
+    """
+
+    def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        found = {"cross_entropy": _surprisal(logits[0].log_softmax(-1), tokens)}
+        if sampling is not None:
+            found["acceptance"] = _drawn(logits[0][:, :vocabulary], keys, sampling) == tokens
+        return found
+
+    return values
+
+
+def by_both(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, _: Tensor) -> dict[str, Tensor]:
+    """How far a text, and the senior's distribution at each of its tokens, is from the junior: of both models, the
+    senior first, at temperature 1."""
+    own, other = (each.log_softmax(-1) for each in logits)
+    cross_entropy = _surprisal(other, tokens)
+    return {
+        "surprisal": _surprisal(own, tokens),
+        "cross_entropy": cross_entropy,
+        "kl": (own.exp() * (own - other)).sum(-1).clamp(min=0.0),  # below 0 by rounding only
+        "unlikely_rate": cross_entropy > -math.log(UNLIKELY),
+    }
+
+
+@torch.no_grad()
+def read_texts(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
-    junior: PreTrainedModel,
+    models: Sequence[PreTrainedModel],
+    values: Values,
     *,
-    sampling: Sampling | None = None,
-    vocabulary: int | None = None,
     reader: TextReader | None = None,
     context: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """Measure how well the junior reads each text, after the same prompt.
+    """The samples, each with the means over the authors' tokens of its text of what ``values`` says, in nats or shares,
+    and with ``cross_entropy_per_byte``, of the whole text in nats per byte.
 
-    The results are the junior's mean cross-entropy in nats per token, its cross-entropy of the whole text in nats per
-    byte, and the acceptance, which is the share of tokens that the junior also draws after the same prefix and from the
-    same random numbers. The EOS that ends a text is not part of it. Empty texts, and texts that are longer than the
-    context together with their prompt, get None.
+    Each text is read after its prompt. The EOS that ends it is not part of it. Texts that are empty, or longer than the
+    context together with their prompt, get None. The texts of a problem stay together where they fit, since their
+    prompt is computed once in a micro-batch.
 
     Args:
-        sampling: the sampling that the texts were drawn with. None means that it is unknown, so that there is no
-            acceptance.
-        vocabulary: the junior draws among the token ids below this number, which both models can write. None means all
-            of the junior's.
+        models: those that read, on one device. Their logits are over the ids that all of them have.
         reader: how the junior gets a text, if it has a vocabulary of its own. It then reads the text in its own tokens,
-            after the prompt in its own chat template, and there is no acceptance.
-        context: the context of the profile in tokens; the junior's own context is a limit, too.
+            after the prompt in its own chat template.
+        context: the context of the profile in tokens; the models' own contexts are limits, too.
         progress: called with the number of further texts that were read.
 
     Raises:
-        EvalError: ``sampling`` has penalties, or it is unknown who wrote a text.
+        EvalError: it is unknown who wrote a text.
     """
-    if sampling is not None and sampling.penalised:
-        raise EvalError("acceptance under penalties is not known: what they count is not read; give sampling=None")
-    drawn = None if reader is not None else sampling
-
-    def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, keys: Tensor) -> Channels:
-        channels = (_surprisal(logits[0].log_softmax(-1), tokens),)
-        return channels if drawn is None else (*channels, _drawn(logits[0][:, :vocabulary], keys, drawn) == tokens)
-
-    def read(sample: Sample, cross_entropy: np.ndarray, accepted: np.ndarray | None = None) -> dict[str, Any]:
-        size = max(1, len(sample.response.plain.encode()))
-        return {
-            "cross_entropy": _mean(cross_entropy),
-            "cross_entropy_per_byte": float(cross_entropy.sum(dtype=np.float64)) / size,
-            "acceptance": None if accepted is None else _mean(accepted),
-        }
-
-    return _read(samples, readable(samples, prompts, [junior], context, reader), [junior], values, read, progress)
-
-
-def read_drift(
-    samples: Sequence[Sample],
-    prompts: Sequence[Prompt],
-    senior: PreTrainedModel,
-    junior: PreTrainedModel,
-    *,
-    context: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[Sample]:
-    """Measure how far each text, and the senior's distribution at each of its tokens, is from the junior.
-
-    Both models are at temperature 1. Texts are read as in ``read_legibility``, which gives the same ``cross_entropy``.
-    """
-
-    def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, keys: Tensor) -> Channels:
-        own, other = (each.log_softmax(-1) for each in logits)
-        kl = (own.exp() * (own - other)).sum(-1).clamp(min=0.0)  # below 0 by rounding only
-        return _surprisal(own, tokens), _surprisal(other, tokens), kl
-
-    def read(_: Sample, surprisal: np.ndarray, cross_entropy: np.ndarray, kl: np.ndarray) -> dict[str, Any]:
-        return {
-            "surprisal": _mean(surprisal),
-            "cross_entropy": _mean(cross_entropy),
-            "kl": _mean(kl),
-            "unlikely_rate": float(np.mean(cross_entropy > -math.log(UNLIKELY))),
-        }
-
-    models = [senior, junior]
-    return _read(samples, readable(samples, prompts, models, context), models, values, read, progress)
+    out, device = list(samples), next(models[0].parameters()).device
+    texts = readable(samples, prompts, models, context, reader)
+    positions, rollouts = [*texts], [*texts.values()]
+    lengths = [len(text.tokens) for text in rollouts]
+    groups = [text.group for text in rollouts]
+    for rows in micro_batches(lengths, max(TOKENS, *lengths, 1), groups=groups):
+        some = [rollouts[row] for row in rows]
+        batch, own = pack(some, device), [int((text.author >= 0).sum()) for text in some]
+        index = (batch.author >= 0).nonzero().squeeze(1)
+        keys, tokens = _token_keys(some, own).to(device), batch.tokens[index]
+        chunks = [values(logits, tokens[part], keys[part]) for part, logits in _logits(models, batch, index)]
+        found = {name: torch.cat([chunk[name] for chunk in chunks]).cpu().split(own) for name in chunks[0]}
+        for number, row in enumerate(rows):
+            sample = samples[positions[row]]
+            of_text = {name: each[number].numpy() for name, each in found.items()}
+            means: dict[str, Any] = {name: float(np.mean(each, dtype=np.float64)) for name, each in of_text.items()}
+            size = max(1, len(sample.response.plain.encode()))
+            per_byte = float(of_text["cross_entropy"].sum(dtype=np.float64)) / size
+            out[positions[row]] = sample._replace(**means, cross_entropy_per_byte=per_byte)
+        if progress is not None:
+            progress(len(rows))
+    return out
 
 
 def readable(
@@ -188,45 +193,8 @@ def readable(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _read(
-    samples: Sequence[Sample],
-    texts: Mapping[int, Rollout],
-    models: Sequence[PreTrainedModel],
-    values: Callable[[Sequence[Tensor], Tensor, Tensor], Channels],
-    read: Callable[..., dict[str, Any]],
-    progress: Callable[[int], None] | None,
-) -> list[Sample]:
-    """The samples, each with what ``read`` says of the ``values`` at the authors' tokens of its text, which the models
-    (on one device) predict by their logits, over the ids that all of them have.
-
-    The texts of a problem stay together where they fit, since their prompt is computed once in a micro-batch.
-    """
-    out, device = list(samples), next(models[0].parameters()).device
-    positions, rollouts = [*texts], [*texts.values()]
-    lengths = [len(text.tokens) for text in rollouts]
-    groups = [text.group for text in rollouts]
-    for rows in micro_batches(lengths, max(TOKENS, *lengths, 1), groups=groups):
-        some = [rollouts[row] for row in rows]
-        batch, own = pack(some, device), [int((text.author >= 0).sum()) for text in some]
-        index = (batch.author >= 0).nonzero().squeeze(1)
-        keys, tokens = _token_keys(some, own).to(device), batch.tokens[index]
-        chunks = [values(logits, tokens[part], keys[part]) for part, logits in _logits(models, batch, index)]
-        channels = [torch.cat(each).cpu().split(own) for each in zip(*chunks, strict=True)]
-        for row, of_text in zip(rows, zip(*channels, strict=True), strict=True):
-            i = positions[row]
-            out[i] = out[i]._replace(**read(out[i], *(channel.numpy() for channel in of_text)))
-        if progress is not None:
-            progress(len(rows))
-    return out
-
-
 def _surprisal(logprobs: Float[Tensor, "c v"], tokens: Int64[Tensor, " c"]) -> Float[Tensor, " c"]:
     return -logprobs.gather(1, tokens[:, None]).squeeze(1)
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(np.mean(values, dtype=np.float64))
 
 
 def _logits(

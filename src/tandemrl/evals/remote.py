@@ -23,7 +23,7 @@ from tandemrl.processes.calls import Caller
 from tandemrl.processes.http import Response, RetryableError, chat_message, excerpt
 from tandemrl.rollout.engine import StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes, make_caller
 from tandemrl.rollout.envs.parsing import checked_turn, parse_turn
 from tandemrl.rollout.envs.rendering import CUT, Rendered
 from tandemrl.selection.draws import request_key
@@ -45,7 +45,10 @@ def play(session: Session, *, progress: Callable[[int], None]) -> list[Sample]:
     config, profile, (prompts, _) = session.config, session.profile, session.prompts
     assert session.remote is not None
     assert session.environment is not None  # refused in evaluate
-    count, remote = config.eval.samples, _Remote(session.environment, config.rollout, session.caller)
+    count, remote = (
+        config.eval.samples,
+        _Remote(session.environment, config.rollout, make_caller(config, session.passed)),
+    )
     keys = [request_key(config.eval.seed, 0, problem, i) for problem in range(len(prompts)) for i in range(count)]
     episodes = [_Episode(number, prompts[number // count].row, key) for number, key in enumerate(keys)]
     for episode in episodes:

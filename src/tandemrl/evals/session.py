@@ -1,27 +1,27 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError, SandboxConfig
-from tandemrl.config.components import ENGINES
+from tandemrl.config import Config, ConfigError, SandboxConfig, SelectionConfig
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.plain import plain
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests
-from tandemrl.evals.measures import EvalError, Sample
+from tandemrl.evals.measures import EvalError
+from tandemrl.evals.phases import Phase
 from tandemrl.evals.protocol import Profile, draws_turns, profile_of
 from tandemrl.evals.reading import TextReader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.models.sampling import DRAW
-from tandemrl.processes.calls import Caller, ThreadCalls
 from tandemrl.processes.http import Client, Service
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.routing import RowKind
@@ -30,13 +30,11 @@ from tandemrl.rewards.services import code_scorer, judges
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, make_episode_runner, opening_prompts, reader_of
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
 from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.worker import answering
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
-from tandemrl.types import Metrics
 
 CONCURRENCY = 16
 """How many requests to an endpoint run at once."""
@@ -81,77 +79,37 @@ class Endpoint:
             return client.model(self.model)
 
 
-@dataclass(frozen=True)
-class Phase:
-    """What a phase of an evaluation needs, and what it says of texts. A new one is a function and a line of `PHASES`.
+@dataclass
+class Session:
+    """The models, data, engine and judge of an evaluation. Each is loaded once, when a phase first needs it.
 
-    read: makes of the texts the samples that are stored. measure: the rates and the counts of one problem, of its
-    samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
-    junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
-    whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all.
+    The fields are the arguments of ``evaluate``: source is the model, passed the environment. The junior is used only
+    if one of the phases needs it. models: those that are loaded, by their folders or hub ids.
     """
 
-    name: str
-    read: Callable[["Texts"], list[Sample]]
-    measure: Callable[..., tuple[Metrics, Metrics]]
-    junior: bool = True
-    both: bool = False
-    by_junior: bool = False
-    of_solo: bool = False
-    judge: bool = False
-    graded: bool = True
-    one_vocabulary: bool = False
+    config: Config
+    source: str | Path | Endpoint
+    phases: Sequence[Phase]
+    limit: int | None = None
+    stated: Collection[str] | None = None
+    passed: Environment | None = None
+    models: dict[str, PreTrainedModel] = field(default_factory=dict)
 
-
-@dataclass
-class Texts:
-    """The texts that a phase reads. read: called with the number of texts that a model has read. counters: what the
-    result counts beside its measures."""
-
-    session: "Session"
-    samples: list[Sample]
-    prompts: Sequence[Prompt]
-    read: Callable[[int], None]
-    counters: Metrics
-
-
-class Session:
-    """The models, data, engine and judge of an evaluation. Each is loaded once, when a phase first needs it."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: str | Path | Endpoint,
-        phases: Sequence[Phase],
-        *,
-        limit: int | None = None,
-        stated: Collection[str] | None = None,
-        environment: Environment | None = None,
-    ) -> None:
-        """The arguments are those of ``evaluate``. The junior is used only if one of the phases needs it."""
-        self.config, self.limit = config, limit
-        self.remote = model if isinstance(model, Endpoint) else None
-        self.model = model.served() if isinstance(model, Endpoint) else str(model)
-        self._stated, self._environment = stated, environment
-        self.has_episodes = config.has_episodes or environment is not None
+    def __post_init__(self) -> None:
+        config, source = self.config, self.source
+        self.remote = source if isinstance(source, Endpoint) else None
+        self.model = source.served() if isinstance(source, Endpoint) else str(source)
+        self.has_episodes = config.has_episodes or self.passed is not None
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
-        self.junior = config.model.junior if any(phase.junior for phase in phases) else None
+        self.junior = config.model.junior if any(phase.junior for phase in self.phases) else None
         self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
-        self._together = any(phase.both for phase in phases)
-        self._graded = self.has_episodes or any(phase.graded for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
-        self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
 
     def of_junior(self, phase: Phase) -> "Session":
         """A session in which the junior is the model that generates alone, with its own tokenizer and template."""
         assert self.junior is not None  # refused in evaluate
-        alone = Session(
-            self.config, self.junior, [phase], limit=self.limit, stated=self._stated, environment=self._environment
-        )
-        alone._models = self._models
-        return alone
+        return replace(self, source=self.junior, phases=[phase])
 
     # what makes results comparable
 
@@ -218,8 +176,8 @@ class Session:
         """Everything that an episode depends on beside its authors."""
         rollout, retrieval = self.config.rollout, self.config.retrieval
         settings: dict[str, Any] = {name: getattr(rollout, name) for name in _OF_EPISODES}
-        if self._environment is not None:
-            kind = type(self._environment)
+        if self.passed is not None:
+            kind = type(self.passed)
             settings["environment"] = f"{kind.__module__}:{kind.__qualname__}"
         settings["signature"] = signature(self.environment)
         if rollout.keep_turns:
@@ -254,26 +212,27 @@ class Session:
         """Why a junior with a vocabulary of its own cannot take part in a phase, and what would; None if it can."""
         if not phase.junior or self.junior_tokenizer is None:
             return None
-        rollout, other = self.config.rollout, f"the junior {self.junior} has another vocabulary than the senior"
-        fix = "or a junior of the senior's tokenizer family"
-        if self.endpoint is not None:
-            other = f"the junior {self.junior} is behind an endpoint"
-            fix = "or load it (model.junior_endpoint.url=null)"
-        if phase.both and rollout.draft_tokens != 0:
-            return f"needs rollout.draft_tokens=0, since {other}; {fix}"
-        if phase.both and not rollout.kind.apart:
-            able = " or ".join(kind.name for kind in ENGINES.values() if kind.apart)
-            return f"needs rollout.engine={able}, since {other}; {fix}"
-        if not phase.one_vocabulary and self.has_episodes and (why := self._acting[1]) is not None:
+        apart = self.endpoint is not None  # which gives no log-probs of a text
+        if phase.one_vocabulary or (apart and not phase.both):
+            where = "is behind an endpoint" if apart else "has another vocabulary than the senior"
+            fix = "or load it (model.junior_endpoint.url=null)" if apart else "or a junior of the senior's family"
+            same = "needs one vocabulary, since both read the same tokens"
+            return f"{same}, but the junior {self.junior} {where}; use tandem, {fix}"
+        if phase.both:
+            rollout, by_words = self.config.rollout, SelectionConfig("before_word")
+            try:
+                check(Config(self.config.model, rollout=rollout, selection=by_words), Facts(apart=True))
+            except ConfigError as error:
+                return f"cannot be run: {error}"
+        if self.has_episodes and (why := self._acting[1]) is not None:
             return f"needs both in the environment: {why}"
-        if phase.one_vocabulary or (not phase.both and self.endpoint is not None):  # which gives no log-probs of a text
-            return f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {fix}"
         return None
 
     @cached_property
     def rows(self) -> list[Row]:
         """All rows of the data, before ``limit``. They need ground truths if a phase grades, or an environment may."""
-        return load_rows(self.config.data.eval, graded=self._graded, columns=self.config.data.columns)
+        graded = self.has_episodes or any(phase.graded for phase in self.phases)
+        return load_rows(self.config.data.eval, graded=graded, columns=self.config.data.columns)
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
@@ -286,7 +245,7 @@ class Session:
     @cached_property
     def environment(self) -> Environment | None:
         """The environment that the authors act in, or None."""
-        return self._environment or make_environment(self.config)
+        return self.passed or make_environment(self.config)
 
     @property
     def episode_runner(self) -> EpisodeRunner | None:
@@ -298,19 +257,12 @@ class Session:
         """The ``episode_runner``, and why a junior with a vocabulary of its own cannot take part, if it cannot."""
         if not self.has_episodes:
             return None, None
-        own, ends = self._environment, self.ends
+        own, ends = self.passed, self.ends
         make = partial(make_episode_runner, self.config, self.tokenizer, environment=own, eos_token_ids=ends)
         try:
             return make(junior=reader_of(self.junior, self.junior_tokenizer)), None
         except ConfigError as error:
             return make(), str(error)  # which raises what is not about the junior
-
-    @property
-    def caller(self) -> Caller:
-        """Runs the environment for a model behind an endpoint; one that was passed exists in this process only."""
-        if self._environment is None:
-            return make_caller(self.config)
-        return ThreadCalls(answering(self._environment), limit_s=self.config.rollout.tool_timeout_s)
 
     @property
     def reader(self) -> TextReader | None:
@@ -342,13 +294,13 @@ class Session:
         """
         with self.scorer() as scorer:
             rows = (prompt.row for prompt in self.prompts[0])
-            scorer.check(rows, kinds=map(RowKind.of, self.rows), stated=self._stated, episodes=self.has_episodes)
+            scorer.check(rows, kinds=map(RowKind.of, self.rows), stated=self.stated, episodes=self.has_episodes)
 
     def load(self, path: str | None) -> PreTrainedModel:
         assert path is not None  # refused in evaluate
-        if path not in self._models:
-            self._models[path] = load_model(path, dtype=self.config.model.dtype, device=self.config.model.device)
-        return self._models[path]
+        if path not in self.models:
+            self.models[path] = load_model(path, dtype=self.config.model.dtype, device=self.config.model.device)
+        return self.models[path]
 
     @property
     def vocabulary(self) -> int:
@@ -364,7 +316,8 @@ class Session:
         config, rollout = self.config.model, self.config.rollout
         shared = not rollout.kind.in_trainer
         if self._engine is None or not shared:
-            junior = self.junior if (self._together if shared else phase.both) else None
+            both = any(each.both for each in self.phases) if shared else phase.both
+            junior = self.junior if both else None
             self.close_engine()
             load = partial(self.load, junior)
             prompted = max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)

@@ -12,10 +12,10 @@ import torch
 from tandemrl.config import Config, warn_of_reward_function
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
-from tandemrl.evals.phases import PHASES
+from tandemrl.evals.phases import PHASES, Phase, Texts
 from tandemrl.evals.protocol import check_k, generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
-from tandemrl.evals.session import Endpoint, Phase, Session, Texts
+from tandemrl.evals.session import Endpoint, Session
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.types import Metrics
@@ -97,7 +97,7 @@ def evaluate(
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     chosen = [PHASES[name] for name in names]
-    session = Session(config, model, chosen, limit=limit, stated=stated, environment=environment)
+    session = Session(config, model, chosen, limit=limit, stated=stated, passed=environment)
     with closing(session):
         refused = {phase.name: reason for phase in chosen if (reason := session.refusal(phase)) is not None}
         if phases is not None and refused:

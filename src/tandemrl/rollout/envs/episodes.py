@@ -278,10 +278,13 @@ def opening_prompts(
     )
 
 
-def make_caller(config: Config) -> ChildCalls:
-    """The processes in which the environment of a config runs. They are started when they are first needed."""
-    processes = config.rollout.tool_workers or min(2, cores())
-    return ChildCalls(WORKER, config, processes=processes, limit_s=config.rollout.tool_timeout_s)
+def make_caller(config: Config, environment: Environment | None = None) -> Caller:
+    """What answers for the environment of a config: processes, which are started when they are first needed. One that
+    was passed exists in this process alone, and answers in threads."""
+    limit_s = config.rollout.tool_timeout_s
+    if environment is not None:
+        return ThreadCalls(answering(environment), limit_s=limit_s)
+    return ChildCalls(WORKER, config, processes=config.rollout.tool_workers or min(2, cores()), limit_s=limit_s)
 
 
 class Episodes:
