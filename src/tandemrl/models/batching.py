@@ -2,21 +2,20 @@
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 
 import numpy as np
 import torch
 
 from tandemrl.types import Author, Batch, Rollout, WordEnds, taken_over
 
-Cost = int | float
-"""The weight of a sequence: its tokens, or what its tokens cost."""
 ATTENTION_LENGTH = 12_288
 """A sequence of this many tokens costs as much for causal attention as for linear layers: 12·hidden where a layer has
 12·hidden² parameters (24·hidden² against 2·length·hidden FLOPs per token); here for hidden 1,024."""
 SLACK = 1.02
 """How many bins to use per bin's worth of tokens, which has an effect from about 25 bins on. Without any spare room,
-every group would have to be split."""
+many groups would have to be split."""
 
 
 def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
@@ -70,18 +69,12 @@ def attention_cost(length: int) -> float:
 
 
 def micro_batches(
-    lengths: Sequence[int],
-    budget: int,
-    *,
-    parts: int = 1,
-    cost: Callable[[int], float] = attention_cost,
-    groups: Sequence[int] | None = None,
+    lengths: Sequence[int], budget: int, *, parts: int = 1, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Split sequences into few micro-batches of at most ``budget`` tokens, for ``parts`` processes.
 
-    It takes the fewest bins for which one of these deals fits the budget, tried in this order: largest differencing
-    (Karmarkar and Karp 1982) of whole groups, then of ever smaller pieces of groups, down to single sequences, then
-    first-fit decreasing (at most 11/9 of the optimum plus one, Johnson 1973). The function is pure and deterministic,
+    It takes the fewest bins into which `_deal` puts the groups or, if it cannot, single sequences (then as few as
+    first-fit decreasing, at most 11/9 of the optimum plus one, Johnson 1973). The function is pure and deterministic,
     so every process finds the same split.
 
     Args:
@@ -89,7 +82,6 @@ def micro_batches(
         budget: how many tokens a micro-batch may have.
         parts: the number of processes. The number of bins is a multiple of it, and bin i belongs to process i % parts.
             Bins are sorted by falling cost, so that the ``parts`` bins of one round cost about the same.
-        cost: gives the cost of a sequence from its length, in any unit.
         groups: the group of each sequence. Sequences of a group share a prompt, which is computed once per bin
             (``share_contexts``), and are kept together where that fits. None puts every sequence in a group of its own.
 
@@ -98,7 +90,7 @@ def micro_batches(
         sequences than bins.
 
     Raises:
-        ValueError: a sequence is longer than the budget or empty, or ``groups`` has not one entry per sequence.
+        ValueError: a sequence is longer than the budget.
 
     Examples:
         >>> micro_batches([5, 3, 2, 4], budget=8)
@@ -106,88 +98,63 @@ def micro_batches(
         >>> micro_batches([2, 2, 2, 2], budget=4, parts=2, groups=[0, 1, 0, 1])
         [[0, 2], [1, 3]]
     """
-    groups = range(len(lengths)) if groups is None else groups
-    if len(groups) != len(lengths):
-        raise ValueError(f"{len(lengths)} sequences but {len(groups)} group numbers")
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if longest_first and lengths[longest_first[0]] > budget:
-        worst = longest_first[0]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > budget:
         raise ValueError(
-            f"sequence {worst} has {lengths[worst]} tokens, more than the micro-batch budget of {budget}; set "
-            f"train.tokens_per_micro_batch to {lengths[worst]} or more"
+            f"sequence {order[0]} has {lengths[order[0]]} tokens, more than the micro-batch budget of {budget}; set "
+            f"train.tokens_per_micro_batch to {lengths[order[0]]} or more"
         )
-    if longest_first and lengths[longest_first[-1]] < 1:
-        raise ValueError(f"sequence {longest_first[-1]} has no tokens")
-    costs = [cost(length) for length in lengths]
+    members: dict[int, list[int]] = {}
+    for i in order:
+        members.setdefault(i if groups is None else groups[i], []).append(i)
+    costs = [attention_cost(length) for length in lengths]
     bins = sum(lengths) / budget
     count = max(math.ceil(bins), round(SLACK * bins))
     while True:
         count += -count % parts
-        for deal in _deals(longest_first, count, lengths, costs, groups, budget):
-            return sorted(deal, key=lambda bin_: (-_sum(costs, bin_), bin_))
+        for pieces, even in product((list(members.values()), [[i] for i in order]), (True, False)):
+            if (deal := _deal(pieces, count, lengths, costs, budget, even=even)) is not None:
+                return sorted(map(sorted, deal), key=lambda bin_: (-_sum(costs, bin_), bin_))
         count += parts
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _deals(
-    order: Sequence[int], count: int, lengths: Sequence[int], costs: Sequence[Cost], groups: Sequence[int], budget: int
-) -> Iterator[list[list[int]]]:
-    """Yield deals into ``count`` bins that fit the budget, in order of preference."""
-    members: dict[int, list[int]] = {}
-    for i in order:
-        members.setdefault(groups[i], []).append(i)
-    for limit in (budget, budget / 2, budget / 4, 0):  # groups as wholes, in ever smaller pieces, single sequences
-        pieces = [piece for group in members.values() for piece in _first_fit(group, lengths, limit)]
-        if len(pieces) < min(count, len(lengths)):
-            continue  # some bin would be empty without need
-        for weights in (costs, lengths):  # equal costs are not equal tokens: the budget may ask for these
-            deal = _largest_differencing(pieces, [_sum(weights, piece) for piece in pieces], count)
-            if all(_sum(lengths, bin_) <= budget for bin_ in deal):
-                yield deal
-    deal = _first_fit(order, lengths, budget)
-    if len(deal) <= count:
-        deal += [[] for _ in range(count - len(deal))]
-        for bin_ in deal:
-            fullest = max(deal, key=len)
-            if not bin_ and len(fullest) > 1:
-                bin_.append(fullest.pop())
-        yield [sorted(bin_) for bin_ in deal]
+def _deal(
+    pieces: Iterable[list[int]],
+    count: int,
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    budget: int,
+    *,
+    even: bool,
+) -> list[list[int]] | None:
+    """Put pieces into ``count`` bins, the costliest first, or return None if a sequence fits nowhere.
 
-
-def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: Cost) -> list[list[int]]:
-    """Put each sequence into the first bin with room. One that is longer than the budget gets a bin for itself."""
-    bins: list[list[int]] = []
-    room: list[Cost] = []
-    for i in order:
-        target = next((b for b, left in enumerate(room) if left >= lengths[i]), len(bins))
-        if target == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[target].append(i)
-        room[target] -= lengths[i]
+    A piece goes into the bin of lowest cost (``even``), or else the first, of those with room. A piece that fits
+    nowhere is halved, as are some if there are fewer than bins.
+    """
+    bins, room, load = [list[int]() for _ in range(count)], [budget] * count, [0.0] * count
+    left = [(-_sum(costs, piece), piece) for piece in pieces]
+    heapq.heapify(left)
+    while left:
+        cost, piece = heapq.heappop(left)
+        size, empty = _sum(lengths, piece), bins.count([])
+        # Once no more pieces are left than bins are empty, each gets one of these.
+        fitting = [b for b in range(count) if room[b] >= size and (len(left) >= empty or not bins[b])]
+        if len(piece) > 1 and (not fitting or len(left) + 1 < empty):
+            for half in (piece[::2], piece[1::2]):
+                heapq.heappush(left, (-_sum(costs, half), half))
+        elif fitting:
+            chosen = min(fitting, key=load.__getitem__) if even else fitting[0]
+            bins[chosen] += piece
+            room[chosen] -= size
+            load[chosen] -= cost
+        else:
+            return None
     return bins
 
 
-def _largest_differencing(pieces: Sequence[list[int]], weights: Sequence[Cost], count: int) -> list[list[int]]:
-    """Deal pieces into ``count`` bins of about equal weight.
-
-    A partial deal is a list of bins, heaviest first. The two deals whose bins differ most are merged, the heaviest bin
-    of one with the lightest of the other, until one is left (Karmarkar and Karp 1982, for more than two bins).
-    """
-    heap = [(-weight, n, [(weight, piece)]) for n, (weight, piece) in enumerate(zip(weights, pieces, strict=True))]
-    heapq.heapify(heap)
-    for n in range(len(pieces), 2 * len(pieces) - 1):
-        (*_, a), (*_, b) = heapq.heappop(heap), heapq.heappop(heap)
-        meets = [b[count - 1 - i] if count - 1 - i < len(b) else (0, []) for i in range(len(a))]
-        merged = [(x + y, p + q) for (x, p), (y, q) in zip(a, meets, strict=True)] + b[: count - len(a)]
-        merged.sort(key=lambda bin_: -bin_[0])
-        spread = merged[0][0] - (merged[-1][0] if len(merged) == count else 0)
-        heapq.heappush(heap, (-spread, n, merged))
-    bins = [sorted(piece) for *_, deal in heap for _, piece in deal]
-    return bins + [[] for _ in range(count - len(bins))]
-
-
-def _sum(values: Sequence[Cost], indices: Sequence[int]) -> Cost:
+def _sum(values: Sequence[float], indices: Sequence[int]) -> float:
     return sum(values[i] for i in indices)
