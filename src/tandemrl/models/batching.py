@@ -135,7 +135,7 @@ def _deal(
     A piece goes into the bin of lowest cost (``even``), or else the first, of those with room. A piece that fits
     nowhere is halved, as are some if there are fewer than bins.
     """
-    bins, room, load = [list[int]() for _ in range(count)], [budget] * count, [0.0] * count
+    bins, room, load = [list[int]() for _ in range(count)], [float(budget)] * count, [0.0] * count
     left = [(-_sum(costs, piece), piece) for piece in pieces]
     heapq.heapify(left)
     while left:
@@ -156,5 +156,5 @@ def _deal(
     return bins
 
 
-def _sum(values: Sequence[float], indices: Sequence[int]) -> float:
+def _sum(values: Sequence[int] | Sequence[float], indices: Sequence[int]) -> float:
     return sum(values[i] for i in indices)
