@@ -156,5 +156,5 @@ def _deal(
     return bins
 
 
-def _sum(values: Sequence[int] | Sequence[float], indices: Sequence[int]) -> float:
+def _sum(values: Sequence[int] | Sequence[float], indices: Sequence[int]) -> int | float:
     return sum(values[i] for i in indices)
