@@ -198,7 +198,7 @@ def test_children_end_with_their_parent(harm: tuple[Any, ...], status: int, chil
     with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(pickle.dumps((None, 0.5)) + pickle.dumps((0, pickle.dumps(harm))))
+        process.stdin.write(pickle.dumps((None, 0.5)) + pickle.dumps((0, pickle.dumps(harm), 0.5)))
         process.stdin.flush()
         assert process.stdout.readline() == b'"ready"\n'
         time.sleep(0.1)  # the call has begun
@@ -225,7 +225,7 @@ def test_a_child_whose_parent_is_gone_amid_a_message_ends(last: bytes, child: tu
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(pickle.dumps((None, 300.0)) + pickle.dumps((0, pickle.dumps(("start", str(started))))))
+        process.stdin.write(pickle.dumps((None, 300.0)) + pickle.dumps((0, pickle.dumps(("start", str(started))), 0.0)))
         process.stdin.flush()
         assert process.stdout.readline() == b'"ready"\n'
         while not (started.exists() and started.read_text()):

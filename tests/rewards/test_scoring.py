@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -14,15 +13,16 @@ from scored import score_text
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards import routing, scoring
+from tandemrl.processes.calls import ChildCalls
+from tandemrl.rewards import routing
 from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
 
 BOMB = r"\boxed{\int_0^{999} x^{x^x} dx}"
 """Something that a computer algebra system does not finish, and that is not decided before it."""
-EIGHT = r"\boxed{\int_0^4 t \, dt}"
-"""8, but only math-verify says so."""
+EIGHT = r"\boxed{2+6}"
+"""8, but only math-verify says so: it is quick, also in a new process on a busy machine."""
 UNUSABLE = (
     "float('nan')",
     "float('-inf')",
@@ -149,43 +149,21 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
     assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(12)]
 
 
-class TakenBetween(list):
-    """It was not empty when a thread looked, and is when it takes from it."""
+def test_a_batch_after_an_interrupted_one_gets_none_of_its_answers(worker, monkeypatch):
+    poll = ChildCalls.poll
 
-    def __bool__(self):
-        return True
-
-
-def test_another_thread_may_take_the_last_idle_process(worker):
-    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
-        scorer._processes._idle = TakenBetween()
-        assert [score.value for score in scorer.score(boxed("a > 1", "a > 6"))] == [1.0, 0.0]
-        scorer._processes._idle = [*scorer._processes._idle]  # which close() can empty
-
-
-class Interrupted(ThreadPoolExecutor):
-    """Its batch is interrupted, and again while its threads end."""
-
-    shutdowns = 0
-
-    def map(self, *_):
+    def interrupted(calls, **how):
+        while not any(process.begun for process in calls._processes):
+            poll(calls, wait=False)
         raise KeyboardInterrupt
 
-    def shutdown(self, *args, **options):
-        super().shutdown(*args, **options)
-        self.shutdowns += 1
-        if self.shutdowns == 1:
-            raise KeyboardInterrupt
-
-
-def test_a_batch_after_two_interrupts_is_scored(worker, monkeypatch):
     with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
         with monkeypatch.context() as patch:
-            patch.setattr(scoring, "ThreadPoolExecutor", Interrupted)
+            patch.setattr(ChildCalls, "poll", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 scorer.score(boxed("a > 1"))
-        assert [score.value for score in scorer.score(boxed("a > 1", "a > 6"))] == [1.0, 0.0]
-        assert scorer.timeouts == 0
+        assert [score.value for score in scorer.score(boxed("a > 6", "a > 1"))] == [0.0, 1.0]
+        assert (scorer.timeouts, scorer.failures) == (0, 0)
 
 
 def test_repeated_answers_are_graded_once_but_counted_each(worker):
@@ -264,7 +242,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
             scorer.check([row("7"), row("7", "unknown", "u")])
         with pytest.raises(DataError, match="row n: ground truth of countdown must be"):
             scorer.check([row("7", "countdown", "n")])
-        assert scorer._processes._idle == []
+        assert scorer._processes._calls._processes == []
     with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
         with pytest.raises(GraderError, match="no_such_module"):
             scorer.check([row("7", "mine")])

@@ -189,11 +189,13 @@ def test_scoring_processes_outlive_a_signal_to_the_whole_job() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
+        worker.stdin.write(pickle.dumps((None, None)))
+        worker.stdin.flush()
         assert worker.stdout.readline() == b'"ready"\n'
         worker.send_signal(signal.SIGTERM)
         worker.send_signal(signal.SIGINT)
-        worker.stdin.write(pickle.dumps((("operator:add", 1, 2), 5.0)))
+        worker.stdin.write(pickle.dumps((0, pickle.dumps(("operator:add", 1, 2)), 5.0)))
         worker.stdin.flush()
-        assert worker.stdout.readline() == b'{"result": 3}\n'
+        assert worker.stdout.readline() == b'{"number": 0, "result": 3}\n'
         worker.stdin.close()
         assert worker.wait(20) == 0

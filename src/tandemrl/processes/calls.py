@@ -86,86 +86,97 @@ class ChildCalls:
         command: the command that starts a child.
         setup: the first message to a child. All later messages are calls.
         limit_s: after how many seconds a call is late.
+        queue: None makes several calls at a time in each process, and all calls of a key in the same one. A number
+            makes one at a time, in the main thread of whichever process is free, and starts another process where more
+            calls than that wait for each.
     """
 
-    def __init__(self, command: Sequence[str], setup: Any, *, processes: int, limit_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], setup: Any, *, processes: int, limit_s: float, queue: int | None = None
+    ) -> None:
         self._command = tuple(command)
-        self._setup = pickle.dumps((setup, limit_s + ORPHAN_GRACE_S))
-        self._limit_s = limit_s
+        self._setup = pickle.dumps((setup, limit_s + ORPHAN_GRACE_S if queue is None else None))
+        self._limit_s, self._queue = limit_s, queue
+        self._at_once = CALLS_AT_ONCE if queue is None else 1
         self._lanes = [_Lane() for _ in range(processes)]
         self._processes: list[_Process] = []
-        self._delivered = 0
+        self.close()
 
-    def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
+    def call(self, argument: Any, deliver: Deliver, *, key: str = "", limit_s: float | None = None) -> None:
+        """See `Caller`; ``limit_s`` is that of this call."""
         lane = self._lanes[zlib.crc32(key.encode()) % len(self._lanes)]
-        process = lane.process
-        if process is not None and process.ready and not process.begun and not process.running():
-            self._remove(process)  # it died when nobody needed it
-        lane.waiting.append(_Call(pickle.dumps(argument), deliver))
+        lane.waiting.append(_Call(pickle.dumps(argument), deliver, limit_s or self._limit_s))
         self._feed(lane)
 
     def poll(self, *, wait: bool) -> None:
-        before = self._delivered
-        while nearest := min((due for each in self._processes if (due := each.due(self._limit_s))), default=None):
-            self._listen(max(0.0, nearest - time.monotonic()) if wait else 0.0)
+        over = list[tuple[_Call, Outcome]]()
+        for lane in self._lanes:
+            self._feed(lane)
+        while nearest := min((due for each in self._processes if (due := each.due)), default=None):
+            over += self._listen(max(0.0, nearest - time.monotonic()) if wait else 0.0)
             for process in tuple(self._processes):
-                self._check(process)
+                over += self._check(process)
             for lane in self._lanes:
                 self._feed(lane)
-            if not wait or self._delivered > before:
+            if over or not wait:
                 break
+        for call, outcome in over:
+            call.deliver(outcome)
 
     def close(self) -> None:
         for process in tuple(self._processes):
             self._remove(process)
-        self._lanes = [_Lane() for _ in self._lanes]
+        shared = deque[_Call]()
+        self._lanes = [_Lane() if self._queue is None else _Lane(waiting=shared) for _ in self._lanes]
 
     # ---------------------------------------------------------------------------------------------------------------
 
     def _feed(self, lane: "_Lane") -> None:
         """Begin as many calls of a lane as its process takes at once."""
-        if lane.process is None and (lane.alone or lane.waiting):
+        process = lane.process
+        if process is not None and process.ready and not process.begun and not process.running():
+            self._remove(process)  # it died when nobody needed it
+        enough = len(self._processes) * (self._queue or 0)
+        if lane.process is None and (lane.alone or len(lane.waiting) > enough):
             lane.process = _Process(self._command, self._setup, lane)
             self._processes.append(lane.process)
         process = lane.process
         while process is not None and process.ready and (lane.alone or lane.waiting):
             if not process.begun:
                 process.alone = bool(lane.alone)
-            elif process.alone or len(process.begun) >= CALLS_AT_ONCE:
+            elif process.alone or len(process.begun) >= self._at_once:
                 break
             process.begin((lane.alone or lane.waiting).popleft())
 
-    def _listen(self, timeout: float) -> None:
+    def _listen(self, timeout: float) -> list[tuple["_Call", Outcome]]:
         """Read what processes have written, and continue to send what they have not read yet."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.fileno(), selectors.EVENT_READ, process)
                 if not process.flush():
                     selector.register(process.stdin, selectors.EVENT_WRITE)
-            for chosen, _ in selector.select(timeout):
-                for call, outcome in chosen.data.read_replies() if chosen.data is not None else ():
-                    self._deliver(call, outcome)
+            chosen = [key.data for key, _ in selector.select(timeout) if key.data is not None]
+            return [reply for process in chosen for reply in process.read_replies()]
 
-    def _check(self, process: "_Process") -> None:
+    def _check(self, process: "_Process") -> list[tuple["_Call", Outcome]]:
         """Give up late calls, and a process that died, does not answer, or is no longer needed."""
-        now = time.monotonic()
+        now, over = time.monotonic(), list[tuple[_Call, Outcome]]()
         if process.here:  # so it is the late calls' own fault
             process.here, process.asked = False, None
-            late = [number for number, call in process.begun.items() if now >= call.since + self._limit_s]
-            for number in late:
-                self._deliver(process.begun.pop(number), Outcome("timeout"))
+            late = [number for number, call in process.begun.items() if now >= call.due]
+            over = [(process.begun.pop(number), Outcome("timeout")) for number in late]
             if late and process.lane.process is process:
                 process.lane.process = None
-        due = process.due(self._limit_s)
-        if process.alive and (due is None or now < due):
+        if process.alive and (process.due is None or now < process.due):
             if process.lane.process is not process and not process.begun:
                 self._remove(process)
-        elif process.alive and process.ready and process.asked is None:
+        elif process.alive and process.ready and process.asked is None and self._queue is None:
             process.ask(now)
         else:
-            self._reap(process)
+            over += self._reap(process)
+        return over
 
-    def _reap(self, process: "_Process") -> None:
+    def _reap(self, process: "_Process") -> list[tuple["_Call", Outcome]]:
         """Handle the calls of a process that died or does not answer."""
         stderr_tail = self._remove(process)
         if not process.ready:
@@ -173,19 +184,15 @@ class ChildCalls:
             raise ProcessError(f"`{' '.join(self._command)}` did not start: {stderr_tail}")
         calls = [*process.begun.values()]
         if len(calls) == 1:
-            self._deliver(calls[0], Outcome("timeout") if process.alive else Outcome("death", stderr_tail))
-        else:
-            process.lane.alone.extend(calls)
+            return [(calls[0], Outcome("timeout") if process.alive else Outcome("death", stderr_tail))]
+        process.lane.alone.extend(calls)
+        return []
 
     def _remove(self, process: "_Process") -> str:
         self._processes.remove(process)
         if process.lane.process is process:
             process.lane.process = None
         return process.kill()
-
-    def _deliver(self, call: "_Call", outcome: Outcome) -> None:
-        self._delivered += 1
-        call.deliver(outcome)
 
 
 class ThreadCalls:
@@ -203,18 +210,16 @@ class ThreadCalls:
         self._begun: dict[Future[Outcome], _Call] = {}
 
     def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
-        self._waiting.append(_Call(pickle.dumps(argument), deliver))  # a copy: calls share nothing
+        self._waiting.append(_Call(pickle.dumps(argument), deliver, self._limit_s))  # a copy: calls share nothing
         self._feed()
 
     def poll(self, *, wait: bool) -> None:
         over = dict[Future[Outcome], Outcome]()
         while self._begun and not over:
-            due = min(begun.since for begun in self._begun.values()) + self._limit_s
+            due = min(begun.due for begun in self._begun.values())
             done = futures.wait(self._begun, max(0.0, due - time.monotonic()) * wait, futures.FIRST_COMPLETED).done
             now = time.monotonic()
-            over = {
-                each: Outcome("timeout") for each, begun in self._begun.items() if now >= begun.since + self._limit_s
-            }
+            over = {each: Outcome("timeout") for each, begun in self._begun.items() if now >= begun.due}
             over |= {each: each.result() for each in done}
             for each, outcome in over.items():
                 self._begun.pop(each).deliver(outcome)
@@ -229,7 +234,7 @@ class ThreadCalls:
     def _feed(self) -> None:
         while self._waiting and len(self._begun) < CALLS_AT_ONCE:
             call, future = self._waiting.popleft(), Future[Outcome]()
-            self._begun[future], call.since = call, time.monotonic()
+            self._begun[future], call.due = call, time.monotonic() + call.limit_s
             # not those of an executor, whose end waits for them
             threading.Thread(target=self._work, args=(future, call.argument), daemon=True).start()
 
@@ -246,11 +251,12 @@ class ThreadCalls:
 
 @dataclass(eq=False)
 class _Call:
-    """argument: the pickled one. since: when it has begun."""
+    """argument: the pickled one. due: when it is late, once it has begun."""
 
     argument: bytes
     deliver: Deliver
-    since: float = 0.0
+    limit_s: float
+    due: float = 0.0
 
 
 @dataclass(eq=False)
@@ -283,20 +289,21 @@ class _Process(Child):
 
     def begin(self, call: _Call) -> None:
         number = next(self._numbers)
-        self.begun[number], call.since = call, time.monotonic()
-        self.send(pickle.dumps((number, call.argument)))
+        self.begun[number], call.due = call, time.monotonic() + call.limit_s
+        self.send(pickle.dumps((number, call.argument, call.limit_s + ORPHAN_GRACE_S)))
 
     def ask(self, now: float) -> None:
         self.asked = now
         self.send(pickle.dumps(None))
 
-    def due(self, limit_s: float) -> float | None:
+    @property
+    def due(self) -> float | None:
         """When the process has to be checked next, or None if it has nothing to do."""
         if not self.ready:
             return self._started + START_LIMIT_S
         if self.asked is not None:
             return self.asked + GRACE_S
-        return min(begun.since for begun in self.begun.values()) + limit_s if self.begun else None
+        return min((begun.due for begun in self.begun.values()), default=None)
 
     def read_replies(self) -> list[tuple[_Call, Outcome]]:
         """Read which calls are done, with their outcomes."""

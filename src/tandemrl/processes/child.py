@@ -149,7 +149,7 @@ class Parent:
 
 
 def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
-    """The child's side of `calls.ChildCalls`: make calls, in threads, until the parent is gone.
+    """The child's side of `calls.ChildCalls`: make calls until the parent is gone, in threads, or one at a time here.
 
     Args:
         prepare: receives the parent's setup, and returns the function to call, which returns a JSON text.
@@ -158,7 +158,7 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
     setup, patience_s = parent.receive()
     function = prepare(setup)
 
-    def work(number: int, argument: bytes) -> None:
+    def work(number: int, argument: bytes, _: float) -> None:
         try:
             said = f'"result": {function(pickle.loads(argument))}'
         except BaseException as error:  # SystemExit and asyncio.CancelledError, too: it is answered in any case
@@ -175,6 +175,13 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
             time.sleep(min(1.0, patience_s / 2))
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if patience_s is None:  # calls may use signals themselves
+        parent.send(READY)
+        while True:
+            asked = parent.receive()
+            signal.setitimer(signal.ITIMER_REAL, asked[-1])
+            work(*asked)
+            signal.setitimer(signal.ITIMER_REAL, 0)
     threading.Thread(target=beat, daemon=True).start()
     threads = ThreadPoolExecutor(CALLS_AT_ONCE)
     parent.send(READY)

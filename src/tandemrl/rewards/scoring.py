@@ -4,33 +4,27 @@ The protocol of scorers (`Score`, `Deferred`) is in `tandemrl.rewards.protocol`;
 module does not import torch.
 """
 
-import json
 import math
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import chain
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
-from tandemrl.processes.child import READY, Child, cores
+from tandemrl.processes.calls import ChildCalls, Outcome, ProcessError
+from tandemrl.processes.child import cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.functions import call as call_by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
 from tandemrl.rewards.routing import EQUALITY, RowKind, check_rewards, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
-START_LIMIT_S = 120.0
-ORPHAN_GRACE_S = 30.0
-LOOK_S = 0.5
-"""How often a thread that waits for a process looks whether its batch was interrupted."""
 TASKS_PER_WORKER = 8
 """For about how many comparisons it is worth starting another process, which takes half a second of imports."""
 MAX_ROUNDS = 8
@@ -342,68 +336,34 @@ class _Processes:
     """Child processes that call functions by name; an answer is a JSON value, or `Lost`."""
 
     def __init__(self, reward: RewardConfig, command: Sequence[str]) -> None:
-        self._reward = reward
-        self._command = tuple(command)
-        self._idle: list[Child] = []
-        self._interrupted = False
+        processes, queue = reward.workers or cores(), 1 if reward.workers else TASKS_PER_WORKER
+        self._calls = ChildCalls(command, None, processes=processes, limit_s=reward.timeout_s, queue=queue)
+        self._timeout_s, self._lock = reward.timeout_s, threading.Lock()
 
     def settle(self, pending: Sequence[Deferred]) -> list[Any]:
         """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once."""
-        limits = [self._reward.timeout_s * each.responses for each in pending]
-        keys = [
-            pickle.dumps((each.payload, limit + ORPHAN_GRACE_S)) for each, limit in zip(pending, limits, strict=True)
-        ]
-        tasks = dict(zip(keys, limits, strict=True))
-        most = self._reward.workers or max(1, min(cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
-        try:
-            with ThreadPoolExecutor(most) as threads:
-                try:
-                    answers = dict(zip(tasks, threads.map(self._answer, tasks, tasks.values()), strict=True))
-                except BaseException:  # an interrupted process would answer the next batch with this one's outcome
-                    self._interrupted = True
-                    threads.shutdown(cancel_futures=True)
-                    raise
-        finally:  # also if another interrupt came while the threads ended
-            self._interrupted = False
-        return [answers[key] for key in keys]
+        keys = [pickle.dumps((each.payload, each.responses)) for each in pending]
+        tasks, outcomes = dict(zip(keys, pending, strict=True)), dict[bytes, Outcome]()
+        with self._lock:
+            try:
+                for key, task in tasks.items():
+                    deliver = partial(outcomes.__setitem__, key)
+                    self._calls.call(task.payload, deliver, limit_s=self._timeout_s * task.responses)
+                while len(outcomes) < len(tasks):
+                    self._calls.poll(wait=True)
+            except ProcessError as error:
+                raise GraderError(f"scoring process {error}") from None
+            except BaseException:  # what is under way is nothing for the next batch
+                self._calls.close()
+                raise
+        return [_answer(outcomes[key]) for key in keys]
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().kill()
+        with self._lock:
+            self._calls.close()
 
-    def _answer(self, task: bytes, limit_s: float) -> Any:
-        child = self._child()
-        child.send(task)
-        line = self._line(child, limit_s)
-        if isinstance(line, Lost):
-            child.kill()
-            return line
-        self._idle.append(child)
-        reply = json.loads(line)
-        return reply["result"] if "result" in reply else Lost("failure", reply["error"])
 
-    def _child(self) -> Child:
-        """A process that is ready for a task: an idle one, or a new one."""
-        while True:
-            try:
-                child = self._idle.pop()
-            except IndexError:  # other threads take from it, too
-                break
-            if child.running():
-                return child
-            child.kill()
-        child = Child(self._command)
-        if self._line(child, START_LIMIT_S) != READY.encode():
-            raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {child.kill()}")
-        return child
-
-    def _line(self, child: Child, limit_s: float) -> bytes | Lost:
-        """The next line of a process; `Lost` if it dies or says nothing in time."""
-        deadline = time.monotonic() + limit_s
-        while (left := deadline - time.monotonic()) > 0 and not self._interrupted:
-            if wait([child.fileno()], min(left, LOOK_S)):
-                if lines := child.lines():
-                    return lines[-1]
-                if not child.alive:
-                    return Lost("failure")
-        return Lost("timeout")
+def _answer(outcome: Outcome) -> Any:
+    if outcome.how == "error":  # a GraderError says itself what was raised, and where
+        return Lost("failure", outcome.value.removeprefix(f"{GraderError.__name__}: "))
+    return {"result": outcome.value, "timeout": Lost("timeout"), "death": Lost("failure")}[outcome.how]
