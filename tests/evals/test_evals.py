@@ -263,7 +263,7 @@ class Marker:
     def __init__(self):
         self.asked = []
 
-    def ask(self, prompts, *, attempt=0):
+    def ask(self, prompts, usable=None):
         texts = [prompt[-1]["content"].rpartition("mark ")[2].split()[0] for prompt in prompts]
         self.asked += texts
         return [f"Total Score: {text}/10" for text in texts]

@@ -133,7 +133,7 @@ class Judge:
 
     model = "fails"
 
-    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+    def ask(self, prompts: Sequence[Messages], usable: object = None) -> list[str]:
         return ["hm" if "unmarkable" in prompt[-1]["content"] else "Total Score: 6/10" for prompt in prompts]
 
 

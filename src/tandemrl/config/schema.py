@@ -570,7 +570,8 @@ class JudgeConfig:
     max_tokens: PositiveInt = 2048
     """Maximum length of the judge's reply, in tokens."""
     retries: NonNegativeInt = 3
-    """Retries, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
+    """How often a prompt is sent again at most, after the endpoint failed or its reply held no score (then at
+    `retry_temperature`)."""
     retry_temperature: Annotated[float, Allowed("positive: a greedy judge would repeat itself", lambda x: x > 0)] = 0.3
     """Sampling temperature after a reply without a score."""
     backoff_s: NonNegativeFloat = 1.0

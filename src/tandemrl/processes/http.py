@@ -23,6 +23,8 @@ MAX_WAIT_S = 60.0
 POLL_S = 1.0
 """Seconds between two requests to a service that is still starting."""
 T = TypeVar("T")
+Body = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
+"""JSON to send, or a function that makes it of how many replies were refused before (`RefusedError`)."""
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 Read = Callable[["Response"], T]
 """A function that reads a response with a status below 300 or 404, or raises `RetryableError` or `PermanentError`."""
@@ -34,6 +36,14 @@ class RetryableError(Exception):
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RefusedError(RetryableError):
+    """A reply that is of no use: another one is asked for, without a wait. The last one counts if there is no other."""
+
+    def __init__(self, reply: Any) -> None:
+        super().__init__("a reply of no use")
+        self.reply = reply
 
 
 class PermanentError(Exception):
@@ -117,7 +127,7 @@ class Client:
         """As `get`, with a JSON body."""
         return self._run(self._attempts(path, body, read))
 
-    def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], read: Read[T]) -> list[T]:
+    def post_all(self, path: str, bodies: Sequence[Body], read: Read[T]) -> list[T]:
         """Send one POST request per body, and return their replies in order.
 
         Raises:
@@ -179,22 +189,25 @@ class Client:
         finally:
             future.cancel()  # where this thread was interrupted
 
-    async def _attempts(self, path: str, body: Mapping[str, Any] | None, read: Read[T]) -> T:
-        service, last = self.service, RetryableError("")
+    async def _attempts(self, path: str, body: Body | None, read: Read[T]) -> T:
+        service, last, refused = self.service, RetryableError(""), list[T]()
         async with self._free:
             for attempt in range(1 + service.retries):
-                if attempt:
+                if attempt and not isinstance(last, RefusedError):
                     longest = service.backoff_s * 2 ** (attempt - 1)
                     asked = min(last.retry_after, longest) if service.cap_retry_after else last.retry_after
                     await asyncio.sleep(min(max(longest * _JITTER.uniform(0.5, 1.0), asked), MAX_WAIT_S))
                 if self._given_up:
                     raise _GivenUp
                 try:
-                    return read(await self._send(path, body))
+                    return read(await self._send(path, body(len(refused)) if callable(body) else body))
                 except RetryableError as problem:
                     last = problem
+                    refused += [problem.reply] if isinstance(problem, RefusedError) else []
                 except PermanentError as problem:
                     raise service.error(str(problem)) from None
+        if refused:
+            return refused[-1]
         section = service.section
         raise service.error(
             f"the service at {self.url} ({section}.url) failed {1 + service.retries} time(s), at last with: {last}. Is "

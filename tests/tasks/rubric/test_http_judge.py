@@ -49,11 +49,11 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJudge(lambda prompt, _: "ok", models=("first", "second")) as judge:
         engine = HttpJudge(replace(QUICK, url=judge.url + "/", max_tokens=7, api_key_env="A_KEY"))
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-        engine.ask([messages])
-        engine.ask([messages], attempt=2)
+        assert engine.ask([messages], lambda reply: len(judge.bodies) == 3) == ["ok"]
     common = {"model": "first", "messages": messages, "max_completion_tokens": 7, "top_p": 1.0}
-    assert judge.bodies == [common | {"temperature": 0.0}, common | {"temperature": 0.3, "seed": 2}]
-    assert judge.authorizations == ["Bearer s3cret"] * 2
+    again = [common | {"temperature": 0.3, "seed": seed} for seed in (1, 2)]
+    assert judge.bodies == [common | {"temperature": 0.0}, *again]
+    assert judge.authorizations == ["Bearer s3cret"] * 3
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,25 @@ def test_what_may_pass_is_tried_again(problem: Reply) -> None:
         assert len(judge.bodies) == 6
     with FakeJudge(failing(3, problem)) as judge, pytest.raises(JudgeError, match=r"failed 3 time\(s\), at last with"):
         ask(judge, ["a", "b"])
+
+
+def test_failures_and_replies_without_a_score_share_the_retries() -> None:
+    """At most 1 + retries requests for a prompt. A failure alone leaves the temperature as it is."""
+    said = {"fails": ["", "hm", "7", "no"], "odd": ["hm", "hm", "no", "7"], "odd, then down": ["hm", "", "", "7"]}
+    asked: dict[str, list[str]] = {prompt: [*replies] for prompt, replies in said.items()}
+    lock = threading.Lock()
+
+    def answer(prompt: str, _: int) -> str | Reply:
+        with lock:
+            return asked[prompt].pop(0) or Reply(503, b"busy")
+
+    with FakeJudge(answer) as judge:
+        engine = HttpJudge(replace(QUICK, url=judge.url))
+        prompts = [[{"role": "user", "content": prompt}] for prompt in said]
+        assert engine.ask(prompts, str.isdigit) == ["7", "no", "hm"]
+        assert len(judge.bodies) == 3 * (1 + QUICK.retries)
+    sent = [body["temperature"] for body in judge.bodies if body["messages"][0]["content"] == "fails"]
+    assert sent == [0.0, 0.0, 0.3]
 
 
 def test_one_prompt_without_a_reply_fails_the_batch_and_stops_the_rest() -> None:

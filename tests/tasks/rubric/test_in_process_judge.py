@@ -22,12 +22,16 @@ PROMPTS: list[Messages] = [[{"role": "user", "content": text}] for text in ("abc
 
 def test_a_torch_engine_as_the_judge_gives_the_same_replies_in_any_batch() -> None:
     judge = EngineJudge(TorchEngine(prepare(qwen3()), None, tokenizer(), max_rows=2), tokenizer(), CONFIG)
-    for attempt in (0, 1, 2):
-        together = judge.ask(PROMPTS, attempt=attempt)
-        alone = [judge.ask([prompt], attempt=attempt)[0] for prompt in PROMPTS]
-        assert together == alone
-        assert together[0] == together[2]
-    assert judge.ask(PROMPTS, attempt=1) != judge.ask(PROMPTS, attempt=2)
+    replies = []
+    for retries in (0, 1, 2):
+        judge.config = replace(CONFIG, retries=retries)
+        replies.append(judge.ask(PROMPTS, lambda _: False))
+        assert replies[-1] == [judge.ask([prompt], lambda _: False)[0] for prompt in PROMPTS]
+        assert replies[-1][0] == replies[-1][2]
+    assert judge.ask(PROMPTS) == replies[0]
+    assert replies[1] != replies[2]
+    others = judge.ask(PROMPTS, lambda reply: reply != replies[0][1])
+    assert [a == b for a, b in zip(others, replies[0], strict=True)] == [b != replies[0][1] for b in replies[0]]
 
 
 def test_prompts_that_do_not_fit_and_aborted_replies_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,21 +31,20 @@ def row(number: int = 0, source: str = "polaris_tinyv", truth: str = "4", **extr
 
 
 class Scripted:
-    """A judge in this process: ``answer(prompt, attempt)``."""
+    """A judge in this process: ``answer(prompt)``."""
 
     model = "scripted"
 
-    def __init__(self, answer: Callable[[str, int], str]) -> None:
-        self.answer, self.calls = answer, list[tuple[int, list[str]]]()
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self.answer, self.calls = answer, list[list[str]]()
 
-    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
-        contents = [prompt[-1]["content"] for prompt in prompts]
-        self.calls.append((attempt, contents))
-        return [self.answer(content, attempt) for content in contents]
+    def ask(self, prompts: Sequence[Messages], usable: object = None) -> list[str]:
+        self.calls.append([prompt[-1]["content"] for prompt in prompts])
+        return [self.answer(content) for content in self.calls[-1]]
 
 
 def says(text: str) -> Scripted:
-    return Scripted(lambda prompt, attempt: text)
+    return Scripted(lambda prompt: text)
 
 
 def values(judge: Scripted, items: list[tuple[Row, str, Score]], **config: object) -> list[float]:
@@ -215,17 +214,17 @@ def test_the_three_modes(weight: float) -> None:
 
 
 def test_addon_asks_only_where_the_rules_say_no_and_order_is_kept() -> None:
-    judge = Scripted(lambda prompt, attempt: f"Total Score: {prompt.partition('item-')[2][0]}/10")
+    judge = Scripted(lambda prompt: f"Total Score: {prompt.partition('item-')[2][0]}/10")
     items = [(row(i), f"item-{i}", RIGHT if i % 3 == 0 else WRONG) for i in range(10)]
     assert values(judge, items) == [1.0 if i % 3 == 0 else i / 10 for i in range(10)]
     (call,) = judge.calls
-    assert [prompt.partition("item-")[2][0] for prompt in call[1]] == ["1", "2", "4", "5", "7", "8"]
+    assert [prompt.partition("item-")[2][0] for prompt in call] == ["1", "2", "4", "5", "7", "8"]
 
 
 def test_the_rubric_prompt_shows_all_but_the_answer() -> None:
     judge = says("Total Score: 6/10")
     values(judge, [(row(7, truth="TRUTH"), r"steps \boxed{4} {{CRITERIA}}", WRONG)])
-    (prompt,) = judge.calls[0][1]
+    (prompt,) = judge.calls[0]
     for shown in ("Q7", "C7", r"steps \boxed{4} {{CRITERIA}}", "Total Score: x/10"):  # a response's fields stay text
         assert shown in prompt
     assert prompt.count("C7") == 1
@@ -237,7 +236,7 @@ def test_the_tinyv_prompt_shows_the_extracted_answer_and_the_reference() -> None
     judge = says("True")
     items = [(row(7, truth="TRUTH"), "the steps", WRONG), (row(8), "no box", SILENT)]
     scores = JudgePool(judge, JudgeConfig(prompt="tinyv"))(items)
-    (prompt,) = judge.calls[0][1]  # a response without an answer is not shown
+    (prompt,) = judge.calls[0]  # a response without an answer is not shown
     assert "TRUTH" in prompt
     assert "the steps" not in prompt
     assert [score.value for score in scores] == [1.0, 0.0]
@@ -264,9 +263,9 @@ def test_accuracy_is_about_the_answer(prompt: str, mode: str, reply: str, rule: 
 def test_question_and_criteria_come_from_the_row_or_the_row_is_named() -> None:
     judge = says("Total Score: 6/10")
     values(judge, [(row(7, question=None), "text", WRONG)])
-    assert "message 7" in judge.calls[0][1][0]  # the user's message is the question
+    assert "message 7" in judge.calls[0][0]  # the user's message is the question
     values(judge, [(row(7, criteria=[{"step": "α", "points": 2}]), "text", WRONG)])
-    assert '{"step": "α", "points": 2}' in judge.calls[1][1][0]
+    assert '{"step": "α", "points": 2}' in judge.calls[1][0]
     with pytest.raises(DataError, match=r"row polaris_tinyv/7, field 'extra_info\.criteria': missing"):
         values(judge, [(row(7, criteria=None), "text", WRONG)])
     assert values(judge, [(row(7, criteria=None), "text", WRONG)], prompt="reasoning") == [0.6]
@@ -277,7 +276,7 @@ def test_a_template_replaces_the_words(tmp_path: Path) -> None:
     file.write_text("Q={{QUESTION}} A={{MODEL_ANSWER}}")
     judge = says("Total Score: 6/10")
     assert values(judge, [(row(1, criteria=None), "text", WRONG)], template=str(file)) == [0.6]
-    assert judge.calls[0][1] == ["Q=Q1 A=text"]
+    assert judge.calls[0] == ["Q=Q1 A=text"]
     file.write_text("{{QUESTIONS}} {{MODEL_ANSWER}}")
     with pytest.raises(JudgeError, match=r"prompt\.txt: unknown field \{\{QUESTIONS\}\}; known: QUESTION, CRITERIA"):
         JudgePool(judge, JudgeConfig(template=str(file)))
@@ -291,22 +290,14 @@ def test_a_template_replaces_the_words(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- replies that fail
 
 
-def test_a_reply_without_a_score_is_asked_for_again() -> None:
-    judge = Scripted(lambda prompt, attempt: "hm" if attempt < 2 and "odd" in prompt else "Total Score: 6/10")
-    items = [(row(i), "odd" if i % 2 else "even", WRONG) for i in range(4)]
-    assert values(judge, items) == [0.6] * 4
-    assert [(attempt, len(prompts)) for attempt, prompts in judge.calls] == [(0, 4), (1, 2), (2, 2)]
-
-
 @pytest.mark.parametrize("mode", ["addon", "mixed", "tinyv_only"])
 def test_a_response_that_never_gets_a_score_is_unscored(mode: str) -> None:
-    judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
+    judge = Scripted(lambda prompt: "hm" if "odd" in prompt else "Total Score: 6/10")
     items = [(row(i), "odd" if i == 7 else f"even {i}", WRONG) for i in range(16)]
-    scores = JudgePool(judge, JudgeConfig(mode=mode, weight=0.5, retries=1))(items)
+    scores = JudgePool(judge, JudgeConfig(mode=mode, weight=0.5))(items)
     assert [i for i, score in enumerate(scores) if "unscored" in score.parts] == [7]
     assert "judge" not in scores[7].parts
     assert {score.value for score in scores if "unscored" not in score.parts} == {0.6 if mode == "tinyv_only" else 0.3}
-    assert [(attempt, len(prompts)) for attempt, prompts in judge.calls] == [(0, 16), (1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -323,9 +314,9 @@ def test_a_response_that_never_gets_a_score_is_unscored(mode: str) -> None:
 )
 def test_more_failures_than_the_rate_allows_are_an_error(failing: int, limit: float, stops: bool) -> None:
     """Responses count, not prompts: equal ones are asked about once."""
-    judge = Scripted(lambda prompt, attempt: "I cannot" if "odd" in prompt else "Total Score: 6/10")
+    judge = Scripted(lambda prompt: "I cannot" if "odd" in prompt else "Total Score: 6/10")
     items = [(row(0), "odd" if i < failing else "even", WRONG) for i in range(16)]
-    pool = JudgePool(judge, JudgeConfig(max_failure_rate=limit, retries=1))
+    pool = JudgePool(judge, JudgeConfig(max_failure_rate=limit))
     for ask in (lambda: pool(items), lambda: pool.marks([(row, text, None) for row, text, _ in items])):
         if stops:
             with pytest.raises(JudgeError, match=rf"no score to {failing} of the 16 .*{limit:g}\).*'I cannot'"):
@@ -336,7 +327,7 @@ def test_more_failures_than_the_rate_allows_are_an_error(failing: int, limit: fl
 
 @pytest.mark.parametrize("size", [1, 3, 9])
 def test_one_failure_in_a_small_batch_stops_nothing_unless_none_is_allowed(size: int) -> None:
-    judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
+    judge = Scripted(lambda prompt: "hm" if "odd" in prompt else "Total Score: 6/10")
     items = [(row(i), "odd" if i == 0 else f"even {i}", WRONG) for i in range(size)]
     assert ["unscored" in score.parts for score in JudgePool(judge, JudgeConfig())(items)].count(True) == 1
     with pytest.raises(JudgeError, match="no score to 1 of"):

@@ -44,7 +44,7 @@ class Judge:
     def __init__(self) -> None:
         self.prompts: list[str] = []
 
-    def ask(self, prompts: Sequence[Sequence[Any]], *, attempt: int = 0) -> list[str]:
+    def ask(self, prompts: Sequence[Sequence[Any]], usable: object = None) -> list[str]:
         self.prompts += [prompt[-1]["content"] for prompt in prompts]
         return ["Total Score: 7/10"] * len(prompts)
 

@@ -14,7 +14,7 @@ from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection import solo
-from tandemrl.tasks.rubric.judge import HttpJudge, Judge, JudgeError, JudgePool, Messages
+from tandemrl.tasks.rubric.judge import HttpJudge, Judge, JudgeError, JudgePool, Messages, Usable
 from tandemrl.types import Response
 
 
@@ -28,13 +28,23 @@ class EngineJudge:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.model = config.model or engine.info.name
 
-    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+    def ask(self, prompts: Sequence[Messages], usable: Usable = lambda reply: True) -> list[str]:
         """Get one reply per prompt, in order.
 
         Raises:
             JudgeError: a prompt and ``judge.max_tokens`` do not fit into the engine's context.
             DataError: the judge's chat template fails.
         """
+        replies, open_ = [""] * len(prompts), [*range(len(prompts))]
+        for attempt in range(1 + self.config.retries):
+            for i, reply in zip(open_, self._attempt([prompts[i] for i in open_], attempt), strict=True):
+                replies[i] = reply
+            open_ = [i for i in open_ if not usable(replies[i])]
+            if not open_:
+                break
+        return replies
+
+    def _attempt(self, prompts: Sequence[Messages], attempt: int) -> list[str]:
         temperature = self.config.retry_temperature if attempt else self.config.temperature
         sampling = Sampling(max_tokens=self.config.max_tokens, temperature=temperature)
         requests = []

@@ -15,18 +15,20 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.config import JudgeConfig, RewardConfig
 from tandemrl.data.messages import sound
 from tandemrl.data.rows import DataError, Row
-from tandemrl.processes.http import Client, Response, RetryableError, Service, chat_message, excerpt
+from tandemrl.processes.http import Client, RefusedError, Response, RetryableError, Service, chat_message, excerpt
 from tandemrl.rewards.protocol import Deferred, GraderError, Score
 from tandemrl.tasks.math.prime import prime
 from tandemrl.tasks.rubric.rows import FIELDS, POLARIS, fill
 
 Messages = Sequence[Mapping[str, str]]
+Usable = Callable[[str], bool]
 
 FULL_MARKS = 10.0
 SEVERAL = 4
@@ -43,11 +45,11 @@ class Judge(Protocol):
 
     model: str
 
-    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+    def ask(self, prompts: Sequence[Messages], usable: Usable = lambda reply: True) -> list[str]:
         """Get one reply per prompt, in order.
 
         Args:
-            attempt: number of the attempt. Attempt 0 is sampled at ``judge.temperature``, later ones at
+            usable: whether a reply will do. If not, it is asked for anew up to ``judge.retries`` times, at
                 ``judge.retry_temperature``.
 
         Raises:
@@ -83,21 +85,29 @@ class HttpJudge:
         self._client.wait(config.wait_s, check)
         self.model = self._client.model(config.model)
 
-    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+    def ask(self, prompts: Sequence[Messages], usable: Usable = lambda reply: True) -> list[str]:
         """Get one reply per prompt, in order.
 
-        Args:
-            attempt: number of the attempt. Attempt 0 is sampled at ``judge.temperature``, later ones at
-                ``judge.retry_temperature``, with their number as the seed.
+        A prompt is sent at most 1 + ``judge.retries`` times, whether requests fail or replies are not ``usable``. After
+        each of those, the next one is sampled at ``judge.retry_temperature``, with their number as the seed.
 
         Raises:
             JudgeError: a prompt has no reply after all retries; the other prompts are then given up, too.
         """
-        config, warmth = self.config, self.config.retry_temperature if attempt else self.config.temperature
+
+        def read(response: Response) -> str:
+            reply = _reply(response)
+            if not usable(reply):
+                raise RefusedError(reply)
+            return reply
+
+        bodies = [partial(self._body, [*messages]) for messages in prompts]
+        return self._client.post_all("/chat/completions", bodies, read)
+
+    def _body(self, messages: Messages, refused: int) -> dict[str, Any]:
+        config, warmth = self.config, self.config.retry_temperature if refused else self.config.temperature
         body = {"model": self.model, "max_completion_tokens": config.max_tokens, "temperature": warmth, "top_p": 1.0}
-        body |= {"seed": attempt} if warmth > 0 else {}
-        bodies = [body | {"messages": list(messages)} for messages in prompts]
-        return self._client.post_all("/chat/completions", bodies, _reply)
+        return body | ({"seed": refused} if warmth > 0 else {}) | {"messages": messages}
 
 
 class Template(NamedTuple):
@@ -212,8 +222,8 @@ class JudgePool:
     meaningless, see `protocol.Score`). ``acc`` is r for a judge of reasoning. For a judge of answers (``tinyv``) it is
     1 if the rules or the judge accept the answer, and with ``tinyv_only`` if the judge does.
 
-    A request that fails is tried again up to ``judge.retries`` times, then ends the run. So often, too, a reply without
-    a score is asked for anew; then the response is unscored, which ``judge.max_failure_rate`` limits.
+    A request that fails, or whose reply has no score, is made again up to ``judge.retries`` times. Without any reply
+    the run ends; without a score the response is unscored, which ``judge.max_failure_rate`` limits.
 
     Raises:
         JudgeError: the judge is down, ``judge.template`` cannot be used, or no score was found for more than the share
@@ -274,24 +284,19 @@ class JudgePool:
         reply = f"; the last such reply ends: {self._refused_reply[-200:]!r}" if self._refused_reply else ""
         raise JudgeError(
             f"the judge gave no score to {unscored} of the {asked} responses it was asked about, in a batch of {batch} "
-            f"(judge.max_failure_rate={limit:g}): none of {1 + self.config.retries} replies to each holds {form}{reply}"
-            ". Is this the right judge.model, judge.prompt and judge.max_tokens?"
+            f"(judge.max_failure_rate={limit:g}): no reply, of up to {1 + self.config.retries} to each, holds {form}"
+            f"{reply}. Is this the right judge.model, judge.prompt and judge.max_tokens?"
         )
 
     def _marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
         """As `marks`, without a limit on how many may be None."""
         prompts = [self._prompt(row, text if self.template.whole else answer) for row, text, answer in items]
-        marks: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
-        for attempt in range(1 + self.config.retries):
-            open_ = [prompt for prompt, mark in marks.items() if mark is None]
-            if not open_:
-                break
-            replies = self.judge.ask([[{"role": "user", "content": prompt}] for prompt in open_], attempt=attempt)
-            if len(replies) != len(open_):
-                raise JudgeError(f"the judge gave {len(replies)} replies to {len(open_)} prompts")
-            for prompt, reply in zip(open_, replies, strict=True):
-                marks[prompt] = self.template.parse(reply)
-                self._refused_reply = reply if marks[prompt] is None else self._refused_reply
+        asked, parse = [*dict.fromkeys(prompt for prompt in prompts if prompt is not None)], self.template.parse
+        messages = [[{"role": "user", "content": prompt}] for prompt in asked]
+        replies = self.judge.ask(messages, lambda reply: parse(reply) is not None) if asked else []
+        marks = {prompt: parse(reply) for prompt, reply in zip(asked, replies, strict=True)}
+        refused = [reply for prompt, reply in zip(asked, replies, strict=True) if marks[prompt] is None]
+        self._refused_reply = refused[-1] if refused else self._refused_reply
         return [0.0 if prompt is None else marks[prompt] for prompt in prompts]
 
     def _prompt(self, row: Row, answer: str | None) -> str | None:
