@@ -454,11 +454,17 @@ def test_a_killed_sandbox_is_replaced_once(template, deaths):
         # Its three children tell that the program itself is running, and not yet the sandbox's own start.
         program = f"import os, time\nalone = all(os.fork() for _ in range(3))\ntime.sleep({3**deaths})"
         running = threads.submit(box.run, f"{program}\nif alone: print('done')", Stdin(""))
-        dead: set[int] = set()
+        alive: set[int] = set()
         for _ in range(deaths):
-            wait_until(lambda dead=dead: len(template.descendants()) == 6 and not dead & {*template.descendants()})
-            dead = dead | {*template.descendants()}
-            os.kill(min(template.descendants()), signal.SIGKILL)  # the supervisor, which came first
+            dead = alive
+
+            def all_new(dead=dead) -> bool:
+                nonlocal alive
+                alive = {*template.descendants()}
+                return len(alive) == 6 and not dead & alive
+
+            wait_until(all_new)
+            os.kill(min(alive), signal.SIGKILL)  # the supervisor, which came first
         status, output, _, message = running.result()
         assert (status, output) == (("ok", "done\n") if deaths == 1 else ("crash", ""))
         assert ("did not outlive this test, twice" in message) == (deaths == 2)
@@ -490,40 +496,36 @@ def source() -> str:
     return str(Path(sandbox.__file__).parents[3])
 
 
-@pytest.mark.parametrize(("part", "said"), [(b'{"a": ', "does not answer"), (b"1" * 99, "too long")])
+def one_sided(reply: bytes = b"") -> tuple[sandbox._Process, socket.socket]:
+    """A sandbox whose other side says this and reads nothing, and that side."""
+    (line, theirs), (errors, _) = socket.socketpair(), socket.socketpair()
+
+    class Scripted(Template):
+        def fork(self) -> tuple[socket.socket, socket.socket]:
+            return line, errors
+
+    theirs.sendall(b'{"supervisor": null, "layers": {}, "troubles": []}\n')
+    process = sandbox._Process(Scripted(), LIMITS)
+    theirs.sendall(reply)
+    return process, theirs
+
+
+@pytest.mark.parametrize(("part", "said"), [(b'{"a": ', "timed out"), (b"1" * 99, "too long")])
 def test_a_reply_that_stops_or_goes_on_and_on_is_given_up(part: bytes, said: str):
     """A program that stops the runner in the middle of its reply must not hang the scoring."""
-    replies, theirs = os.pipe()
-
-    class Stopped(Template):
-        def fork(self) -> tuple[int, int, int]:
-            os.write(theirs, part)
-            return os.open(os.devnull, os.O_WRONLY), replies, os.open(os.devnull, os.O_RDONLY)
-
-    process = sandbox._Process(Stopped(), reply_bytes=50)
-    try:
-        with pytest.raises(OSError, match=said):
-            process.ask([], 0.1)
-    finally:
-        os.close(theirs)
-        process.end()
+    process, theirs = one_sided(part)
+    process._reply_bytes = 50
+    with theirs, pytest.raises(OSError, match=said):
+        process.ask([], 0.2)
+    process.end()
 
 
 def test_a_request_that_nobody_reads_is_given_up():
-    """Larger than the buffer of a pipe: `Connection.send_bytes` would wait for ever."""
-    unread, requests = os.pipe()
-
-    class Deaf(Template):
-        def fork(self) -> tuple[int, int, int]:
-            return requests, os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_RDONLY)
-
-    process = sandbox._Process(Deaf(), reply_bytes=50)
-    try:
-        with pytest.raises(TimeoutError, match="does not read"):
-            process.ask(["x" * 2**20], 0.1)
-    finally:
-        process.end()
-        os.close(unread)
+    """Larger than the buffer of a socket: `Connection.send_bytes` would wait for ever."""
+    process, theirs = one_sided()
+    with theirs, pytest.raises(TimeoutError):
+        process.ask(["x" * 2**24], 0.1)
+    process.end()
 
 
 def test_an_interrupted_run_leaves_nothing(template):
@@ -585,7 +587,7 @@ def open_home(monkeypatch, tmp_path_factory):
 
 
 def holding(template: Template) -> dict[str, str]:
-    return {name: layer.how for name, layer in Sandbox(LIMITS, template=template).layers().items() if layer.holds}
+    return {name: layer.how for name, layer in sandbox.layers(template).items() if layer.holds}
 
 
 def test_all_layers_hold_here():

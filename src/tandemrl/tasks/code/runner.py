@@ -5,8 +5,8 @@ The *template* is started once and forks a *supervisor* for each sandbox, which 
 hold. For its test it forks a fresh process, which executes the program, and kills whatever is left of it. The expected
 result of a test never comes in here, except for `check`.
 
-Requests are JSON in the frames of `multiprocessing.connection`, replies are lines of JSON. The runner ends after its
-test, at the message ``null``, or when no requests can come any more.
+Requests are JSON in the frames of `multiprocessing.connection`, replies are lines of JSON, both over one socket. The
+runner ends after its test, or when no requests can come any more.
 """
 
 import atexit
@@ -194,8 +194,7 @@ def from_wire(value: Any) -> Any:
 def main() -> None:
     """The template: a process with everything imported that forks a sandbox for each message on the socket at 0.
 
-    A message is one byte and three descriptors: one to read requests from, one to write replies to, and one to write
-    errors to.
+    A message is one byte and two sockets: one for requests and replies, and one to write errors to.
     """
     os.chdir("/")
     os.environ.pop("LD_LIBRARY_PATH", None)
@@ -208,16 +207,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace receives only the signals that it handles
     orders = socket.socket(fileno=0)
     while True:
-        order, descriptors, _, _ = socket.recv_fds(orders, 1, 3)
+        order, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
         if not order:
             return
         if not os.fork():
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                requests, replies, errors = descriptors
+                line, errors = descriptors
                 os.dup2(errors, 2)
                 os.close(errors)
-                _supervise(requests, replies)
+                _supervise(socket.socket(fileno=line))
             except BaseException as error:
                 print(error if isinstance(error, SystemExit) else repr(error), file=sys.stderr, flush=True)
             finally:
@@ -226,13 +225,12 @@ def main() -> None:
             os.close(descriptor)
 
 
-def _supervise(requests: int, replies: int) -> None:
+def _supervise(line: socket.socket) -> None:
     """Run as the supervisor, and after its fork as the runner."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    asked, answers = Connection(requests, writable=False), open(replies, "wb", buffering=0)  # noqa: SIM115 - for life
-    limits = json.loads(asked.recv_bytes())
+    limits = _receive(line)
     sys.path += limits["packages"]
     interpreter, supervisor = os.path.realpath("/proc/self/exe"), os.getpid()
     with open("/proc/self/oom_score_adj", "w") as score:  # a machine that is out of memory ends this, not the training
@@ -253,7 +251,7 @@ def _supervise(requests: int, replies: int) -> None:
     limits["others"] = [{"own user id": 1, "user namespace": 2}[how] for how in layers.held["user"]]
     sweep = sweep_all if layers.held["processes"] else lambda: sweep_children(children)
     hello = {"layers": layers.held, "troubles": layers.troubles, "supervisor": supervisor}
-    Runner(asked, answers, store, limits, sweep).serve(hello)
+    Runner(line, store, limits, sweep).serve(hello)
 
 
 def sweep_all() -> None:
@@ -277,42 +275,43 @@ def _children() -> int:
     return os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
 
 
+def _receive(line: socket.socket) -> Any:
+    """The next message. No more is read: a program must not find its test in the memory that it gets from here.
+
+    Raises:
+        EOFError: there is none.
+    """
+    return json.loads(Connection(os.dup(line.fileno()), writable=False).recv_bytes())
+
+
 class Runner(NamedTuple):
     """Runs one test in fresh processes.
 
-    store: an empty file for what a test reads. limits: those of a test, see `sandbox`. sweep: kills all of a test's
-    processes.
+    line: for requests and replies. store: an empty file for what a test reads. limits: those of a test, see `sandbox`.
+    sweep: kills all of a test's processes.
     """
 
-    requests: Connection
-    replies: io.FileIO
+    line: socket.socket
     store: int
     limits: dict[str, Any]
     sweep: Callable[[], None]
 
     def serve(self, hello: dict[str, Any]) -> NoReturn:
         self._send(hello)
-        if job := self._receive():
-            self._send(self._test(job))
+        with contextlib.suppress(EOFError):  # nobody asks for a test
+            self._send(self._test(_receive(self.line)))
         os._exit(0)
 
     def _send(self, message: Any) -> None:
-        view = memoryview(json.dumps(message).encode() + b"\n")
-        while view:
-            view = view[self.replies.write(view) :]
-
-    def _receive(self) -> Any:
-        """The next message, or None at the end."""
-        try:
-            return json.loads(self.requests.recv_bytes())
-        except EOFError:
-            return None
+        self.line.sendall(json.dumps(message).encode() + b"\n")
 
     def _test(self, job: dict[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + job["timeout_s"]
         (out, out_end), (err, err_end), (result, result_end) = pipes = [os.pipe() for _ in range(3)]
         std = (0, out_end, err_end)
-        self._fill(job["input"])
+        with open(self.store, "wb", closefd=False) as file:
+            file.write(job["input"].encode(errors="surrogatepass"))
+        os.lseek(self.store, 0, os.SEEK_SET)
         if job["kind"] == "script":
             main = self._spawn(lambda: as_script(job["program"]), (self.store, out_end, err_end))
         elif job["kind"] == "call":
@@ -320,7 +319,7 @@ class Runner(NamedTuple):
         else:
             (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
             self._spawn(lambda: as_function(job["program"], job["function"], job["prompt"]), (*std, calls, return_end))
-            test = self._receive() or {}  # only now: the program must not find it in its memory
+            test = _receive(self.line)  # only now: the program must not find it in its memory
             main = self._spawn(lambda: check(**test), (*std, call_end, returns, result_end))
             for end in (end for pair in more for end in pair):
                 os.close(end)
@@ -329,11 +328,6 @@ class Runner(NamedTuple):
         status, texts = self._watch(main, (out, err, result), deadline)
         output, errors, reply = (text.decode(errors="replace") for text in texts)
         return {"status": status, "output": output, "errors": errors.strip()[-ERROR_CHARS:], "reply": reply}
-
-    def _fill(self, text: str) -> None:
-        with open(self.store, "wb", closefd=False) as file:
-            file.write(text.encode(errors="surrogatepass"))
-        os.lseek(self.store, 0, os.SEEK_SET)
 
     def _watch(self, main: int, sources: Sequence[int], deadline: float) -> tuple[str, list[bytes]]:
         """Wait for the main process, then kill everything that is left of the test.
@@ -345,12 +339,12 @@ class Runner(NamedTuple):
         texts: dict[int, list[bytes]] = {source: [] for source in sources}
         ended = os.pidfd_open(main)
         poll = select.poll()
-        for source in (*sources, ended, self.requests.fileno()):
+        for source in (*sources, ended, self.line.fileno()):
             poll.register(source, select.POLLIN)
         status = ""
         while not status:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
-                if descriptor == self.requests.fileno():  # the end, or nobody is there any more
+                if descriptor == self.line.fileno():  # nobody waits for the outcome any more
                     self.sweep()
                     os._exit(0)
                 if descriptor == ended:

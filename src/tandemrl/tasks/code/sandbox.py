@@ -33,7 +33,6 @@ import contextlib
 import functools
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -46,7 +45,6 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -101,24 +99,17 @@ class Template:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def fork(self) -> tuple[int, int, int]:
-        """Fork a sandbox. Returns descriptors to write requests to, to read replies from, and to read errors from."""
-        (requests, ours), (replies, theirs), (errors, their_errors) = os.pipe(), os.pipe(), os.pipe()
-        try:
-            with self._lock:
-                with contextlib.suppress(OSError):
-                    socket.send_fds(self._running(), [b"+"], [requests, theirs, their_errors])
-                    return ours, replies, errors
-                self.close()  # somebody killed it
-                socket.send_fds(self._running(), [b"+"], [requests, theirs, their_errors])
-                return ours, replies, errors
-        except BaseException:
-            for descriptor in (replies, errors, ours):
-                os.close(descriptor)
-            raise
-        finally:
-            for descriptor in (requests, theirs, their_errors):
-                os.close(descriptor)
+    def fork(self) -> tuple[socket.socket, socket.socket]:
+        """Fork a sandbox. Returns sockets for requests and replies, and to read errors from."""
+        (ours, line), (errors, their_errors) = socket.socketpair(), socket.socketpair()
+        with line, their_errors, self._lock:
+            descriptors = [line.fileno(), their_errors.fileno()]
+            try:
+                socket.send_fds(self._running(), [b"+"], descriptors)
+            except OSError:  # somebody killed it
+                self.close()
+                socket.send_fds(self._running(), [b"+"], descriptors)
+        return ours, errors
 
     def close(self) -> None:
         if self._process is not None and self._orders is not None and self._owner == os.getpid():
@@ -179,41 +170,42 @@ class Sandbox:
                 stderr_tail = process.end()
         return Outcome("crash", message=f"the sandbox did not outlive this test, twice: {stderr_tail or trouble}")
 
-    def layers(self) -> dict[str, Layer]:
-        """Which layers hold here. A layer that does not hold raises no error."""
-        process, hello = self._open()
-        process.end()
-        why = "; ".join(hello["troubles"])
-        return {name: Layer(bool(held), ", ".join(held) or why) for name, held in hello["layers"].items()}
-
     def _start(self) -> "_Process":
-        process, hello = self._open()
-        missing = [name for name, held in hello["layers"].items() if not held]
-        if missing:
-            what = f"sandbox layers missing: {', '.join(missing)} ({'; '.join(hello['troubles'])})"
-            if not self._config.allow_weak:
-                process.end()
+        process = _Process(self._template, self._config)
+        missing = ", ".join(name for name, held in process.layers.items() if not held)
+        what = f"sandbox layers missing: {missing} ({'; '.join(process.troubles)})"
+        try:
+            if missing and not self._config.allow_weak:
                 raise SandboxError(
                     f"{what}; `tandemrl check` lists them. Run as root, or where user namespaces are allowed, or "
                     "accept the risk with sandbox.allow_weak=true"
                 )
-            try:
-                if not self._warned:
-                    warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
-            except Warning:  # where warnings are errors
-                process.end()
-                raise
-            self._warned = True
+            if missing and not self._warned:
+                warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
+        except BaseException:  # a warning may be an error, too
+            process.end()
+            raise
+        self._warned = True
         return process
 
-    def _open(self) -> tuple["_Process", dict[str, Any]]:
+
+class _Process:
+    """The processes of one sandbox, and the empty directory that they start from.
+
+    Raises:
+        SandboxError: they do not start.
+    """
+
+    def __init__(self, template: Template, config: SandboxConfig) -> None:
         if sys.platform != "linux":
             raise SandboxError(f"programs can only be run on Linux, this is {sys.platform}")
-        config = self._config
         libraries, packages = _python()
-        process = _Process(self._template, reply_bytes=8 * config.output_mb * 2**20 + 2**20)
+        self._line, self._errors = template.fork()
+        self._reply_bytes = 8 * config.output_mb * 2**20 + 2**20  # JSON writes a byte of output as up to 6
+        self._home = tempfile.mkdtemp(prefix="tandemrl-sandbox-")
+        self._supervisor: int | None = None
         limits = {
-            "home": process.home,
+            "home": self._home,
             "libraries": libraries,
             "packages": packages,
             "timeout_s": config.timeout_s,
@@ -223,87 +215,67 @@ class Sandbox:
             "processes": config.processes,
         }
         try:
-            hello: dict[str, Any] = process.ask([limits], START_LIMIT_S)
+            hello: dict[str, Any] = self.ask([limits], START_LIMIT_S)
         except (OSError, EOFError) as error:
-            raise SandboxError(f"the sandbox did not start: {process.end() or repr(error)}") from None
+            raise SandboxError(f"the sandbox did not start: {self.end() or repr(error)}") from None
         except BaseException:
-            process.end()
+            self.end()
             raise
-        process.supervisor = hello["supervisor"]
-        return process, hello
-
-
-class _Process:
-    """The processes of one sandbox, and the empty directory that they start from.
-
-    Args:
-        reply_bytes: the upper bound of a reply, in which JSON writes a byte of output as up to 6.
-    """
-
-    def __init__(self, template: Template, *, reply_bytes: int) -> None:
-        self._requests, self._replies, self._errors = template.fork()
-        os.set_blocking(self._requests, False)
-        self._reply_bytes = reply_bytes
-        self.home = tempfile.mkdtemp(prefix="tandemrl-sandbox-")
-        self.supervisor: int | None = None
+        self._supervisor = hello["supervisor"]
+        self.layers: dict[str, list[str]] = hello["layers"]
+        self.troubles: list[str] = hello["troubles"]
 
     def ask(self, messages: Sequence[Any], limit_s: float) -> Any:
-        """Send messages and wait for the reply.
+        """Send messages, in the frames of `multiprocessing.connection`, and wait for the reply.
 
         Raises:
-            OSError: the process does not read, or does not answer in time, or its reply is too long.
+            OSError: the process does not read or answer in time, or its reply is too long.
             EOFError: it is gone.
         """
         deadline = time.monotonic() + limit_s
-        for message in messages:
-            self._send(message, deadline)
+        for data in (json.dumps(message).encode() for message in messages):
+            self._line.settimeout(max(0.001, deadline - time.monotonic()))
+            self._line.sendall(struct.pack("!i", len(data)) + data)
         reply = bytearray()
         while not reply.endswith(b"\n"):
-            if not wait([self._replies], max(0.0, deadline - time.monotonic())):
-                raise TimeoutError("the sandbox does not answer")
-            if not (part := os.read(self._replies, 2**20)):
+            self._line.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (part := self._line.recv(2**20)):
                 raise EOFError
             reply += part
             if len(reply) > self._reply_bytes:
                 raise OSError("the sandbox's reply is too long")
         return json.loads(reply)
 
-    def _send(self, message: Any, deadline: float) -> None:
-        """Write a frame of `multiprocessing.connection`, whose own writer would wait for ever for a reader."""
-        data, ready = json.dumps(message).encode(), select.poll()
-        left = memoryview(struct.pack("!i", len(data)) + data)
-        ready.register(self._requests, select.POLLOUT)
-        while left:
-            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError("the sandbox does not read")
-            left = left[os.write(self._requests, left) :]
-
     def end(self) -> str:
         """Wait until all processes are gone, and return the end of what they wrote as errors."""
-        with contextlib.suppress(OSError):  # nobody reads it
-            self._send(None, 0.0)
         words = bytearray()
-        while wait([self._errors], GRACE_S) and (part := os.read(self._errors, 2**16)):
-            words += part
-        if self.supervisor is not None and not wait([self._errors], 0):  # it has not closed them
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.supervisor, signal.SIGKILL)
-        for descriptor in (self._requests, self._replies, self._errors):
-            os.close(descriptor)
+        self._errors.settimeout(GRACE_S)
+        with self._line, self._errors, contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # nobody is there any more
+                self._line.shutdown(socket.SHUT_RDWR)
+            try:
+                while part := self._errors.recv(2**16):
+                    words += part
+            except TimeoutError:
+                if self._supervisor is not None:
+                    os.kill(self._supervisor, signal.SIGKILL)
         try:
-            shutil.rmtree(self.home, ignore_errors=True)
+            shutil.rmtree(self._home, ignore_errors=True)
         except RecursionError:  # directories in directories, where there is no mount namespace
-            subprocess.run(["rm", "-rf", "--", self.home], check=False)
+            subprocess.run(["rm", "-rf", "--", self._home], check=False)
         return words.decode(errors="replace").strip()[-500:]
 
 
-def layers() -> dict[str, Layer]:
-    """Which layers hold on this machine, by name.
+def layers(template: Template = _TEMPLATE) -> dict[str, Layer]:
+    """Which layers hold on this machine, by name. A layer that does not hold raises no error.
 
     Raises:
         SandboxError: this is not Linux, or no sandbox starts.
     """
-    return Sandbox(SandboxConfig()).layers()
+    process = _Process(template, SandboxConfig())
+    process.end()
+    why = "; ".join(process.troubles)
+    return {name: Layer(bool(held), ", ".join(held) or why) for name, held in process.layers.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------------
