@@ -56,7 +56,6 @@ def serve(
         port=port,
         allowed_hosts=allowed_host or (),
         api_key=api_key,
-        template_arguments=config.data.template_arguments,
         context=context,
         junior_dtype=junior_dtype,
         junior_device=junior_device,

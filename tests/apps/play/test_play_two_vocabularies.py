@@ -150,7 +150,7 @@ def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior:
 def test_the_command_refuses_it_before_models_are_loaded(
     tiny_pair: Path, other_junior: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], refusal: str
 ) -> None:
-    monkeypatch.setattr("tandemrl.models.loading.load_model", lambda *path, **options: pytest.fail("loaded"))
+    monkeypatch.setattr("tandemrl.apps.serve.engine_server.load_model", lambda *path, **options: pytest.fail("loaded"))
     both = ["--senior", str(tiny_pair / "senior"), "--junior", str(other_junior), "--port", "0"]
     result = CliRunner().invoke(command, ["play", *both, *options])
     assert result.exit_code == 2, result.output

@@ -30,7 +30,7 @@ from tandemrl.apps.serve.address import listen, run, url_of
 from tandemrl.apps.serve.engine_app import application
 from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.requests import Asked, Reader, TextStyle
-from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
+from tandemrl.apps.serve.texts import Chunks, Speaker, TextStream, text_of
 from tandemrl.cli.main import app as command
 from tandemrl.rollout import decoding
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
@@ -66,7 +66,7 @@ def serving(engine: Any, words: Any, **options: Any) -> Any:
     return application(
         EngineThread(engine),
         reader,
-        Speaker(words, "hermes"),
+        Speaker(words, "hermes", {EOS}),
         model="pair",
         hosts={"127.0.0.1"},
         api_key=api_key,
@@ -323,22 +323,25 @@ def test_pieces_of_a_text_are_the_text(text: str, style: dict[str, Any], shown: 
     tokens, wanted = list(text.encode()), TextStyle(**style)
     assert text_of(Letters(), tokens, wanted) == (shown, stop)
     stream = TextStream(Letters(), wanted)
-    pieces = [stream.add(tokens[i : i + size], [0.0] * len(tokens[i : i + size])) for i in range(0, len(tokens), size)]
-    rest, ended = stream.rest()
-    assert ("".join([*pieces, rest]), ended) == (shown, stop)
-    assert not any("\ufffd" in piece for piece in pieces)
+    told = "".join(stream.add(tokens[i : i + size]) for i in range(0, len(tokens), size))
+    assert (shown.startswith(told), len(told)) == (True, stream.told)
+    assert "\ufffd" not in told
+
+
+def chunks(speaker: Speaker, asked: Asked) -> Chunks:
+    return Chunks(speaker, asked, 0, Request((2,), (0,), Sampling(), solo("senior")), 0)
 
 
 @pytest.mark.parametrize(("reason", "text"), [("eos", "ab"), ("length", "ab!")])
 def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> None:
     tokens = np.frombuffer(b"ab!", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(3), np.zeros(3), reason)
-    speaker, asked = Speaker(Letters(), "hermes"), Asked(False, (), 0, DEFAULT, TextStyle(), True)
+    speaker, asked = Speaker(Letters(), "hermes", {33}), Asked("text", {}, (), 0, DEFAULT, TextStyle())
     choice = speaker.choice(asked, 0, one)
     assert choice["text"] == text
-    stream = TextStream(Letters(), asked.style, {33})
-    pieces = [speaker.piece(asked, stream, tokens[i : i + 1].tolist(), [0.0])["text"] for i in range(3)]
-    assert "".join([*pieces, speaker.last(asked, stream, choice, eos=reason == "eos")["text"]]) == text
+    stream = chunks(speaker, asked)
+    told = [*(stream.further([token], [0.0]) for token in tokens.tolist()), stream.last(choice)]
+    assert "".join(each["choices"][0]["text"] for each in told) == text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -352,15 +355,15 @@ def test_an_end_that_is_no_special_token_is_not_told(reason: Any, text: str) -> 
 )
 def test_calls_are_read_as_they_are_written(words, stream: bool, text: str, content: Any, arguments: Any) -> None:
     schema = {"type": "function", "function": {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}}
-    asked = Asked(True, (), 0, DEFAULT, TextStyle(), stream, tools={"look": schema})
+    asked = Asked("chat", {}, (), 0, DEFAULT, TextStyle(), tools={"look": schema})
     tokens = np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(np.int64)
     one = Completion(0, tokens, np.ones(len(tokens)), np.zeros(len(tokens)), "eos")
     speaker = Speaker(Letters(), "hermes")
     choice = speaker.choice(asked, 0, one)
     if stream:
-        told = TextStream(Letters(), asked.style)
-        assert speaker.piece(asked, told, tokens.tolist(), [0.0] * len(tokens))["delta"] == {}
-        last = speaker.last(asked, told, choice, eos=True)
+        told = chunks(speaker, asked)
+        assert told.further(tokens.tolist(), [0.0] * len(tokens))["choices"][0]["delta"] == {}
+        [last] = told.last(choice)["choices"]
         said, reason = last["delta"], last["finish_reason"]
     else:
         said, reason = choice["message"], choice["finish_reason"]
@@ -668,7 +671,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(words: Any, tmp_path
     options = [*both, "selection.strategy=before_word"]
     result = CliRunner().invoke(command, ["serve", "--engine", "vllm", *options])
     assert result.exit_code == 2, result.output
-    message = "which this engine cannot do in a server; serve with --engine torch"
+    message = "which this engine cannot do in an open call; use rollout.engine=torch (--engine torch)"
     assert message in " ".join(result.stderr.split())
 
 
@@ -697,15 +700,15 @@ def test_a_port_in_use_is_named() -> None:
         listen("192.0.2.1", port)
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_log_probs_name_the_bytes_of_parts_of_characters(words: Any, chat: bool) -> None:
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_log_probs_name_the_bytes_of_parts_of_characters(words: Any, form: Any) -> None:
     written = [IDS[each] for each in ("a", "Ã", "©", "Ġb", "c")]
     speaker = Speaker(words, "hermes")
-    whole = speaker.logprobs(written, [0.0] * 5, chat=chat)
-    if chat:
+    whole = speaker.logprobs(form, written, [0.0] * 5)
+    if form == "chat":
         assert b"".join(bytes(token["bytes"]) for token in whole["content"]) == "aé bc".encode()
         return
     assert whole["text_offset"] == [0, 1, 1, 2, 4]
     stream = TextStream(words, TextStyle())
-    pieces = [speaker.logprobs([token], [0.0], chat=False, stream=stream)["text_offset"] for token in written]
+    pieces = [speaker.logprobs("text", [token], [0.0], stream)["text_offset"] for token in written]
     assert [*chain(*pieces)] == whole["text_offset"]

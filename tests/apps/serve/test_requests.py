@@ -27,7 +27,9 @@ def read(body: dict[str, Any], known: Conversation | None = None) -> Asked:
     words.chat_template = (
         "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
     )
-    return Reader(words, 64, **how, calls=True, ends={EOS}).read(body, chat="messages" in body, known=known)
+    return Reader(words, 64, **how, calls=True, ends={EOS}).read(
+        body, "chat" if "messages" in body else "text", known=known
+    )
 
 
 def test_a_request_without_a_seed_gets_one() -> None:
@@ -87,7 +89,7 @@ def test_a_page_whose_name_was_bound_to_this_machine_is_not_answered(host: str, 
 def talk(selection: Any = DEFAULT, **message: Any) -> tuple[Conversation, list[Any]]:
     """A conversation of one turn, and the messages that go on with it."""
     said = {"role": "assistant", "content": "ab"} | message
-    begun = Conversation.begin(3, selection, {})
+    begun = Conversation("conv-3", 3, selection, None)
     one = begun.after([*OPENING, said], written(4), [*written(5), EOS])
     return one, [*OPENING, said, {"role": "user", "content": "c"}]
 
@@ -122,7 +124,7 @@ def test_a_history_that_was_not_is_refused(edit: Any, body: dict[str, Any], reas
 def test_a_conversation_is_written_by_one_request_at_a_time() -> None:
     table = Conversations()
     more = [{**message, "more": "x"} for message in OPENING]  # nobody needs it again
-    talk = Conversation.begin(1, DEFAULT, {}).after(more, [2], [3])
+    talk = Conversation("conv-1", 1, DEFAULT, None).after(more, [2], [3])
     assert [*talk.messages] == OPENING
     table.give_back(talk)
     table.take(talk.id)

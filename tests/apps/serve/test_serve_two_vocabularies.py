@@ -18,7 +18,7 @@ from fake_judge import FakeJudge, Reply
 from helpers import tokenizer
 from tandemrl.apps.serve import engine_server
 from tandemrl.apps.serve.requests import Asked, OtherReader, Reader, TextStyle
-from tandemrl.apps.serve.texts import Speaker, TextStream
+from tandemrl.apps.serve.texts import Chunks, Speaker
 from tandemrl.config import Config, ConfigError, SelectionConfig, load
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors, replay_turns
@@ -227,11 +227,12 @@ def test_a_junior_behind_an_endpoint_writes_its_words(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_was_given_up_says_so(stream: bool) -> None:
     one = Completion(0, np.array([5, 6]), np.array([1, 0]), np.zeros(2), "untranslatable")
-    speaker, asked = Speaker(tokenizer(), "hermes"), Asked(True, (), 0, SelectionConfig(), TextStyle(), stream)
-    told = TextStream(tokenizer(), asked.style)
-    told.add([5, 6], [0.0, 0.0])
+    speaker, asked = Speaker(tokenizer(), "hermes"), Asked("chat", {}, (), 0, SelectionConfig(), TextStyle())
     choice = speaker.choice(asked, 0, one)
-    choice = speaker.last(asked, told, choice, eos=False) if stream else choice
+    if stream:
+        told = Chunks(speaker, asked, 0, Request((2,), (0,), Sampling(), solo("senior")), 0)
+        told.further([5, 6], [0.0, 0.0])
+        [choice] = told.last(choice)["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("error", "untranslatable")
 
 
@@ -293,7 +294,7 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
 
     def read(takes_tools: bool) -> Request:
         reader = Reader(known, 64, **settings, junior=OtherReader(other, 64, takes_tools))
-        return reader.read(body, chat=True).requests[0]
+        return reader.read(body, "chat").requests[0]
 
     told = read(True)
     assert (known.decode(told.prompt), other.decode(told.junior_prompt)) == ("lookab!", "lookaab")
@@ -306,4 +307,4 @@ def test_tools_are_told_to_both_if_the_junior_takes_them() -> None:
     assert short[1:3] == (3, True)
     reader = Reader(known, 64, **settings, junior=short)
     with pytest.raises(ValueError, match="tokens of the junior's leave no room in its context of 3; shorten it"):
-        reader.read(body, chat=True)
+        reader.read(body, "chat")

@@ -7,7 +7,6 @@ followed by those of the further messages, which become tokens as an environment
 what was written is never rendered again.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,11 +40,6 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     turns: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def begin(cls, seed: int, selection: SelectionConfig, body: Mapping[str, Any]) -> "Conversation":
-        """A new conversation, with a new id. ``body`` is its first request."""
-        return cls(f"conv-{secrets.token_hex(12)}", seed, selection, body.get("tools") or None)
 
     def further(self, body: Mapping[str, Any]) -> list[Message]:
         """The messages of the request ``body`` that this conversation does not have yet.

@@ -2,10 +2,12 @@
 
 import asyncio
 import hmac
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -21,11 +23,12 @@ from tandemrl.apps.asgi import Door, json_object
 from tandemrl.apps.fields import Refused
 from tandemrl.apps.serve.conversations import NEW, Conversations
 from tandemrl.apps.serve.engine_thread import EngineThread
-from tandemrl.apps.serve.requests import Asked, Reader
-from tandemrl.apps.serve.texts import VERSION, Authors, Speaker, TextStream, dumps, summary
-from tandemrl.rollout.engine import Completion, EngineError
+from tandemrl.apps.serve.requests import Asked, Form, Reader
+from tandemrl.apps.serve.texts import VERSION, Chunks, Speaker, summary
+from tandemrl.rollout.engine import Completion, EngineError, Request
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+FORMS: dict[str, Form] = {COMPLETIONS: "text", CHAT: "chat", GENERATE: "ids"}
 MAX_BODY = 1 << 24
 """The length in bytes of the longest request: a million tokens, and more."""
 
@@ -47,7 +50,7 @@ def application(
         hosts: the names under which the server is asked.
         api_key: the key that clients have to send where models are asked; None: none.
     """
-    routes = _Routes(thread, reader, speaker, model)
+    server = _Server(thread, reader, speaker, model)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,14 +67,12 @@ def application(
         door["admits"] = admits
     return Starlette(
         routes=[
-            Route(COMPLETIONS, routes.completions, methods=["POST"]),
-            Route(CHAT, routes.chat, methods=["POST"]),
-            Route(GENERATE, routes.generate, methods=["POST"]),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/health", routes.health),
-            Route("/version", routes.version),
+            *(Route(path, partial(server.write, form=form), methods=["POST"]) for path, form in FORMS.items()),
+            Route("/tokenize", server.tokenize, methods=["POST"]),
+            Route("/detokenize", server.detokenize, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/health", server.health),
+            Route("/version", server.version),
         ],
         middleware=[Middleware(Door, **door)],
         exception_handlers={HTTPException: _http_error, EngineError: _failed, Exception: _failed},
@@ -99,7 +100,7 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
     return _error(500, str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}")
 
 
-class _Routes:
+class _Server:
     """The endpoints."""
 
     def __init__(self, thread: EngineThread, reader: Reader, speaker: Speaker, model: str) -> None:
@@ -131,25 +132,14 @@ class _Routes:
                 raise Refused(f"tokens: expected ids below {self.thread.engine.vocabulary}")
         return JSONResponse({"prompt": self.reader.tokenizer.decode(ids)})
 
-    async def completions(self, request: HttpRequest) -> Response:
-        return await self._write(request, await json_object(request), chat=False)
-
-    async def chat(self, request: HttpRequest) -> Response:
-        return await self._write(request, await json_object(request), chat=True)
-
-    async def generate(self, request: HttpRequest) -> Response:
+    async def write(self, request: HttpRequest, form: Form) -> Response:
         body = await json_object(request)
-        with _refusals():
-            body = self.reader.of_tokens(body)
-        return await self._write(request, body, chat=False, raw=True)
-
-    async def _write(self, request: HttpRequest, body: Mapping[str, Any], **how: bool) -> Response:
         if body.get("model") not in (None, self.model):
             message = f"The model `{body['model']}` does not exist. This server has `{self.model}`."
             return _error(404, message, kind="NotFoundError", param="model")
         with _refusals():
-            exchange = self._begin(body, session=request.headers.get("x-session-id"), **how)
-        if exchange.asked.stream:
+            exchange = self._begin(body, form, request.headers.get("x-session-id"))
+        if exchange.asked.wants("stream"):
             return _Stream(exchange)
         gone = asyncio.create_task(_left(request))
         try:
@@ -160,16 +150,16 @@ class _Routes:
             gone.cancel()
             exchange.close()
 
-    def _begin(self, body: Mapping[str, Any], *, chat: bool, **how: Any) -> "_Exchange":
+    def _begin(self, body: Mapping[str, Any], form: Form, session: str | None) -> "_Exchange":
         """Read a request and begin to write. The conversation that it continues is taken from then on."""
         tandem = body.get("tandem")
         id, known = tandem.get("conversation") if isinstance(tandem, dict) else None, None
-        if id is not None and not chat:
+        if id is not None and form != "chat":
             raise Refused(f"tandem.conversation: only {CHAT} has messages to go on from")
         if id not in (None, NEW):
             known = self.conversations.take(str(id))
         try:
-            return _Exchange(self, body, self.reader.read(body, chat=chat, known=known, **how))
+            return _Exchange(self, self.reader.read(body, form, known=known, session=session))
         except BaseException:
             if known is not None:
                 self.conversations.give_back(known)
@@ -179,19 +169,18 @@ class _Routes:
 class _Exchange:
     """One request, which is being written from the beginning on, and its response."""
 
-    def __init__(self, routes: _Routes, body: Mapping[str, Any], asked: Asked) -> None:
-        self._routes, self._body, self.asked = routes, body, asked
+    def __init__(self, server: _Server, asked: Asked) -> None:
+        self._server, self.asked, self._conversation = server, asked, asked.conversation
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        self._job = routes.thread.submit(asked.requests, self._hear if asked.stream else None)
+        self._job = server.thread.submit(asked.requests, self._hear if asked.wants("stream") else None)
         self.written: asyncio.Future[list[Completion]] = asyncio.wrap_future(self._job.done)
         self.written.add_done_callback(self._end)
-        self._conversation, self._closed = asked.conversation, False
-        self._choices = [(request, key) for request in asked.requests for key in request.keys]
-        kind = ("chat.completion" if asked.chat else "text_completion") + (".chunk" * (asked.chat and asked.stream))
-        id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(16)}"
-        self._about = {"id": id, "object": kind, "created": int(time.time()), "model": routes.model}
-        if asked.raw:
-            self._about = {"request_id": secrets.token_hex(16)}
+        self._about: dict[str, Any] = {"request_id": secrets.token_hex(16)}
+        if asked.form != "ids":
+            begin, kind = ("chatcmpl", "chat.completion") if asked.form == "chat" else ("cmpl", "text_completion")
+            kind += ".chunk" * (asked.form == "chat" and asked.wants("stream"))
+            id = f"{begin}-{secrets.token_hex(16)}"
+            self._about = {"id": id, "object": kind, "created": int(time.time()), "model": server.model}
 
     def _hear(self, *tokens: Any) -> None:
         """Hear of tokens, in the thread of the engine."""
@@ -205,11 +194,10 @@ class _Exchange:
 
     def close(self) -> None:
         """Hear that the request has ended, in whatever way."""
-        if not self._closed:
-            self._closed = True
-            self._routes.thread.cancel(self._job)
-            if self._conversation is not None:
-                self._routes.conversations.give_back(self._conversation)
+        self._server.thread.cancel(self._job)
+        conversation, self._conversation = self._conversation, None
+        if conversation is not None:
+            self._server.conversations.give_back(conversation)
 
     def whole(self) -> dict[str, Any]:
         """The whole response, once all is written.
@@ -217,68 +205,64 @@ class _Exchange:
         Raises:
             EngineError: the engine failed.
         """
+        told = self._told()
+        if self.asked.wants("return_token_ids"):
+            prompts = [{"prompt_token_ids": [*request.prompt]} for request, _ in self._keys]
+            if self.asked.form == "chat":
+                told |= prompts[0]
+            else:
+                told["choices"] = [choice | prompt for choice, prompt in zip(told["choices"], prompts, strict=True)]
+        self._go_on(told["choices"][0])
+        return self._about | told
+
+    @property
+    def _keys(self) -> list[tuple[Request, int]]:
+        """The request and the key of each choice."""
+        return [(request, key) for request in self.asked.requests for key in request.keys]
+
+    def _told(self) -> dict[str, Any]:
+        """What was written.
+
+        Raises:
+            EngineError: the engine failed.
+        """
         asked, completions = self.asked, self.written.result()
-        choices = self._chosen(completions)
-        prompt = {"prompt_token_ids": [*asked.requests[0].prompt]} if asked.chat and asked.show_prompt else {}
-        self._go_on(choices)
-        tandem = summary(asked, completions)
-        return {**self._about, "choices": choices, "usage": self._usage(completions), "tandem": tandem} | prompt
+        choices = [self._server.speaker.choice(asked, index, one) for index, one in enumerate(completions)]
+        read = sum(len(request.prompt) for request in asked.requests)
+        written = sum(len(one.tokens) for one in completions)
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {"choices": choices, "usage": usage, "tandem": summary(asked, completions)}
 
-    def _chosen(self, completions: list[Completion]) -> list[dict[str, Any]]:
-        choices = []
-        for index, ((request, _), one) in enumerate(zip(self._choices, completions, strict=True)):
-            choice = self._routes.speaker.choice(self.asked, index, one) | {"authorship": one.author.tolist()}
-            if self.asked.show_prompt and not self.asked.chat:
-                choice["prompt_token_ids"] = [*request.prompt]
-            choices.append(choice)
-        return choices
-
-    def _go_on(self, choices: list[dict[str, Any]]) -> None:
+    def _go_on(self, choice: Mapping[str, Any]) -> None:
         """Add the turn to the conversation, if there is one and the turn is not empty."""
-        if self._conversation is not None and (turn := choices[0]["token_ids"]):
-            messages = [*self._body["messages"], choices[0]["message"]]
+        if self._conversation is not None and (turn := choice["token_ids"]):
+            messages = [*self.asked.body["messages"], choice["message"]]
             self._conversation = self._conversation.after(messages, self.asked.requests[0].prompt, turn)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of a stream, to the end."""
         try:
             async for chunk in self._chunks():
-                yield chunk
+                yield _event(self._about | chunk)
         except EngineError as error:
             yield _event(error_body(str(error), 500))
         self.close()  # before the client can go on
         yield b"data: [DONE]\n\n"
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        asked, speaker = self.asked, self._routes.speaker
-        streams = [TextStream(speaker.tokenizer, asked.style, self._routes.reader.ends) for _ in self._choices]
-        authors = [Authors(request.strategy, key, request.history) for request, key in self._choices]
-        prompts = [{"prompt_token_ids": [*each.prompt]} if asked.show_prompt else {} for each, _ in self._choices]
-
-        def chunk(index: int, said: Mapping[str, Any], **more: Any) -> bytes:
-            choice = {"index": index, **said, "authorship": authors[index].of(said.get("token_ids", ()))}
-            if not asked.chat:  # with the first chunk of a choice
-                choice, prompts[index] = choice | prompts[index], {}
-            return _event({**self._about, "choices": [choice]} | more)
-
-        for index in range(len(streams)) if asked.chat else ():
-            said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            yield chunk(index, said, **prompts[index])
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        asked, speaker = self.asked, self._server.speaker
+        streams = [Chunks(speaker, asked, index, *each) for index, each in enumerate(self._keys)]
+        for stream in streams if asked.form == "chat" else ():
+            yield stream.begin()
         while (event := await self._events.get()) is not None:
             index, tokens, logprobs = event
-            yield chunk(index, speaker.piece(asked, streams[index], tokens, logprobs))
-        completions = self.written.result()
-        choices, tandem = self._chosen(completions), summary(asked, completions)
-        for index, (stream, choice, one) in enumerate(zip(streams, choices, completions, strict=True)):
-            yield chunk(index, speaker.last(asked, stream, choice, eos=one.stop_reason == "eos"), tandem=tandem)
-        if asked.usage:
-            yield _event({**self._about, "choices": [], "usage": self._usage(completions)})
-        self._go_on(choices)
-
-    def _usage(self, completions: list[Completion]) -> dict[str, int]:
-        read = sum(len(request.prompt) for request in self.asked.requests)
-        written = sum(len(one.tokens) for one in completions)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+            yield streams[index].further(tokens, logprobs)
+        told = self._told()
+        for stream, choice in zip(streams, told["choices"], strict=True):
+            yield stream.last(choice) | {"tandem": told["tandem"]}
+        if (asked.body.get("stream_options") or {}).get("include_usage"):
+            yield {"choices": [], "usage": told["usage"]}
+        self._go_on(told["choices"][0])
 
 
 class _Stream(StreamingResponse):
@@ -296,7 +280,7 @@ class _Stream(StreamingResponse):
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + dumps(value) + b"\n\n"
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, run, url_of
 from tandemrl.apps.serve.engine_app import application
@@ -18,7 +18,7 @@ from tandemrl.apps.serve.texts import Speaker
 from tandemrl.config import Config, ConfigError, SelectionConfig
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
+from tandemrl.data.templates import template_of, template_variables
 from tandemrl.models.loading import (
     context_of,
     junior_tokenizer_of,
@@ -37,6 +37,65 @@ MAX_SELECTIONS = 32
 """How many selections a server remembers the strategies of, with their token tables."""
 
 
+class Pair(NamedTuple):
+    """What senior and junior write with, for a server or the page of ``play``.
+
+    other: the tokenizer of a junior with a vocabulary of its own. ends: the ids that end a text. load_junior: loads the
+    junior, once.
+    """
+
+    engine: CallEngine
+    tokenizer: PreTrainedTokenizerBase
+    other: PreTrainedTokenizerBase | None
+    ends: tuple[int, ...]
+    load_junior: Callable[[], PreTrainedModel]
+
+
+def open_pair(
+    config: Config, *, longest: int | None = None, junior_dtype: str | None = None, junior_device: str | None = None
+) -> Pair:
+    """Load the models of a config into its engine. What does not go together is refused before.
+
+    Args:
+        longest: how many tokens prompt and response may have together. None means as many as the models allow.
+        junior_dtype: the junior's dtype. None means the senior's.
+        junior_device: the junior's device. None means the senior's.
+
+    Raises:
+        ConfigError: the chat template does not read one of ``data.template_arguments``, the config does not suit models
+            of two vocabularies, or a value of the selection is out of range.
+        EngineError: the engine does not start.
+        ModelError: a model cannot be loaded.
+    """
+    if config.rollout.engine == "vllm":  # before the hub is asked for models
+        require_vllm("rollout.engine=vllm")
+    model, junior = config.model, config.model.junior or config.model.senior
+    tokenizer, endpoint = load_tokenizer(model.senior), endpoint_of(config)
+    other = junior_tokenizer_of(model.senior, junior, endpoint=endpoint is not None)
+    template_variables(tokenizer, config.data.template_arguments)
+    try:
+        _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    dtype, device = model.dtype, str(resolve_device(model.device))
+    load = cache(partial(load_model, junior, dtype=junior_dtype or dtype, device=junior_device or device))
+    sources = (
+        ModelSource(model.senior, partial(load_model, model.senior, dtype=dtype, device=device)),
+        ModelSource(junior, load, None, None, other, endpoint),
+    )
+    ends = ends_of(*sources, tokenizer)
+    made = dict[str, Any](dtype=dtype, device=device, longest=longest, ends=ends)
+    engine = make_engine(config.rollout, *sources, tokenizer, **made)
+    if not isinstance(engine, CallEngine):
+        raise ConfigError(f"rollout.engine={config.rollout.engine}: it has no open calls; use torch or vllm")
+    return Pair(engine, tokenizer, other, ends, load)
+
+
+def endpoint_of(config: Config) -> JuniorEndpointConfig | None:
+    """Where the junior is served, if it is not in this process."""
+    return None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
+
+
 def serve(
     config: Config,
     *,
@@ -44,7 +103,6 @@ def serve(
     port: int = 8000,
     allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
-    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     context: int | None = None,
     junior_dtype: str | None = None,
     junior_device: str | None = None,
@@ -52,73 +110,49 @@ def serve(
     """Run the server until it is interrupted.
 
     Args:
-        config: the models, the engine, and the selection for requests that name none, without annealing.
+        config: the models, the engine, the variables of the chat template (for requests that send no others as
+            ``chat_template_kwargs``), and the selection for requests that name none, without annealing.
         host: the host name or address to listen at.
         port: the port to listen at.
         allowed_hosts: further names under which clients know this machine (see ``hosts_of``).
         api_key: the key that clients have to send. None means that of the environment, and if it has none, no key.
-        template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
-            not send others as ``chat_template_kwargs``.
-        context: how many tokens prompt and response may have together. None means as many as the models allow.
-        junior_dtype: the junior's dtype. None means the senior's.
-        junior_device: the junior's device. None means the senior's.
+        context, junior_dtype, junior_device: see `open_pair`.
 
     Raises:
-        ConfigError: the chat template does not read one of the template arguments, the config does not suit models of
-            two vocabularies, or a value of the selection is out of range.
-        EngineError: the port is in use, or the engine does not start.
-        ModelError: a model cannot be loaded.
+        ConfigError, EngineError, ModelError: the port is in use; see also `open_pair`.
     """
-    if config.rollout.engine == "vllm":  # before the hub is asked for models
-        require_vllm("rollout.engine=vllm")
-    model, junior = config.model, config.model.junior or config.model.senior
-    tokenizer = load_tokenizer(model.senior)
-    endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
-    other = junior_tokenizer_of(model.senior, junior, endpoint=endpoint is not None)
-    variables = template_variables(tokenizer, template_arguments)
-    calls = call_format_of(template_of(tokenizer))
-    try:  # before models are loaded
-        _strategy(config, config.selection, tokenizer, len(tokenizer), apart=other is not None)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    listen(host, port).close()  # also before
-    device = str(resolve_device(model.device))
-    load = partial(load_model, dtype=model.dtype, device=device)
-    partner = partial(load_model, dtype=junior_dtype or model.dtype, device=junior_device or device)
-    sources = (
-        ModelSource(model.senior, lambda: load(model.senior)),
-        ModelSource(junior, lambda: partner(junior), None, None, other, endpoint),
+    listen(host, port).close()  # before models are loaded
+    engine, tokenizer, other, ends, _ = open_pair(
+        config, longest=context, junior_dtype=junior_dtype, junior_device=junior_device
     )
-    ends = ends_of(*sources, tokenizer)
-    made = dict[str, Any](dtype=model.dtype, device=device, longest=context, ends=ends)
-    engine = make_engine(config.rollout, *sources, tokenizer, **made)
+    senior, junior, endpoint = config.model.senior, config.model.junior or config.model.senior, endpoint_of(config)
+    calls = call_format_of(template_of(tokenizer))
 
+    @lru_cache(MAX_SELECTIONS)
     def strategy_of(selection: SelectionConfig) -> Strategy:
         return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
 
-    if not isinstance(engine, CallEngine):
-        raise ConfigError(f"rollout.engine={config.rollout.engine}: it has no open calls; serve with torch or vllm")
     key = api_key or os.environ.get(API_KEY)
     app = application(
         EngineThread(engine),
         Reader(
             tokenizer,
             min(engine.context, context or engine.context),
-            strategy_of=lru_cache(MAX_SELECTIONS)(strategy_of),
+            strategy_of=strategy_of,
             selection=config.selection,
-            defaults=sampling_defaults(model.senior),
-            template_arguments=variables,
+            defaults=sampling_defaults(senior),
+            template_arguments=template_variables(tokenizer, config.data.template_arguments),
             calls=calls is not None,
             ends=frozenset(ends),
             junior=None if other is None else other_reader(other, junior, endpoint),
         ),
-        Speaker(tokenizer, calls or "hermes"),
-        model=model.senior,
+        Speaker(tokenizer, calls or "hermes", ends),
+        model=senior,
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )
-    where = junior_dtype or model.dtype if endpoint is None else f"at {endpoint.url}"
-    models = f"{model.senior} ({model.dtype}) and its junior {junior} ({where})"
+    where = junior_dtype or config.model.dtype if endpoint is None else f"at {endpoint.url}"
+    models = f"{senior} ({config.model.dtype}) and its junior {junior} ({where})"
     with listen(host, port) as listening, suppress(KeyboardInterrupt):
         locked = "without" if key is None else "with"
         print(f"serving {models} at {url_of(host, listening)}/v1, {locked} an API key", flush=True)
@@ -146,7 +180,7 @@ def _strategy(
     if config.rollout.kind.spans and selection.kind.drops:
         raise ValueError(
             f"selection.strategy={selection.strategy} may drop what an author proposes, which this engine cannot do in "
-            "a server; serve with --engine torch, or use word"
+            "an open call; use rollout.engine=torch (--engine torch), or word"
         )
     if apart:
         check(replace(config, selection=selection), Facts(apart=True, asked=True))

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from tandemrl.rollout.call import Call, CallEngine, Finished, NewTokens
@@ -25,13 +25,9 @@ class Job:
     done: Future[list[Completion]] = field(default_factory=Future)
     numbers: list[int] = field(default_factory=list)
     """Of its completions in the open call."""
-    left: set[int] = field(default_factory=set)
-    """Those that have not ended."""
+    left: int = 0
+    """How many of them have not ended."""
     wanted: bool = True
-
-    @property
-    def keys(self) -> set[int]:
-        return {key for request in self.requests for key in request.keys}
 
 
 class EngineThread:
@@ -43,10 +39,10 @@ class EngineThread:
     """
 
     def __init__(self, engine: CallEngine) -> None:
-        self.engine = engine
+        self.engine, self._closed = engine, False
         self._waiting: SimpleQueue[Job | None] = SimpleQueue()
-        self._running: list[Job] = []
-        self._lock, self._closed = threading.Lock(), False
+        self._running: dict[int, Job] = {}
+        """By the numbers of their completions."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -66,17 +62,11 @@ class EngineThread:
         """End a job that nobody waits for. Keys that another running job has, too, are written on."""
         job.wanted = False
         job.done.cancel()  # if it has not begun
-        with self._lock:
-            unwanted = {key for each in self._running if not each.wanted for key in each.keys}
-            unwanted -= {key for each in self._running if each.wanted for key in each.keys}
-            if unwanted:
-                self.engine.abort(unwanted)
 
     def close(self) -> None:
         """End what is being written, and the thread. The engine stays open."""
         self._closed = True
         self._waiting.put(None)
-        self.engine.abort()
         self._thread.join()
 
     def _run(self) -> None:
@@ -85,27 +75,16 @@ class EngineThread:
                 with self.engine.open() as call:
                     self._join(call, first)
                     while self._running:
-                        if self._closed:
-                            call.abort()
                         self._step(call)
-                        self._let_in(call)
+                        while not self._waiting.empty() and (job := self._waiting.get()) is not None:
+                            self._join(call, job)
+                        self._abort()
             except Exception as error:
                 logging.getLogger(__name__).exception("the engine failed; the requests that it was writing are ended")
-                with self._lock:
-                    failed, self._running = self._running, []
-                for job in {first, *failed}:  # the first is not among them if no call could be opened
+                failed, self._running = {first, *self._running.values()}, {}
+                for job in failed:  # the first is not running if no call could be opened
                     if not job.done.done():
                         job.done.set_exception(_of_engine(error))
-
-    def _let_in(self, call: Call[Any]) -> None:
-        """Let all join that wait."""
-        while not self._closed:
-            try:
-                job = self._waiting.get_nowait()
-            except Empty:
-                return
-            if job is not None:
-                self._join(call, job)
 
     def _join(self, call: Call[Any], job: Job) -> None:
         if not job.done.set_running_or_notify_cancel():
@@ -115,23 +94,30 @@ class EngineThread:
         except Exception as error:
             job.done.set_exception(_of_engine(error))
             return
-        job.left = set(job.numbers)
-        with self._lock:
-            self._running.append(job)
+        job.left = len(job.numbers)
+        self._running |= dict.fromkeys(job.numbers, job)
 
     def _step(self, call: Call[Any]) -> None:
-        of = {number: job for job in self._running for number in job.left}
         for event in call.step():
-            if isinstance(event, NewTokens):
-                job = of[event.number]
-                if job.on_tokens is not None:
-                    job.on_tokens(job.numbers.index(event.number), event.tokens, event.logprobs)
+            job = self._running[event.number]
+            if isinstance(event, NewTokens) and job.on_tokens is not None:
+                job.on_tokens(job.numbers.index(event.number), event.tokens, event.logprobs)
             elif isinstance(event, Finished):
-                of[event.number].left.remove(event.number)
-        for job in [job for job in self._running if not job.left]:
-            with self._lock:
-                self._running.remove(job)
-            job.done.set_result(call.take(job.numbers))
+                job.left -= 1
+                if job.left == 0:
+                    for number in job.numbers:
+                        del self._running[number]
+                    job.done.set_result(call.take(job.numbers))
+
+    def _abort(self) -> None:
+        """Let the engine end what nobody waits for, after all have joined that wait."""
+        wanted = {job: job.wanted and not self._closed for job in self._running.values()}
+        if not all(wanted.values()):
+            lost, kept = (
+                {key for job in wanted if wanted[job] == whether for request in job.requests for key in request.keys}
+                for whether in (False, True)
+            )
+            self.engine.abort(lost - kept)
 
 
 def _of_engine(error: Exception) -> EngineError:

@@ -9,9 +9,9 @@ may also hold ``conversation``, which continues a chat from request to request (
 import json
 import secrets
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from tandemrl.apps import fields
 from tandemrl.apps.fields import FLAG, NUMBER, OBJECT, Kind, Refused, whole
@@ -35,6 +35,9 @@ SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles on
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The fields whose defaults a model's generation config says."""
 _PENALTIES = ("presence_penalty", "frequency_penalty")
+Form = Literal["chat", "text", "ids"]
+"""What goes in and out: messages (``/v1/chat/completions``), texts (``/v1/completions``) or token ids
+(``/inference/v1/generate``)."""
 
 
 def _is_tool(tool: Any) -> bool:
@@ -109,142 +112,86 @@ class Asked:
     """A request: one ``Request`` per prompt, with a key for each sample. Sample i of every prompt has the seed
     ``seed + i``."""
 
-    chat: bool
+    form: Form
+    body: Mapping[str, Any]
     requests: tuple[Request, ...]
     seed: int
     selection: SelectionConfig
     style: TextStyle
-    stream: bool = False
-    usage: bool = False
-    """Whether a stream ends with the number of tokens."""
-    logprobs: bool = False
-    tools: Mapping[str, Schema] | None = None
+    tools: Mapping[str, Schema] = field(default_factory=dict)
     """The schemas of the tools by name, if the text may hold calls of them."""
-    raw: bool = False
-    """Whether the response has token ids and no text."""
-    show_prompt: bool = False
-    """Whether the client wants the prompt's token ids."""
     conversation: Conversation | None = None
     """The conversation before the request, or a new one; None if the request is not part of a conversation."""
 
+    def wants(self, name: str) -> bool:
+        """Whether a field of the body is stated, and neither false nor empty. 0 log-probs are the token's own."""
+        value = self.body.get(name)
+        return value not in (None, []) and value is not False
 
+
+@dataclass(frozen=True)
 class Reader:
-    """Reads requests for one pair of models.
+    """Reads requests for one pair of models."""
 
-    Args:
-        tokenizer: the tokenizer of both, or that of the senior.
-        context: how many tokens prompt and completion may have together.
-        strategy_of: makes the strategy of a selection, or raises ``ValueError``.
-        selection: that of requests which name none.
-        defaults: values of ``SAMPLED`` for requests that do not state them.
-        template_arguments: further variables of the chat template.
-        calls: whether tool calls can be read in a text; else requests with tools are refused.
-        ends: the token ids that end a turn.
-        junior: the junior, if it has a vocabulary of its own. Its chat template gets the default arguments.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        context: int,
-        *,
-        strategy_of: Callable[[SelectionConfig], Strategy],
-        selection: SelectionConfig,
-        defaults: Mapping[str, float],
-        template_arguments: Mapping[str, Any],
-        calls: bool,
-        ends: Collection[int],
-        junior: OtherReader | None = None,
-    ) -> None:
-        self.tokenizer, self.context, self.ends = tokenizer, context, ends
-        self._strategy_of, self._selection, self._defaults = strategy_of, selection, defaults
-        self._template_arguments, self._calls, self._junior = template_arguments, calls, junior
+    tokenizer: Any
+    """The tokenizer of both, or that of the senior."""
+    context: int
+    """How many tokens prompt and completion may have together."""
+    strategy_of: Callable[[SelectionConfig], Strategy]
+    """Makes the strategy of a selection, or raises ``ValueError``."""
+    selection: SelectionConfig
+    """That of requests which name none."""
+    defaults: Mapping[str, float]
+    """Values of ``SAMPLED`` for requests that do not state them."""
+    template_arguments: Mapping[str, Any]
+    """Further variables of the chat template."""
+    calls: bool
+    """Whether tool calls can be read in a text; else requests with tools are refused."""
+    ends: Collection[int]
+    """The token ids that end a turn."""
+    junior: OtherReader | None = None
+    """The junior, if it has a vocabulary of its own. Its chat template gets the default arguments."""
 
     def read(
-        self,
-        body: Mapping[str, Any],
-        *,
-        chat: bool,
-        raw: bool = False,
-        known: Conversation | None = None,
-        session: str | None = None,
+        self, body: Mapping[str, Any], form: Form, *, known: Conversation | None = None, session: str | None = None
     ) -> Asked:
         """Read the body of a request.
 
         Args:
-            chat: whether it is a chat, or a plain completion.
-            raw: whether it is a request for tokens (see `of_tokens`).
             known: the conversation that it continues.
             session: what it is part of, if it is no conversation (see ``rollout.engine.Request``).
 
         Raises:
             Refused, DataError, ConfigError, EngineError: a field cannot be done, or is no value of its kind; names it.
         """
-        self._check(body, chat=chat)
-        selection = selection_of(body.get("tandem") or {}, self._selection if known is None else known.selection)
+        if form == "ids":
+            body = _of_tokens(body)
+        chat = form == "chat"
+        _check(body, chat=chat)
+        selection = selection_of(body.get("tandem") or {}, self.selection if known is None else known.selection)
         try:
-            strategy = self._strategy_of(selection)
+            strategy = self.strategy_of(selection)
         except ValueError as error:
             raise Refused(f"tandem: {error}") from None
         tools = self._tools(body) if chat else {}
-        shown = body["tools"] if tools else ()
-        if known is not None:
-            prompts = [self._after(known, body)]
-        else:
-            prompts = [self._chat_ids(body, shown)] if chat else self._prompts(body)
+        prompts = [self._after(known, body)] if known is not None else self.prompts(body, chat=chat, shown=bool(tools))
         if len(prompts) > MAX_SAMPLES:
             raise Refused(f"prompt: at most {MAX_SAMPLES} are possible in a request")
-        seed, conversation = self._seed(body, selection, len(prompts), known)
-        sampling = self._sampling(body, max(map(len, prompts)), fill=chat or raw)
-        logprobs = bool(body.get("logprobs")) if chat else body.get("logprobs") is not None
-        by_junior: Sequence[Sequence[int]] = [()] * len(prompts)
-        if strategy.removed is not None:
-            by_junior = self._read_by_junior(body, shown, sampling, chat=chat, logprobs=logprobs)
+        seed, conversation = _seed(body, selection, len(prompts), known)
+        sampling = self._sampling(body, max(map(len, prompts)), fill=form != "text")
         keys = tuple(mix64(seed + i) for i in range(body.get("n") or 1))
         more: dict[str, Any] = {"session": session}
         if conversation is not None:
             more = {"session": conversation.id, "history": conversation.turns}
-        stream = bool(body.get("stream"))
-        return Asked(
-            chat,
-            tuple(
-                Request(tuple(each), keys, sampling, strategy, junior_prompt=tuple(read), **more)
-                for each, read in zip(prompts, by_junior, strict=True)
-            ),
-            seed,
-            selection,
-            TextStyle(
-                sampling.stop,
-                sampling.stop_token_ids,
-                bool(body.get("include_stop_str_in_output")),
-                body.get("skip_special_tokens") is not False,
-            ),
-            stream,
-            stream and bool((body.get("stream_options") or {}).get("include_usage")),
-            logprobs,
-            tools or None,
-            raw,
-            bool(body.get("return_token_ids")),
-            conversation,
-        )
-
-    def of_tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A request for vLLM's ``/inference/v1/generate`` as one for a completion. Its sampling is as it says: it knows
-        no defaults of the model, and ends where the context does.
-
-        Raises:
-            Refused: it is none.
-        """
-        not_here = Kind(lambda value: value is False, "false, since it is not possible here")
-        fields.check(body, {"token_ids": _IDS, "sampling_params": OBJECT, "stream": not_here})
-        sampling = {name: value for name, value in (body.get("sampling_params") or {}).items() if value is not None}
-        own = Kind(lambda value: value in (0, 1), "1, since only the written token's is known")
-        fields.check(sampling, {"logprobs": own}, "sampling_params.")
-        if "logprobs" in sampling:
-            sampling["logprobs"] = 0
-        plain = dict.fromkeys(SAMPLED, 1.0) | {"top_k": 0, "min_p": 0.0}
-        rest = {name: value for name, value in body.items() if name not in ("token_ids", "sampling_params")}
-        return {**rest, **plain, **sampling, "prompt": body.get("token_ids")}
+        keep_stop, skip_special = body.get("include_stop_str_in_output"), body.get("skip_special_tokens")
+        style = TextStyle(sampling.stop, sampling.stop_token_ids, bool(keep_stop), skip_special is not False)
+        asked = Asked(form, body, (), seed, selection, style, tools, conversation)
+        read: Sequence[Sequence[int]] = [()] * len(prompts)
+        if strategy.removed is not None:
+            read = self._read_by_junior(asked, sampling)
+        both = zip(prompts, read, strict=True)
+        requests = (Request(tuple(p), keys, sampling, strategy, junior_prompt=tuple(j), **more) for p, j in both)
+        return replace(asked, requests=tuple(requests))
 
     def tokens(self, body: Mapping[str, Any]) -> list[int]:
         """The token ids of a chat or of a text, for ``/tokenize``.
@@ -252,49 +199,24 @@ class Reader:
         Raises:
             Refused, DataError, ConfigError: see `read`.
         """
-        self._check(body, chat="messages" in body)
-        if "messages" in body:
-            return self._chat_ids(body, body.get("tools") or ())
-        [ids] = self._prompts(body)
+        chat = "messages" in body
+        _check(body, chat=chat)
+        [ids] = self.prompts(body, chat=chat, shown=bool(body.get("tools")))
         return ids
 
-    def _check(self, body: Mapping[str, Any], *, chat: bool) -> None:
-        for name, value in body.items():
-            if name not in _FIELDS and name not in _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
-                raise Refused(f"{name}: not possible with this server; leave it out")
-        fields.check(body, _FIELDS | ({"logprobs": FLAG} if chat else {}))
-
-    def _seed(
-        self, body: Mapping[str, Any], selection: SelectionConfig, prompts: int, known: Conversation | None
-    ) -> tuple[int, Conversation | None]:
-        """The seed of the first sample, and the conversation that a request continues or begins."""
-        seed, conversation = body.get("seed"), known
-        seed = None if seed == -1 else seed  # as in vLLM
-        if known is not None:
-            seed = known.seed if seed is None else seed
-            if (seed, selection) != (known.seed, known.selection):
-                raise Refused("seed, tandem: a conversation keeps those of its first request; leave them out")
-        if seed is None:
-            if prompts > 1:
-                raise Refused(
-                    "prompt: several prompts in one request share its seed, so equal prompts would get equal "
-                    "completions; send `seed` if you want that, else one request per prompt"
-                )
-            seed = secrets.randbits(SEED_BITS)
-        if (body.get("tandem") or {}).get("conversation") == NEW:
-            conversation = Conversation.begin(seed, selection, body)
-        if conversation is not None:
-            for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
-                if body.get(name) not in (None, usual):
-                    raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
-        return seed, conversation
-
-    def _chat_ids(self, body: Mapping[str, Any], tools: Sequence[Any], *, by_junior: bool = False) -> list[int]:
-        """The token ids of a chat. The answer continues a last message of the assistant, unless the body says not to.
+    def prompts(
+        self, body: Mapping[str, Any], *, chat: bool, shown: bool = False, by_junior: bool = False
+    ) -> list[list[int]]:
+        """The token ids of the chat of a request, or of each of its prompts. The answer to a chat continues a last
+        message of the assistant, unless the body says not to.
 
         Args:
+            shown: whether the prompt tells of the tools.
             by_junior: in the vocabulary of the junior, which has its own.
         """
+        tokenizer = self.junior.tokenizer if by_junior and self.junior is not None else self.tokenizer
+        if not chat:
+            return [*_plain_prompts(body, tokenizer, by_junior=by_junior)]
         said = messages_of(sound(body.get("messages")), "the request", "messages")
         continued, begun = body.get("continue_final_message"), body.get("add_generation_prompt")
         if continued and (said[-1]["role"] != "assistant" or begun):
@@ -302,12 +224,11 @@ class Reader:
                 "continue_final_message: the last message must be the assistant's, and add_generation_prompt not true"
             )
         how: dict[str, Any] = {"to_answer": begun is not False or bool(continued), "continued": continued}
-        tokenizer = self._junior.tokenizer if by_junior and self._junior is not None else self.tokenizer
-        arguments = DEFAULT_ARGUMENTS if by_junior else self._arguments(body)
-        return [*chat_tokens(tokenizer, said, "messages", arguments, sound([*tools]), **how)]
+        arguments, tools = DEFAULT_ARGUMENTS if by_junior else self._arguments(body), body["tools"] if shown else ()
+        return [[*chat_tokens(tokenizer, said, "messages", arguments, sound([*tools]), **how)]]
 
     def _arguments(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._template_arguments, **(body.get("chat_template_kwargs") or {})}
+        return {**self.template_arguments, **(body.get("chat_template_kwargs") or {})}
 
     def _after(self, conversation: Conversation, body: Mapping[str, Any]) -> list[int]:
         """The token ids of the next prompt of a conversation, with the further messages of a request."""
@@ -328,7 +249,7 @@ class Reader:
         given = body.get("tools") or []
         if not given or body.get("tool_choice") == "none":
             return {}
-        if not self._calls:
+        if not self.calls:
             raise Refused("tools: the chat template of the senior knows none; leave them out")
         schemas: dict[str, Schema] = {}
         for tool in given:
@@ -339,54 +260,30 @@ class Reader:
             schemas[function["name"]] = {**tool, "function": {**function, "parameters": parameters}}
         return schemas
 
-    def _read_by_junior(
-        self, body: Mapping[str, Any], tools: Sequence[Any], sampling: Sampling, *, chat: bool, logprobs: bool
-    ) -> list[list[int]]:
+    def _read_by_junior(self, asked: Asked, sampling: Sampling) -> list[list[int]]:
         """The prompts of a request as a junior with a vocabulary of its own reads them.
 
         Raises:
             Refused, DataError: the request asks for something that needs one vocabulary, or the prompt does not suit
                 the junior. EngineError: it cannot be asked of the junior's endpoint.
         """
-        assert self._junior is not None  # else there are no strategies of two vocabularies
-        alone = 'leave it out, or let the senior write alone: "tandem": {"solo": "senior"}'
-        for name in ("stop_token_ids", "ignore_eos"):
-            if body.get(name):
-                why = "with a junior of another vocabulary, a text ends by EOS, stop or max_tokens"
-                raise Refused(f"{name}: {why}; {alone}")
-        if logprobs:
-            raise Refused(f"logprobs: the junior's words have none, being drawn in another vocabulary; {alone}")
-        if tools and not self._junior.tools:
-            raise Refused(f"tools: the chat template of the junior, which has another vocabulary, knows none; {alone}")
-        if self._junior.endpoint is not None:
-            body_of(sampling, self._junior.endpoint.leave_out)  # refuses what cannot be asked of it
-        ids = [self._chat_ids(body, tools, by_junior=True)] if chat else self._prompts(body, by_junior=True)
-        if (longest := max(map(len, ids))) >= self._junior.context:
+        assert self.junior is not None  # else there are no strategies of two vocabularies
+        ends = "with a junior of another vocabulary, a text ends by EOS, stop or max_tokens"
+        needs_one = dict.fromkeys(("stop_token_ids", "ignore_eos"), ends)
+        needs_one["logprobs"] = "the junior's words have none, being drawn in another vocabulary"
+        refused = {name: why for name, why in needs_one.items() if asked.wants(name)}
+        if asked.tools and not self.junior.tools:
+            refused["tools"] = "the chat template of the junior, which has another vocabulary, knows none"
+        for name, why in refused.items():
+            raise Refused(f'{name}: {why}; leave it out, or let the senior write alone: "tandem": {{"solo": "senior"}}')
+        if self.junior.endpoint is not None:
+            body_of(sampling, self.junior.endpoint.leave_out)  # refuses what cannot be asked of it
+        ids = self.prompts(asked.body, chat=asked.form == "chat", shown=bool(asked.tools), by_junior=True)
+        if (longest := max(map(len, ids))) >= self.junior.context:
             raise Refused(
-                f"the prompt: {longest} tokens of the junior's leave no room in its context of {self._junior.context}; "
+                f"the prompt: {longest} tokens of the junior's leave no room in its context of {self.junior.context}; "
                 "shorten it"
             )
-        return ids
-
-    def _prompts(self, body: Mapping[str, Any], *, by_junior: bool = False) -> list[list[int]]:
-        """The token ids of each prompt of a completion.
-
-        Args:
-            by_junior: in the vocabulary of the junior, which has its own.
-        """
-        tokenizer = self._junior.tokenizer if by_junior and self._junior is not None else self.tokenizer
-        prompt = body.get("prompt")
-        several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        special = body.get("add_special_tokens") is not False
-        ids = []
-        for each in several:
-            if isinstance(each, str):
-                each = tokenizer(sound(each), add_special_tokens=special, verbose=False)["input_ids"]
-            elif by_junior and isinstance(each, list):
-                raise Refused("prompt: token ids belong to one vocabulary, and the junior has another; send a text")
-            if not each or not _IDS.holds(each):
-                raise Refused("prompt: expected a text or token ids, or a list of those, none of them empty")
-            ids.append(each)
         return ids
 
     def _sampling(self, body: Mapping[str, Any], longest: int, *, fill: bool) -> Sampling:
@@ -401,7 +298,7 @@ class Reader:
             )
         given = {name: body[name] for name in (*SAMPLED, *_PENALTIES) if body.get(name) is not None}
         values = {name: value if name == "top_k" else float(value) for name, value in given.items()}
-        values = {**self._defaults, **values}
+        values = {**self.defaults, **values}
         if values.get("top_k") == -1:  # off, in vLLM
             values["top_k"] = 0
         stop = body.get("stop") or ()
@@ -415,6 +312,72 @@ class Reader:
             )
         except ValueError as error:
             raise Refused(str(error).removeprefix("sampling.")) from None
+
+
+def _check(body: Mapping[str, Any], *, chat: bool) -> None:
+    for name, value in body.items():
+        if name not in _FIELDS and name not in _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
+            raise Refused(f"{name}: not possible with this server; leave it out")
+    fields.check(body, _FIELDS | ({"logprobs": FLAG} if chat else {}))
+
+
+def _of_tokens(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A request for vLLM's ``/inference/v1/generate`` as one for a completion. Its sampling is as it says: it knows no
+    defaults of the model, and ends where the context does.
+
+    Raises:
+        Refused: it is none.
+    """
+    not_here = Kind(lambda value: value is False, "false, since it is not possible here")
+    fields.check(body, {"token_ids": _IDS, "sampling_params": OBJECT, "stream": not_here})
+    sampling = {name: value for name, value in (body.get("sampling_params") or {}).items() if value is not None}
+    own = Kind(lambda value: value in (0, 1), "1, since only the written token's is known")
+    fields.check(sampling, {"logprobs": own}, "sampling_params.")
+    if "logprobs" in sampling:
+        sampling["logprobs"] = 0
+    plain = dict.fromkeys(SAMPLED, 1.0) | {"top_k": 0, "min_p": 0.0}
+    rest = {name: value for name, value in body.items() if name not in ("token_ids", "sampling_params")}
+    return {**rest, **plain, **sampling, "prompt": body.get("token_ids")}
+
+
+def _plain_prompts(body: Mapping[str, Any], tokenizer: Any, *, by_junior: bool) -> Iterator[list[int]]:
+    """Yield the token ids of each prompt of a completion."""
+    prompt, special = body.get("prompt"), body.get("add_special_tokens") is not False
+    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    for each in several:
+        if isinstance(each, str):
+            each = tokenizer(sound(each), add_special_tokens=special, verbose=False)["input_ids"]
+        elif by_junior and isinstance(each, list):
+            raise Refused("prompt: token ids belong to one vocabulary, and the junior has another; send a text")
+        if not each or not _IDS.holds(each):
+            raise Refused("prompt: expected a text or token ids, or a list of those, none of them empty")
+        yield each
+
+
+def _seed(
+    body: Mapping[str, Any], selection: SelectionConfig, prompts: int, known: Conversation | None
+) -> tuple[int, Conversation | None]:
+    """The seed of the first sample, and the conversation that a request continues or begins."""
+    seed, conversation = body.get("seed"), known
+    seed = None if seed == -1 else seed  # as in vLLM
+    if known is not None:
+        seed = known.seed if seed is None else seed
+        if (seed, selection) != (known.seed, known.selection):
+            raise Refused("seed, tandem: a conversation keeps those of its first request; leave them out")
+    if seed is None:
+        if prompts > 1:
+            raise Refused(
+                "prompt: several prompts in one request share its seed, so equal prompts would get equal "
+                "completions; send `seed` if you want that, else one request per prompt"
+            )
+        seed = secrets.randbits(SEED_BITS)
+    if (body.get("tandem") or {}).get("conversation") == NEW:
+        conversation = Conversation(f"conv-{secrets.token_hex(12)}", seed, selection, body.get("tools") or None)
+    if conversation is not None:
+        for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
+            if body.get(name) not in (None, usual):
+                raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
+    return seed, conversation
 
 
 def selection_of(tandem: Mapping[str, Any], default: SelectionConfig) -> SelectionConfig:

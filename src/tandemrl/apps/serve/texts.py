@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tandemrl.apps.serve.requests import Asked, TextStyle
+from tandemrl.apps.serve.requests import Asked, Form, TextStyle
 from tandemrl.data.messages import sound
-from tandemrl.rollout.engine import LOST, Completion
+from tandemrl.rollout.engine import LOST, Completion, Request
 from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
 from tandemrl.selection import Strategy, resumed
 from tandemrl.selection.boundaries import token_bytes
@@ -49,11 +49,6 @@ def text_of(
     return text[: start + len(stop) * style.keep_stop], stop
 
 
-def _stop_reason(completion: Completion, stop: str | int | None) -> str | int | None:
-    """The stop at the end of a text, or why the text was given up."""
-    return completion.stop_reason if completion.stop_reason in LOST else stop
-
-
 class TextStream:
     """The text of a completion, piece by piece: no half characters, and nothing of a stop string."""
 
@@ -61,19 +56,17 @@ class TextStream:
         self.tokenizer, self.style = tokenizer, style
         self._ends = {*ends, *style.stop_token_ids}
         self.tokens: list[int] = []
-        self.logprobs: list[float] = []
         self._from = self._read = 0  # places in the tokens: a window's begin, and how far its text is told
-        self._held, self._told = "", ""
-        self.offset = 0
-        """How many characters the tokens begin whose log-probs were told."""
+        self._held = ""
+        self.told = self.offset = 0
+        """How many characters were told, and how many the tokens begin whose log-probs were told."""
         self._hold = 0 if style.keep_stop else max((len(stop) - 1 for stop in style.stop), default=0)
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+    def add(self, tokens: Sequence[int]) -> str:
         """The further text that is certain with these tokens."""
         self.tokens += tokens
-        self.logprobs += logprobs
         if self.tokens and self.tokens[-1] in self._ends:
-            return ""  # `rest` says what is left
+            return ""  # it is told with the whole text
 
         def decoded(end: int | None) -> str:
             return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=self.style.skip_special)
@@ -87,13 +80,8 @@ class TextStream:
             return ""
         certain = self._held[: max(0, len(self._held) - self._hold)]
         self._held = self._held[len(certain) :]
-        self._told += certain
+        self.told += len(certain)
         return certain
-
-    def rest(self, *, eos: bool = False) -> tuple[str, str | int | None]:
-        """The text after all pieces, once the completion has ended, and the stop at its end (see `text_of`)."""
-        text, stop = text_of(self.tokenizer, self.tokens, self.style, eos=eos)
-        return text[len(self._told) :], stop
 
 
 class Speaker:
@@ -101,10 +89,11 @@ class Speaker:
 
     Args:
         calls: how tool calls are written.
+        ends: the ids that end a text.
     """
 
-    def __init__(self, tokenizer: Any, calls: CallFormat) -> None:
-        self.tokenizer, self.calls = tokenizer, calls
+    def __init__(self, tokenizer: Any, calls: CallFormat, ends: Collection[int] = ()) -> None:
+        self.tokenizer, self.calls, self.ends = tokenizer, calls, ends
 
     @cached_property
     def _pieces(self) -> dict[int, bytes]:
@@ -112,19 +101,19 @@ class Speaker:
 
     def choice(self, asked: Asked, index: int, completion: Completion) -> dict[str, Any]:
         """A choice of a whole response."""
-        tokens = completion.tokens.tolist()
+        tokens, logprobs = completion.tokens.tolist(), completion.behaviour_logprobs.tolist()
         text, stop = text_of(self.tokenizer, tokens, asked.style, eos=completion.stop_reason == "eos")
-        logprobs = completion.behaviour_logprobs.tolist() if asked.logprobs else None
         choice: dict[str, Any] = {
             "index": index,
-            "logprobs": _of_ids(tokens, logprobs) if asked.raw else self.logprobs(tokens, logprobs, chat=asked.chat),
+            "logprobs": self.logprobs(asked.form, tokens, logprobs) if asked.wants("logprobs") else None,
             "finish_reason": _REASONS[completion.stop_reason],
-            "stop_reason": _stop_reason(completion, stop),
+            "stop_reason": completion.stop_reason if completion.stop_reason in LOST else stop,
             "token_ids": tokens,
+            "authorship": completion.author.tolist(),
         }
-        if asked.raw:
+        if asked.form == "ids":
             return choice
-        if not asked.chat:
+        if asked.form == "text":
             return choice | {"text": text}
         content, calls = self.parsed(asked, text)
         if calls:
@@ -134,7 +123,7 @@ class Speaker:
 
     def parsed(self, asked: Asked, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """The content and the tool calls of a text. If a call cannot be made, all of the text is content."""
-        if asked.tools is None:
+        if not asked.tools:
             return text, []
         message = parse_turn(text, asked.tools, self.tokenizer, "", self.calls)
         if "invalid_calls" in message or not message.get("tool_calls"):
@@ -153,19 +142,16 @@ class Speaker:
         return message.get("content") or None, calls
 
     def logprobs(
-        self, tokens: Sequence[int], values: Sequence[float] | None, *, chat: bool, stream: TextStream | None = None
-    ) -> Any:
-        """OpenAI's field ``logprobs`` of some tokens; None if ``values`` is. ``stream``: whose next tokens they are."""
-        if values is None:
-            return None
+        self, form: Form, tokens: Sequence[int], values: Sequence[float], stream: TextStream | None = None
+    ) -> dict[str, Any]:
+        """OpenAI's field ``logprobs`` of some tokens. ``stream``: whose next tokens they are."""
+        if form == "ids":
+            named = zip((f"token_id:{token}" for token in tokens), [None] * len(tokens), values, strict=True)
+            return {"content": [_logprob(*each) for each in named]}
         texts = [str(sound(self.tokenizer.decode([token]))) for token in tokens]
         pieces = [self._pieces.get(token, text.encode()) for token, text in zip(tokens, texts, strict=True)]
-        if chat:
-            content = [
-                {"token": text, "logprob": value, "bytes": [*piece], "top_logprobs": []}
-                for text, piece, value in zip(texts, pieces, values, strict=True)
-            ]
-            return {"content": content}
+        if form == "chat":
+            return {"content": [_logprob(t, [*piece], v) for t, piece, v in zip(texts, pieces, values, strict=True)]}
         offsets, begun = list[int](), 0 if stream is None else stream.offset  # in characters, which tokens may share
         for piece in pieces:
             first = [byte & 0xC0 != 0x80 for byte in piece]
@@ -175,36 +161,57 @@ class Speaker:
             stream.offset = begun
         return {"tokens": texts, "token_logprobs": [*values], "top_logprobs": None, "text_offset": offsets}
 
-    def piece(
-        self, asked: Asked, stream: TextStream, tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> dict[str, Any]:
-        """What a chunk says of further tokens. Where calls may come, the text waits for the end of the completion."""
-        text = stream.add(tokens, logprobs)
-        shown = self.logprobs(tokens, logprobs if asked.logprobs else None, chat=asked.chat, stream=stream)
-        said: Mapping[str, Any] = {"text": text}
-        if asked.chat:
-            said = {"delta": {"content": text} if text and asked.tools is None else {}}
-        return {**said, "logprobs": shown, "finish_reason": None, "token_ids": [*tokens]}
 
-    def last(self, asked: Asked, stream: TextStream, choice: Mapping[str, Any], *, eos: bool) -> dict[str, Any]:
-        """What the chunk says that ends a ``choice``. ``eos``: whether an author ended it."""
-        text, _ = stream.rest(eos=eos)
-        said = dict[str, Any](text=text)
-        if asked.chat:
-            content = text if asked.tools is None else choice["message"]["content"]
-            said = {"delta": {"content": content} if content else {}}
-            if calls := choice["message"].get("tool_calls"):
-                said["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+def _logprob(token: str, piece: list[int] | None, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": piece, "top_logprobs": []}
+
+
+class Chunks:
+    """A choice of a stream, chunk by chunk.
+
+    Args:
+        request, key: what it completes.
+    """
+
+    def __init__(self, speaker: Speaker, asked: Asked, index: int, request: Request, key: int) -> None:
+        self._speaker, self._asked, self._index = speaker, asked, index
+        self._text = TextStream(speaker.tokenizer, asked.style, speaker.ends)
+        self._authors = Authors(request.strategy, key, request.history)
+        self._prompt = {"prompt_token_ids": [*request.prompt]} if asked.wants("return_token_ids") else {}
+
+    def begin(self) -> dict[str, Any]:
+        """The chunk before the first token of a chat."""
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._chunk(begun) | self._prompt
+
+    def further(self, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+        """The chunk with further tokens. Where calls may come, the text waits for the end of the completion."""
+        asked, text = self._asked, self._text.add(tokens)
+        shown = None
+        if asked.wants("logprobs"):
+            shown = self._speaker.logprobs(asked.form, tokens, values, self._text)
+        said = {"logprobs": shown, "finish_reason": None, "token_ids": [*tokens]}
+        return self._chunk(self._said("" if asked.tools else text) | said)
+
+    def last(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        """The chunk that ends a ``choice``."""
+        message = choice.get("message", {})
+        text = message.get("content", choice.get("text")) or ""
+        said = self._said(text if self._asked.tools else text[self._text.told :])
+        if calls := message.get("tool_calls"):
+            said["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         ended = {name: choice[name] for name in ("finish_reason", "stop_reason")}
-        return {**said, "logprobs": None, **ended, "token_ids": []}
+        return self._chunk({**said, "logprobs": None, **ended, "token_ids": []})
 
+    def _said(self, text: str) -> dict[str, Any]:
+        if self._asked.form == "chat":
+            return {"delta": {"content": text} if text else {}}
+        prompt, self._prompt = self._prompt, {}  # with the first chunk
+        return {"text": text, **prompt}
 
-def _of_ids(tokens: Sequence[int], values: Sequence[float] | None) -> Any:
-    """OpenAI's field ``logprobs`` where tokens are named by their ids; None if ``values`` is."""
-    if values is None:
-        return None
-    named = [(f"token_id:{token}", value) for token, value in zip(tokens, values, strict=True)]
-    return {"content": [{"token": name, "logprob": value, "bytes": None, "top_logprobs": []} for name, value in named]}
+    def _chunk(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        authorship = self._authors.of(said.get("token_ids", ()))
+        return {"choices": [{"index": self._index, **said, "authorship": authorship}]}
 
 
 class Authors:
@@ -239,8 +246,3 @@ def summary(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
         "strategy": asked.selection.strategy,
         "version": VERSION,
     } | ({} if asked.conversation is None else {"conversation": asked.conversation.id})
-
-
-def dumps(value: Any) -> bytes:
-    """A JSON value without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
