@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fake_judge import FakeJudge
 from helpers import qwen3
 from runs import metrics, samples
-from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.apps.experiments.agents import hops_tokenizer
 from tandemrl.cli.main import app
 from tandemrl.config import load, packaged_configs
 from tandemrl.data.loading import load_rows

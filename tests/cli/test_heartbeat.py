@@ -64,12 +64,12 @@ def test_the_time_left_follows_the_recent_steps(times: list[float], left: str, t
 
 
 def test_a_warm_start_says_how_far_it_is(tmp_path: Path) -> None:
-    from tandemrl.apps.experiments.experiment import Job, _building
+    from tandemrl.apps.experiments.experiment import Job, _note
 
-    home = tmp_path / "jargon" / "seed-3"
-    with _building(home, Job("jargon", 3)) as progress:
-        progress(1, 100, 5.0)
-        assert last_written(tmp_path) == "building the jargon pair of seed 3: step 1 of 100, loss 5.000"
-        progress(100, 100, 1.0)
-        assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
+    file, job = tmp_path / "jargon" / "seed-3" / "pair.progress.json", Job("jargon", 3)
+    _note(job, file, 1, 100, 5.0)
+    assert last_written(tmp_path) == "building the jargon pair of seed 3: step 1 of 100, loss 5.000"
+    _note(job, file, 100, 100, 1.0)
+    assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
+    file.unlink()
     assert last_written(tmp_path) == "building the models"

@@ -19,7 +19,7 @@ from fake_judge import FakeJudge
 from helpers import qwen3
 from processes import run
 from runs import UNDECIDED, launch_of, metrics, samples
-from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.apps.experiments.agents import hops_tokenizer
 from tandemrl.config import Config, load, packaged_configs, to_yaml
 from tandemrl.data.loading import load_rows
 from tandemrl.training.loop import train

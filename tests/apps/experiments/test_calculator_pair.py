@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandemrl.apps.experiments.agents import solo_episodes
-from tandemrl.apps.experiments.demonstrations import lessons
-from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.apps.experiments.agents import hops_tokenizer, lessons, solo_episodes
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import load
 from tandemrl.tasks.countdown.grader import ExpressionError

@@ -155,8 +155,8 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
         run_experiment(two, tmp_path, workers=1, say=said.append)
     assert done == ["plain/seed-0/pair", "plain/seed-0/tandem", "plain/seed-0/base"]
     assert len(said) == 5
-    assert re.fullmatch(r"\[3/8, \d+ s, about \d+ s left\] plain/seed-0/tandem: fine", said[2])
-    assert re.fullmatch(r"\[5/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[4])
+    assert re.fullmatch(r"\[2/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[1])
+    assert re.fullmatch(r"\[4/8, \d+ s, about \d+ s left\] plain/seed-0/tandem: fine", said[3])
     assert not (tmp_path / "results.json").exists()
 
 
@@ -164,11 +164,12 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
 def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from functools import partial\n"
         "import test_experiment as t\n"
         "from tandemrl.apps.experiments import experiment\n"
         "if __name__ == '__main__':\n"
         "    jobs = [experiment.Job('plain', 0)]\n"
-        "    for _ in experiment._run_jobs(jobs, lambda job: [], lambda job: (t.say_and_sleep, sys.argv[2]), 2): pass\n"
+        "    for _ in experiment._run_jobs(jobs, partial(t.say_and_sleep, sys.argv[2]), 2): pass\n"
     )
     script, file = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(code)
@@ -185,7 +186,7 @@ def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> 
         time.sleep(0.1)
 
 
-def say_and_sleep(file: str) -> None:
+def say_and_sleep(file: str, job: Job) -> None:
     Path(file).write_text(str(os.getpid()))
     time.sleep(300)
 

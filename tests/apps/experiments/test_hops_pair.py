@@ -6,8 +6,15 @@ import random
 import numpy as np
 import pytest
 
-from tandemrl.apps.experiments.demonstrations import PLAIN_SLIPS, WORLD_WEIGHT, Slips, demonstrate, lessons
-from tandemrl.apps.experiments.hops_tokenizer import EOS, hops_tokenizer
+from tandemrl.apps.experiments.agents import (
+    EOS,
+    PLAIN_SLIPS,
+    WORLD_WEIGHT,
+    Slips,
+    demonstrate,
+    hops_tokenizer,
+    lessons,
+)
 from tandemrl.config import RetrievalConfig, load
 from tandemrl.rollout.engine import Turn
 from tandemrl.rollout.envs.environment import Environment

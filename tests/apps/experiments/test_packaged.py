@@ -7,19 +7,19 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandemrl.apps.experiments import tiny
-from tandemrl.apps.experiments.packaged import PAIRS
+from tandemrl.apps.experiments.pair import PACKAGED
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.data.rows import DataError
 from tandemrl.tasks.generated.synthetic import generate
 
-FILES = sorted(file.name.removesuffix("-0.tar.xz") for file in PAIRS.iterdir())
+FILES = sorted(file.name.removesuffix("-0.tar.xz") for file in PACKAGED.iterdir())
 SHA256 = {"senior": "d8886c7f73cafe2f", "junior": "73638690c2c243cd"}
 """How the checksums of the quickstart's weights begin."""
 
 
 def test_all_of_them_are_small() -> None:
     assert sorted(tiny.WARM_STARTS) == FILES
-    assert sum(file.stat().st_size for file in PAIRS.iterdir()) < 6e6
+    assert sum(file.stat().st_size for file in PACKAGED.iterdir()) < 6e6
 
 
 @pytest.mark.parametrize("pair", FILES)
@@ -44,11 +44,11 @@ def test_the_quickstart_pair_can_do_what_its_manifest_says(tmp_path: Path) -> No
 
 
 def test_a_packaged_pair_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = bytearray(lzma.decompress((PAIRS / "plain-0.tar.xz").read_bytes()))
+    archive = bytearray(lzma.decompress((PACKAGED / "plain-0.tar.xz").read_bytes()))
     at = archive.index(b'"senior"')  # in the manifest, before the hash of its weights
     archive[at + 11] ^= 1
     (tmp_path / "plain-0.tar.xz").write_bytes(lzma.compress(archive))
-    monkeypatch.setattr("tandemrl.apps.experiments.packaged.PAIRS", tmp_path)
+    monkeypatch.setattr("tandemrl.apps.experiments.pair.PACKAGED", tmp_path)
     with pytest.raises(DataError, match=r"plain-0\.tar\.xz: not the weights that were packed; install"):
         build_tiny_pair(tmp_path / "pair", pair="plain")
     assert not (tmp_path / "pair").exists()

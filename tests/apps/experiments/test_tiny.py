@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from tandemrl.apps.experiments import tiny
-from tandemrl.apps.experiments.demonstrations import lessons
-from tandemrl.apps.experiments.packaged import pack
+from tandemrl.apps.experiments.agents import lessons
+from tandemrl.apps.experiments.pair import pack
 from tandemrl.apps.experiments.tiny import PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart
 from tandemrl.tasks.generated.synthetic import PAIRS, examples
@@ -205,8 +205,8 @@ def test_muon_moves_a_matrix_by_its_orthogonal_momentum():
 
 def test_packing_and_unpacking_keeps_every_weight(jargon, tmp_path, monkeypatch):
     out, manifest, _ = jargon
-    pack(out, tmp_path / "pairs")
-    monkeypatch.setattr("tandemrl.apps.experiments.packaged.PAIRS", tmp_path / "pairs")
+    monkeypatch.setattr("tandemrl.apps.experiments.pair.PACKAGED", tmp_path)
+    pack(out)
     monkeypatch.setattr(tiny, "warm_start", lambda *args, **more: pytest.fail("trained"))
     unpacked = build_tiny_pair(tmp_path / "pair", pair="jargon")
     assert unpacked == manifest

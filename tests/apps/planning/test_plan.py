@@ -11,7 +11,7 @@ from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from runs import UNDECIDED, launch_of
-from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.apps.experiments.agents import hops_tokenizer
 from tandemrl.apps.experiments.tiny import SHAPE, WARM_STARTS
 from tandemrl.apps.planning.architectures import architecture, packaged
 from tandemrl.apps.planning.plan import DEVICES, GIB, Plan, PlanError, hours_of, kv_bytes, parameters, plan

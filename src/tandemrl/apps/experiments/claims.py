@@ -1,175 +1,140 @@
 """The claims of an experiment with their bars, written before it is run, and the verdicts on its results."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from tandemrl.apps.report.records import BASE, Claim, Verdict
 from tandemrl.evals.stats import Interval, at_least
 
-ResultRow = Mapping[str, Any]
-"""``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
-Contrast = Mapping[str, Any]
-"""``pair``, ``A``, ``B`` and their difference in a metric of a phase, as ``results.json`` has it."""
-
-SOLO_MARGIN = 0.05
-"""The loss of solo pass@1 against GRPO up to which tandem GRPO counts as not inferior. The interval must exclude a
-greater loss."""
-SOLO_MEAN_MARGIN = 0.02
-"""The loss of solo pass@1 that the mean over seeds may show at most."""
+Arms = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The rows of ``results.json`` about one pair by arm, a row per seed."""
+Solo = Mapping[tuple[str, str], Interval]
+"""The difference in solo pass@1 between two arms, over seeds, or over the problems of one seed."""
 
 
-def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast], *, refused: int = 0) -> list[Claim]:
+class Bar(NamedTuple):
+    """The claim that a measure of an arm, minus (with ``ratio``: over) another arm's, meets a bar in every seed."""
+
+    what: str
+    sense: Literal["<=", ">="]
+    bar: float
+    arm: str
+    measure: str = "solo/pass@1"
+    than: str | None = None
+    ratio: bool = False
+
+    def verdict(self, arms: Arms, solo: Solo) -> Claim | None:
+        if not all(arms.get(arm) for arm in (self.arm, self.than or self.arm)):
+            return None
+        values = np.array([row[self.measure] for row in arms[self.arm]])
+        if self.than is not None:
+            other = np.array([row[self.measure] for row in arms[self.than]])
+            values = values / other if self.ratio else values - other
+        holds = (values <= self.bar if self.sense == "<=" else values >= self.bar).all()
+        name = self.what if len(values) == 1 else f"{self.what}, every seed"
+        return Claim(name, f"{self.sense} {self.bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
+
+
+class NoLoss(NamedTuple):
+    """The claim that an arm's solo pass@1 is below another's by no more than a margin; being better is no fault.
+
+    It holds if the lower end of the 95 % interval is above ``-margin``, fails if the whole interval is below, and is
+    undecided otherwise. With ``mean`` it is about the mean over seeds instead, and not asked of one seed.
+    """
+
+    what: str
+    arm: str
+    than: str = "grpo"
+    margin: float = 0.05
+    mean: bool = False
+
+    def verdict(self, arms: Arms, solo: Solo) -> Claim | None:
+        difference, seeds = solo.get((self.arm, self.than)), len(arms.get(self.arm, ()))
+        if difference is None:
+            return None
+        name = f"lower end of the 95 % interval over {'seeds' if seeds > 1 else 'problems'}"
+        values, holds = (difference.low,), at_least(difference, -self.margin)
+        if self.mean:
+            name, values, holds = "mean over seeds", (difference.mean,), difference.mean >= -self.margin
+        verdict: Verdict = "undecided" if holds is None else "holds" if holds else "fails"
+        asked = ((), "not asked of one seed") if self.mean and seeds == 1 else (values, verdict)
+        return Claim(f"{self.what}, {name}", f">= {-self.margin:g}", *asked)
+
+
+def _gain(of: str, arm: str, bar: float) -> Bar:
+    return Bar(f"gain of {of} over the model before training, solo pass@1", ">=", bar, arm, than=BASE)
+
+
+def _paper(of: str, arm: str, *own: Bar, legibility: float, jargon: float) -> tuple[Bar | NoLoss, ...]:
+    """The paper's claims about an arm, of which ``own`` are those about its gain and its handoffs."""
+    solo, ratio = f"{of} - GRPO in solo pass@1", f"legibility: junior cross-entropy of GRPO / of {of}"
+    return (
+        NoLoss(f"solo skill not inferior: {solo}", arm),
+        NoLoss(solo, arm, margin=0.02, mean=True),
+        *own,
+        Bar(ratio, ">=", legibility, "grpo", "junior_ce", arm, ratio=True),
+        Bar("jargon rate after GRPO", ">=", 0.8, "grpo", "jargon_rate"),
+        Bar(f"jargon rate after {of}", "<=", jargon, arm, "jargon_rate"),
+    )
+
+
+_TANDEM = _paper(
+    *("tandem GRPO", "tandem"),
+    Bar("solo pass@1 of tandem GRPO", ">=", 0.9, "tandem"),
+    _gain("tandem GRPO", "tandem", 0.15),
+    Bar("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, "tandem", "handoff/pass@1", "grpo"),
+    legibility=5,
+    jargon=0.05,
+)
+_TURNS = _paper(
+    *("tandem by turns", "turns"),
+    _gain("tandem by turns", "turns", 0.15),
+    *(
+        Bar(f"handoff after {when}: tandem by turns - GRPO", ">=", 0.15, "turns", f"handoff/{how}", "grpo")
+        for when, how in (
+            ("the senior's first turn", "senior_then_junior"),
+            ("every turn, the senior first", "senior_first_turns"),
+        )
+    ),
+    legibility=2,
+    jargon=0.2,
+)
+_HOPS = (("GRPO", "grpo"), ("tandem by turns", "turns"), ("tandem by words", "words"))
+CLAIMS: dict[str, tuple[Bar | NoLoss, ...]] = {
+    "jargon": _TANDEM,
+    "jargon_two_tokenizers": _TANDEM,
+    "hops": tuple(_gain(of, arm, 0.25) for of, arm in _HOPS),
+    "hops_jargon": _TURNS,
+    "word_problems": (
+        _gain("GRPO", "grpo", 0.15),
+        _gain("tandem GRPO", "tandem_self", 0.1),
+        NoLoss("tandem GRPO - GRPO in solo pass@1, at equal numbers of trained tokens", "tandem_self", "grpo_8"),
+        NoLoss("tandem GRPO - GRPO in solo pass@1, at equal numbers of rollouts", "tandem_self", margin=0.1),
+    ),
+}
+"""By pair, the paper's claims, those carried over to agents, and that models learn by GRPO and in tandem. A pretrained
+model in tandem with itself is compared with GRPO of as many trained tokens, and of as many rollouts."""
+
+
+def claims_of(
+    pair: str, rows: Sequence[Mapping[str, Any]], contrasts: Sequence[Mapping[str, Any]], *, refused: int = 0
+) -> list[Claim]:
     """The claims about a pair, for the arms that exist. For some pairs nothing is claimed beforehand.
 
     Args:
+        rows, contrasts: those of ``results.json``.
         refused: how many pairs did not meet their criteria, and so have no rows. If there are any, the first claim
             counts them.
     """
-    of = {
-        "jargon": _paper,
-        "jargon_two_tokenizers": _paper,
-        "hops": _hops,
-        "hops_jargon": _hops_jargon,
-        "word_problems": _pretrained,
-    }.get(pair)
-    claims = [] if of is None else of(_Found(pair, rows, contrasts))
-    if refused:
-        what = "pairs refused, because they missed the criteria before training"
-        claims.insert(0, Claim(what, "<= 0", (refused,), "fails"))
-    return claims
-
-
-_BEFORE = "over the model before training, solo pass@1"
-
-
-class _Found:
-    """The results of one pair."""
-
-    def __init__(self, pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> None:
-        self.arms = {
-            row["arm"]: [each for each in rows if (each["pair"], each["arm"]) == (pair, row["arm"])] for row in rows
-        }
-        self.contrasts = [each for each in contrasts if each["pair"] == pair]
-        self.seeds = len(self.arms.get(BASE, ()))
-
-    def has(self, *arms: str) -> bool:
-        return all(self.arms.get(arm) for arm in arms)
-
-    def each(self, arm: str, measure: str) -> np.ndarray:
-        """A measure of an arm, by seed."""
-        return np.array([row[measure] for row in self.arms[arm]])
-
-    def gain(self, arm: str, over: str, measure: str = "solo/pass@1") -> np.ndarray:
-        """By how much a measure of one arm is above another arm's, by seed."""
-        return self.each(arm, measure) - self.each(over, measure)
-
-    def every_seed(self, what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
-        holds = (values <= bar if sense == "<=" else values >= bar).all()
-        name = what if self.seeds == 1 else f"{what}, every seed"
-        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
-
-    def gains(self, **arms: tuple[str, float]) -> list[Claim]:
-        """The claims that arms, each with its title and a bar, gain over the model before training. There is none for a
-        missing arm."""
-        return [
-            self.every_seed(f"gain of {title} {_BEFORE}", ">=", bar, self.gain(arm, BASE))
-            for arm, (title, bar) in arms.items()
-            if self.has(BASE, arm)
-        ]
-
-    def solo_difference(self, arm: str, than: str = "grpo") -> Interval | None:
-        """The difference in solo pass@1 between an arm and another, over seeds, or over problems of one seed."""
-        solo_skill = {"A": arm, "B": than, "phase": "pass-at-k", "metric": "pass@1"}
-        differences = [each["difference"] for each in self.contrasts if solo_skill.items() <= each.items()]
-        return Interval(**differences[0]) if differences else None
-
-    def loss_excluded(self, what: str, difference: Interval, margin: float) -> Claim:
-        """The claim that a difference shows no loss above ``margin``; being better is no fault.
-
-        It holds if the lower end of the 95 % interval is above ``-margin``, fails if the whole interval is below, and
-        is undecided otherwise.
-        """
-        support = at_least(difference, -margin)
-        verdict: Verdict = "undecided" if support is None else "holds" if support else "fails"
-        over = "seeds" if self.seeds > 1 else "problems"
-        name = f"{what}, lower end of the 95 % interval over {over}"
-        return Claim(name, f">= {-margin:g}", (difference.low,), verdict)
-
-    def not_inferior(self, name: str, difference: Interval) -> list[Claim]:
-        """The claims that an arm's solo skill is not inferior to GRPO's. One seed is not asked about the mean."""
-        what, bar = f"{name} - GRPO in solo pass@1", f">= {-SOLO_MEAN_MARGIN:g}"
-        holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
-        asked: tuple[tuple[float, ...], Verdict] = (
-            ((difference.mean,), holds) if self.seeds > 1 else ((), "not asked of one seed")
-        )
-        return [
-            self.loss_excluded(f"solo skill not inferior: {what}", difference, SOLO_MARGIN),
-            Claim(f"{what}, mean over seeds", bar, *asked),
-        ]
-
-
-def _paper(found: _Found) -> list[Claim]:
-    """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair.
-
-    None if an arm or the contrast of the two is missing.
-    """
-    difference = found.solo_difference("tandem")
-    if difference is None or not found.has(BASE, "grpo", "tandem"):
-        return []
-    each, claim = found.each, found.every_seed
-    legible = each("grpo", "junior_ce") / each("tandem", "junior_ce")
-    handed = found.gain("tandem", "grpo", "handoff/pass@1")
-    return [
-        *found.not_inferior("tandem", difference),
-        claim("solo pass@1 of tandem GRPO", ">=", 0.9, each("tandem", "solo/pass@1")),
-        claim("its gain over the model before training", ">=", 0.15, found.gain("tandem", BASE)),
-        claim("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, handed),
-        claim("legibility: junior cross-entropy of GRPO / of tandem GRPO", ">=", 5, legible),
-        claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
-        claim("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
-    ]
-
-
-def _hops(found: _Found) -> list[Claim]:
-    """The claims that agents which write alike can be trained, alone and in tandem."""
-    return found.gains(grpo=("GRPO", 0.25), turns=("tandem by turns", 0.25), words=("tandem by words", 0.25))
-
-
-def _pretrained(found: _Found) -> list[Claim]:
-    """The claims that a pretrained model learns by GRPO, and in tandem with what it was before, as published.
-
-    Tandem GRPO is compared with ``grpo``, of as many rollouts, and with ``grpo_8``, of as many trained tokens. There is
-    no claim for a missing arm.
-    """
-    claims = found.gains(grpo=("GRPO", 0.15), tandem_self=("tandem GRPO", 0.1))
-    for reference, equal, margin in (("grpo_8", "trained tokens", SOLO_MARGIN), ("grpo", "rollouts", 2 * SOLO_MARGIN)):
-        if (difference := found.solo_difference("tandem_self", than=reference)) is not None:
-            what = f"tandem GRPO - GRPO in solo pass@1, at equal numbers of {equal}"
-            claims.append(found.loss_excluded(what, difference, margin))
-    return claims
-
-
-def _hops_jargon(found: _Found) -> list[Claim]:
-    """The paper's claims carried over to agents, for GRPO and the tandem by turns.
-
-    None if an arm or the contrast of the two is missing.
-    """
-    difference = found.solo_difference("turns")
-    if difference is None or not found.has(BASE, "grpo", "turns"):
-        return []
-    each, claim = found.each, found.every_seed
-    once, often = (
-        found.gain("turns", "grpo", f"handoff/{how}") for how in ("senior_then_junior", "senior_first_turns")
-    )
-    legible = each("grpo", "junior_ce") / each("turns", "junior_ce")
-    return [
-        *found.not_inferior("tandem by turns", difference),
-        claim(f"gain of tandem by turns {_BEFORE}", ">=", 0.15, found.gain("turns", BASE)),
-        claim("handoff after the senior's first turn: tandem by turns - GRPO", ">=", 0.15, once),
-        claim("handoff after every turn, the senior first: tandem by turns - GRPO", ">=", 0.15, often),
-        claim("legibility: junior cross-entropy of GRPO / of tandem by turns", ">=", 2, legible),
-        claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
-        claim("jargon rate after tandem by turns", "<=", 0.2, each("turns", "jargon_rate")),
-    ]
+    own = [row for row in rows if row["pair"] == pair]
+    arms = {arm: [row for row in own if row["arm"] == arm] for arm in {row["arm"] for row in own}}
+    solo = {
+        (each["A"], each["B"]): Interval(**each["difference"])
+        for each in contrasts
+        if (each["pair"], each["phase"], each["metric"]) == (pair, "pass-at-k", "pass@1")
+    }
+    what = "pairs refused, because they missed the criteria before training"
+    counted = [Claim(what, "<= 0", (refused,), "fails")] if refused else []
+    return [*counted, *filter(None, (claim.verdict(arms, solo) for claim in CLAIMS.get(pair, ())))]

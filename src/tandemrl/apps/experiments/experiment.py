@@ -14,6 +14,7 @@ when it is started again.
     OUT/report.html
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,9 +22,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from tandemrl.apps.experiments.arms import Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.families import PAIRS
 from tandemrl.apps.experiments.pair import PairError, read_manifest
-from tandemrl.apps.experiments.warm_start import Progress, note_of
+from tandemrl.apps.experiments.warm_start import note_of
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
@@ -104,29 +105,32 @@ def run_experiment(
     _check_experiment(experiment)
     _reserve_folder(experiment, out, command)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
-
-    def after(job: Job) -> list[Job]:
-        return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
-
-    total = sum(1 + len(after(job)) for job in jobs)
-    unfinished = {part for job in jobs for part in after(job) if part.arm and not _evaluation(part, out).is_dir()}
-    started, to_do = time.monotonic(), len(unfinished)
+    arms = (*experiment.arms, Arm(BASE, "before training"))
+    started, numbers, total = time.monotonic(), itertools.count(1), len(jobs) * (1 + len(arms))
     failed: dict[str, BaseException] = {}
     refused: dict[Job, str] = {}
-    ended = _run_jobs(jobs, after, lambda job: (run_job, experiment, job, out), workers or _workers(experiment))
-    for finished, (job, outcome) in enumerate(ended, 1):
-        unfinished.discard(job)
-        shown = outcome
-        if isinstance(outcome, BaseException):
-            unfinished.difference_update(after(job))
-            shown = f"{type(outcome).__name__}: {outcome}"
-            if isinstance(outcome, PairError):
-                refused[job] = str(outcome)
+
+    def run(jobs: Sequence[Job]) -> list[Job]:
+        """Run jobs, and return those that have not failed."""
+        unfinished = {job for job in jobs if job.arm and not _evaluation(job, out).is_dir()}
+        to_do, succeeded = len(unfinished), list[Job]()
+        for job, outcome in _run_jobs(jobs, partial(run_job, experiment, out=out), workers or _workers(experiment)):
+            unfinished.discard(job)
+            shown = outcome
+            if isinstance(outcome, BaseException):
+                shown = f"{type(outcome).__name__}: {outcome}"
+                if isinstance(outcome, PairError):
+                    refused[job] = str(outcome)
+                else:
+                    failed[f"{job}: {shown}"] = outcome
             else:
-                failed[f"{job}: {shown}"] = outcome
-        seconds, done = time.monotonic() - started, to_do - len(unfinished)
-        left = f", {time_left(seconds / done * len(unfinished))}" if done and unfinished else ""
-        say(f"[{finished}/{total}, {seconds:.0f} s{left}] {job}: {shown}")
+                succeeded.append(job)
+            seconds, done = time.monotonic() - started, to_do - len(unfinished)
+            left = f", {time_left(seconds / done * len(unfinished))}" if done and unfinished else ""
+            say(f"[{next(numbers)}/{total}, {seconds:.0f} s{left}] {job}: {shown}")
+        return succeeded
+
+    run([job._replace(arm=arm) for job in run(jobs) for arm in arms])
     if failed:
         raise ExperimentError(
             f"{len(failed)} of {total} parts failed ({'; '.join(failed)}); what is finished is kept: fix it and run "
@@ -158,8 +162,13 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         stored = read_manifest(home / "pair")
         if stored and not stored.items() >= family.identity(**recipe).items() and any(home.glob("*/metrics.jsonl")):
             raise ExperimentError(f"{home}: its runs began with a pair of another recipe; choose another folder")
-        with _building(home, job) as progress:
-            manifest = family.build(home / "pair", **recipe, device=experiment.device, progress=progress)
+        file = home / "pair.progress.json"
+        try:
+            manifest = family.build(
+                home / "pair", **recipe, device=experiment.device, progress=partial(_note, job, file)
+            )
+        finally:
+            file.unlink(missing_ok=True)
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     model = home / "pair" / "senior"
     if job.arm.name != BASE:
@@ -185,20 +194,11 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
-@contextmanager
-def _building(home: Path, job: Job) -> Iterator[Progress]:
-    """A context in which a warm start writes its progress to a file now and then. ``heartbeat`` reads it."""
-    file = home / "pair.progress.json"
-
-    def note(step: int, steps: int, loss: float) -> None:
-        if step % 20 == 1 or step == steps:
-            says = f"building the {job.pair} pair of seed {job.seed}: step {step} of {steps}"
-            write_text(file, json.dumps({"says": says + note_of(step, steps, loss)}) + "\n")
-
-    try:
-        yield note
-    finally:
-        file.unlink(missing_ok=True)
+def _note(job: Job, file: Path, step: int, steps: int, loss: float) -> None:
+    """Write how far a warm start is to a file, now and then. ``heartbeat`` reads it."""
+    if step % 20 == 1 or step == steps:
+        says = f"building the {job.pair} pair of seed {job.seed}: step {step} of {steps}"
+        write_text(file, json.dumps({"says": says + note_of(step, steps, loss)}) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -369,34 +369,21 @@ def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     ]
 
 
-def _run_jobs(
-    jobs: Iterable[Job], after: Callable[[Job], list[Job]], call: Callable[[Job], tuple[Any, ...]], workers: int
-) -> Iterable[tuple[Job, Any]]:
-    """Run jobs, and after each success the jobs that follow it. Yields (job, result or exception) as they end."""
+def _run_jobs(jobs: Sequence[Job], call: Callable[[Job], str], workers: int) -> Iterator[tuple[Job, Any]]:
+    """Run jobs, and yield each, as it ends, with its result or its exception."""
     if workers == 1:
-        queue = list(jobs)
-        while queue:
-            job = queue.pop(0)
-            function, *arguments = call(job)
+        for job in jobs:
             try:
-                yield job, function(*arguments)
+                yield job, call(job)
             except Exception as error:
                 yield job, error
-            else:
-                queue[:0] = after(job)
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_exit_with_parent) as pool:
-        running: dict[Future[Any], Job] = {pool.submit(*call(job)): job for job in jobs}
+        running = {pool.submit(call, job): job for job in jobs}
         try:
-            while running:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    job = running.pop(future)
-                    failure = future.exception()
-                    if failure is None:
-                        running |= {pool.submit(*call(following)): following for following in after(job)}
-                    yield job, failure or future.result()
+            for future in as_completed(running):
+                yield running[future], future.exception() or future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,22 +1,35 @@
-"""What all pairs of models have in common: a folder with a manifest that says what they are."""
+"""What all pairs of models have in common: a folder with a manifest that says what they are.
+
+Some tiny pairs come with the library, so that nobody has to train them: ``pairs/NAME-SEED.tar.xz`` is the folder of a
+finished build, with weights in bfloat16, in which they are exact (``build_tiny_pair`` rounds them). It is used only if
+recipe, texts and criteria in its manifest are those of today's code. A new one is packed from a finished build by
+``python -m tandemrl.apps.experiments.pair FOLDER``.
+"""
 
 import json
 import os
+import shutil
+import sys
+import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandemrl.data.rows import DataError
 from tandemrl.data.sources import checksum
 from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
+PACKAGED = Path(__file__).parent / "pairs"
 
 
 class PairError(RuntimeError):
@@ -36,16 +49,16 @@ def finished(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         FileExistsError: ``out`` holds another pair or seed, or something else than a pair, so none may be built there.
     """
     stored = read_manifest(out)
-    if stored is not None and stored.items() >= identity.items() and _intact(out, stored):
-        return stored
-    if stored is not None and (stored.get("pair"), stored.get("seed")) != (identity["pair"], identity["seed"]):
+    if stored is None:
+        if out.exists() and any(out.iterdir()):
+            raise FileExistsError(f"{out} is not empty and has no manifest.json of a pair: choose another folder")
+        return None
+    if (stored.get("pair"), stored.get("seed")) != (identity["pair"], identity["seed"]):
         raise FileExistsError(
             f"{out} holds the {stored.get('pair')} pair of seed {stored.get('seed')}, which runs may rely on: choose "
             "another folder"
         )
-    if stored is None and out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty and has no manifest.json of a pair: choose another folder")
-    return None
+    return stored if stored.items() >= identity.items() and _weight_hashes(out) == stored["sha256"] else None
 
 
 def store(
@@ -58,7 +71,7 @@ def store(
     Args:
         models: each with its tokenizer.
     """
-    new = building(out)
+    new = _building(out)
     for name, (model, tokenizer) in models.items():
         with no_progress_bars():
             model.save_pretrained(new / name)
@@ -68,7 +81,7 @@ def store(
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
         "parameters": sum(p.numel() for p in senior.parameters()),
         "vocab_size": len(tokenizer),
-        "sha256": weight_hashes(new),
+        "sha256": _weight_hashes(new),
     }
     stored = json.loads(json.dumps(manifest | found))
     (new / MANIFEST).write_text(json.dumps(stored, indent=2) + "\n")
@@ -76,14 +89,47 @@ def store(
     return stored
 
 
-def building(out: Path) -> Path:
-    """The hidden folder in which this process writes a pair before it is renamed to ``out``."""
-    return out.with_name(f"{NEW}{out.name}-{os.getpid()}")
+def unpack(identity: Mapping[str, Any], out: Path) -> dict[str, Any] | None:
+    """Put the packaged pair whose manifest has all entries of ``identity`` in place of ``out``, in one rename.
+
+    Returns:
+        its manifest, or None if there is no such pair.
+
+    Raises:
+        DataError: its weights are not those that were packed.
+    """
+    file = PACKAGED / f"{identity['pair']}-{identity['seed']}.tar.xz"
+    if not file.is_file():
+        return None
+    with TemporaryDirectory() as folder:
+        packed = Path(folder)
+        with tarfile.open(file) as archive:
+            archive.extractall(packed, filter="data")
+        manifest = json.loads((packed / MANIFEST).read_text())
+        if not manifest.items() >= identity.items():
+            return None
+        _cast_weights(packed, torch.float32)
+        if _weight_hashes(packed) != manifest["sha256"]:
+            raise DataError(f"{file}: not the weights that were packed; install tandemrl again, or train the pair here")
+        publish(out, Path(shutil.copytree(packed, _building(out))))
+    return manifest
 
 
-def weight_hashes(folder: Path) -> dict[str, str]:
-    """The checksums of both models' weights, as a manifest has them."""
-    return {name: checksum(folder / name / WEIGHTS) for name in ("senior", "junior")}
+def pack(built: Path) -> Path:
+    """Pack a finished build of ``build_tiny_pair`` into the folder ``PACKAGED``, and return the file."""
+    manifest = json.loads((built / MANIFEST).read_text())
+    file = PACKAGED / f"{manifest['pair']}-{manifest['seed']}.tar.xz"
+    with TemporaryDirectory() as folder:
+        packed = Path(folder, "pair")
+        shutil.copytree(built, packed)
+        _cast_weights(packed, torch.bfloat16)
+        with tarfile.open(file, "w:xz", preset=9) as archive:
+            for each in sorted(path for path in packed.rglob("*") if path.is_file()):
+                entry = tarfile.TarInfo(str(each.relative_to(packed)))  # without owner and date: the same bytes again
+                entry.size = each.stat().st_size
+                with open(each, "rb") as content:
+                    archive.addfile(entry, content)
+    return file
 
 
 @contextmanager
@@ -103,8 +149,25 @@ def threads(count: int) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _intact(out: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether both models exist with the weights that the manifest records."""
-    if not all((out / name / WEIGHTS).is_file() for name in ("senior", "junior")):
-        return False
-    return weight_hashes(out) == manifest["sha256"]
+def _building(out: Path) -> Path:
+    """The hidden folder in which this process writes a pair before it is renamed to ``out``."""
+    return out.with_name(f"{NEW}{out.name}-{os.getpid()}")
+
+
+def _weights(folder: Path) -> dict[str, Path]:
+    files = {name: folder / name / WEIGHTS for name in ("senior", "junior")}
+    return {name: file for name, file in files.items() if file.is_file()}
+
+
+def _weight_hashes(folder: Path) -> dict[str, str]:
+    """The checksums of both models' weights, as a manifest has them."""
+    return {name: checksum(file) for name, file in _weights(folder).items()}
+
+
+def _cast_weights(folder: Path, dtype: torch.dtype) -> None:
+    for file in _weights(folder).values():
+        save_file({key: tensor.to(dtype) for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    print(pack(Path(sys.argv[1])))

@@ -29,11 +29,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tandemrl.apps.experiments.agents import solo_episodes
-from tandemrl.apps.experiments.demonstrations import lessons
-from tandemrl.apps.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer, tiny_tokenizer
-from tandemrl.apps.experiments.packaged import unpack
-from tandemrl.apps.experiments.pair import PairError, finished, store, threads
+from tandemrl.apps.experiments.agents import EOS, PAD, START, hops_tokenizer, lessons, solo_episodes, tiny_tokenizer
+from tandemrl.apps.experiments.pair import PairError, finished, store, threads, unpack
 from tandemrl.apps.experiments.warm_start import Lesson, Progress, WarmStart, solution_lesson, warm_start
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
@@ -117,7 +114,7 @@ def build_tiny_pair(
 ) -> dict[str, Any]:
     """Put a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
 
-    The pair is unpacked if it comes with the library (``packaged``), else it is trained. The same seed, machine and
+    The pair is unpacked if it comes with the library (``pair.unpack``), else it is trained. The same seed, machine and
     thread count give the same weights, which are rounded to bfloat16 and stored in float32. Nothing is done if ``out``
     already holds the same pair, seed and recipe with intact weights. Otherwise a finished pair replaces ``out`` in one
     rename.
