@@ -2,6 +2,7 @@
 
 import re
 from enum import StrEnum
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,105 +79,101 @@ def serve(
     corpus.serve(index, host=host, port=port)
 
 
-@app.command(
-    epilog="\b\nNAME:\n" + "\n".join(f"  {name:15} {each.about}" for name, each in TASKS.items() if each.build)
-)
+OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "source": (
+        Path,
+        "A local copy, a file or a folder; of several sets, a folder of copies named like their repositories; default: "
+        "the hub. polaris and rrm need the published files.",
+        {},
+    ),
+    "expect_rows": (int, "0 accepts any number of rows.", {"min": 0, "max": 0}),
+    "train": (int, "Training rows, of generated sets and countdown.", {"min": 1}),
+    "test": (int, "Test rows, likewise.", {"min": 1}),
+    "heldout": (int, "synthetic: held-out rows.", {"min": 1}),
+    "seed": (int, "Of what is generated; musique: of the paragraphs kept.", {}),
+    "pair": (str, "synthetic: the tiny pair the problems are for.", {}),
+    "template": (
+        Template,
+        "TinyZero's prompts: base, plain text for base models; instruct (default), rendered for Qwen's chat models. "
+        "chat: messages for the model's own chat template.",
+        {},
+    ),
+    "digits": (int, "multiply, arithmetic: of each number.", {"min": 1, "max": 18}),
+    "generate": (bool, "countdown: make problems with a solution.", {}),
+    "tokenizer": (str, "eurus: folder or hub id; measures prompts.", {}),
+    "max_tokens": (int, "eurus: longest prompt; 0 keeps all.", {"min": 0}),
+    "system_prompt": (bool, "eurus: keep the system message with its actions.", {}),
+    "full_marks": (float, "rrm: maximum score, outside of verl's schema.", {"min": 1e-9}),
+    "noise_rate": (float, "musique: probability of keeping a paragraph without support.", {"min": 0, "max": 1}),
+    "skip": (list[str], "eval-all: a set to leave out; repeatable.", {}),
+}
+"""What the builders take: type, meaning and range. Each takes those that its function has as parameters."""
+
+
 def build(
     name: Annotated[
         str,
         typer.Argument(metavar="NAME", help="One of those below, or module:function that writes a set of your own."),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write to; an evaluation set gets a folder in it.")],
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            help="A local copy, a file or a folder; of several sets, a folder of copies named like their "
-            "repositories; default: the hub. polaris and rrm need the published files."
-        ),
-    ] = None,
-    expect_rows: Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any number of rows.")] = None,
-    train: Annotated[int | None, typer.Option(min=1, help="Training rows, of generated sets and countdown.")] = None,
-    test: Annotated[int | None, typer.Option(min=1, help="Test rows, likewise.")] = None,
-    heldout: Annotated[int | None, typer.Option(min=1, help="synthetic: held-out rows.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of what is generated; musique: of the paragraphs kept.")] = None,
-    pair: Annotated[str | None, typer.Option(help="synthetic: the tiny pair the problems are for.")] = None,
-    template: Annotated[
-        Template | None,
-        typer.Option(
-            help="TinyZero's prompts: base, plain text for base models; instruct (default), rendered for Qwen's chat "
-            "models. chat: messages for the model's own chat template."
-        ),
-    ] = None,
-    digits: Annotated[int | None, typer.Option(min=1, max=18, help="multiply, arithmetic: of each number.")] = None,
-    generate: Annotated[bool, typer.Option("--generate", help="countdown: make problems with a solution.")] = False,
-    tokenizer: Annotated[str | None, typer.Option(help="eurus: folder or hub id; measures prompts.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=0, help="eurus: longest prompt; 0 keeps all.")] = None,
-    system_prompt: Annotated[
-        bool, typer.Option("--system-prompt", help="eurus: keep the system message with its actions.")
-    ] = False,
-    full_marks: Annotated[
-        float | None, typer.Option(min=1e-9, help="rrm: maximum score, outside of verl's schema.")
-    ] = None,
-    noise_rate: Annotated[
-        float | None, typer.Option(min=0, max=1, help="musique: probability of keeping a paragraph without support.")
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="eval-all: a set to leave out; repeatable.")] = None,
+    **options: Any,
 ) -> None:
     """Write a data set as Parquet files in verl's row schema."""
-    given = {key: value for key, value in locals().items() if key not in ("name", "out")}
-    given = {key: value for key, value in given.items() if value is not None and value is not False}
-    if skip and name == "eval-all":
-        del given["skip"]
-    if generate and name == "countdown":
-        del given["generate"]
-    _build(name, out, given, generate=generate, skip=skip or [])
-
-
-def _build(name: str, out: Path, given: dict[str, Any], *, generate: bool, skip: list[str]) -> None:
-    """Call the builder of a set with the options that were given, and say what it wrote."""
-    from inspect import signature
-
     from tandemrl.data.rows import DataError
     from tandemrl.processes.names import function_named
 
-    buildable = ", ".join(each for each, task in TASKS.items() if task.build)
-    builder = TASKS.get(name) or (Task(name, name) if ":" in name else None)
-    if builder is None or builder.build is None:
-        raise DataError(f"data build {name}: no such set; known: {buildable}, or your own module:function")
-    if generate and "source" in given:
-        raise DataError("--generate makes its own problems: give it or --source, not both")
-    if name == "countdown" and not generate and "seed" in given:
+    given = {key: value for key, value in options.items() if value is not None and value is not False}
+    task = TASKS.get(name) or (Task(name, name) if ":" in name else None)
+    if task is None or task.build is None:
+        known = ", ".join(each for each, task in TASKS.items() if task.build)
+        raise DataError(f"data build {name}: no such set; known: {known}, or your own module:function")
+    path, sets, fixed = task.build, task.sets, {**task.fixed}
+    if name == "countdown" and given.pop("generate", False):
+        if "source" in given:
+            raise DataError("--generate makes its own problems: give it or --source, not both")
+        path = "tandemrl.tasks.countdown.rows:generate_countdown"
+    elif name == "countdown" and "seed" in given:
         raise DataError("--seed is of --generate: the published problems are taken in their order; leave it out")
-    path = "tandemrl.tasks.countdown.rows:generate_countdown" if generate else builder.build
-    call = function_named(path, f"data build {name}", DataError)
-    parameters = signature(call).parameters
-    default = parameters["counts"].default if "counts" in parameters else {}
-    options = [*parameters, *default]
-    if unknown := [f"--{key.replace('_', '-')}" for key in given if key not in options]:
-        raise DataError(f"data build {name} has no {', '.join(unknown)}; tandemrl data build --help says who has which")
-    if missing := [key for key in builder.needs if key not in given]:
-        raise DataError(f"data build {name} needs --{', --'.join(missing)}")
-    counts = {split: given.pop(split, rows) for split, rows in default.items()}
-    arguments: dict[str, Any] = {"source": None} if "source" in parameters else {}
-    arguments |= {**builder.fixed, **given} | ({"counts": counts} if counts else {})
-    if name == "rrm":
+    elif name == "rrm":
         from tandemrl.config import JudgeConfig
         from tandemrl.tasks.rubric.judge import template_of
 
-        arguments["template"] = template_of(JudgeConfig(prompt="rrm")).text
-    sets = builder.sets
-    if name == "eval-all":
-        known = [each for task in TASKS.values() for each in task.sets]
-        if unknown := sorted(set(skip) - set(known)):
-            raise DataError(f"--skip {', '.join(unknown)}: known sets are {', '.join(known)}")
+        fixed["template"] = template_of(JudgeConfig(prompt="rrm")).text
+    elif name == "eval-all":
+        skip, every = given.pop("skip", ()), [each for task in TASKS.values() for each in task.sets]
+        if unknown := sorted({*skip} - {*every}):
+            raise DataError(f"--skip {', '.join(unknown)}: known sets are {', '.join(every)}")
         if "source" not in given and "olympiad" not in skip:
             raise DataError("olympiad is not on the hub: leave it out with --skip olympiad, or give copies of all sets")
-        sets = tuple(each for each in known if each not in skip)
+        sets = tuple(each for each in every if each not in skip)
+    call = function_named(path, f"data build {name}", DataError)
+    parameters = signature(call).parameters
+    default = parameters["counts"].default if "counts" in parameters else {}
+    if foreign := [f"--{key.replace('_', '-')}" for key in given if key not in (*parameters, *default)]:
+        raise DataError(f"data build {name} has no {', '.join(foreign)}; tandemrl data build --help says who has which")
+    if missing := [key for key in task.needs if key not in given]:
+        raise DataError(f"data build {name} needs --{', --'.join(missing)}")
+    counts = {split: given.pop(split, rows) for split, rows in default.items()}
+    arguments: dict[str, Any] = {"source": None} if "source" in parameters else {}
+    arguments |= {**fixed, **given} | ({"counts": counts} if counts else {})
     if not sets:
         return _report(out, call(out=out, **arguments))
     for each in sets:
         alone = name != "eval-all" and len(sets) == 1
         _report(out / each, call(name=each, out=out, **arguments, alone=alone))
+
+
+def _parameter(name: str, kind: Any, about: str, limits: dict[str, Any]) -> Parameter:
+    """An option of `build`, as typer reads it."""
+    option = typer.Option(f"--{name.replace('_', '-')}", help=about, **limits)
+    default = False if kind is bool else None
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+_OWN = [*signature(build).parameters.values()][:2]
+build.__signature__ = Signature([*_OWN, *(_parameter(key, *each) for key, each in OPTIONS.items())])  # type: ignore[attr-defined]  # typer reads it
+_SETS = (f"  {name:15} {each.about}" for name, each in TASKS.items() if each.build)
+app.command(epilog="\b\nNAME:\n" + "\n".join(_SETS))(build)
 
 
 def _report(out: Path, manifest: dict[str, Any]) -> None:

@@ -213,10 +213,8 @@ def _resolved(
         ConfigError: an option is malformed, or there is no data.
     """
     from tandemrl.config import CUSTOM_SAMPLING, ConfigError, load, stated_keys
-    from tandemrl.evals import profile_of, run_of_model
+    from tandemrl.evals import profile_of, run_of_model, sampling_of_model
 
-    if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
-        raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
     no_training = {"train.eval_every": 0, "data.monitor": []}  # which need other k and samples
     chosen: dict[str, object] = {**no_training}
     if profile not in (None, "custom"):  # in place of that of the config and its sampling
@@ -229,12 +227,17 @@ def _resolved(
     if not data and source is None and "data.eval" not in typed:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
     asked = profile is not None or "eval.profile" in typed
-    of_run = [f"{key}={value}" for key, value in no_training.items()]
-    of_run += [each for each in overrides or () if not each.startswith("eval.")]
-    chosen |= (
-        _own_sampling(model, source, of_run) if not asked else {} if profile is None else {"eval.profile": profile}
-    )
-    resolved = load(source, [*(f"{key}={value}" for key, value in chosen.items()), *(overrides or ())])
+    if profile is not None:
+        chosen["eval.profile"] = profile
+    elif not asked:
+        said = sampling_of_model(model) if source is None else {}
+        other = [each for each in overrides or () if not each.startswith("eval.")]
+        of_run = load(source, [*_assigned(no_training), *other]) if source is not None else None
+        if of_run is not None and of_run.eval.profile == "tiny":
+            # the default, with which a config says nothing: its own limit is that of its rollouts
+            said = {"max_tokens": of_run.rollout.max_tokens}
+        chosen |= {f"eval.{key}": value for key, value in ({"profile": "custom"} | said if said else {}).items()}
+    resolved = load(source, [*_assigned(chosen), *(overrides or ())])
     if not asked:
         used, where = profile_of(resolved.eval).sampling, "the defaults" if model is None else f"{model}, no run"
         drawn = f"at most {used.max_tokens} tokens, temperature {used.temperature:g}, top_p {used.top_p:g}"
@@ -243,16 +246,8 @@ def _resolved(
     return resolved, None if source is None else typed
 
 
-def _own_sampling(model: str | None, source: str | None, overrides: Sequence[str]) -> dict[str, object]:
-    """Keys for the sampling of a run or config, or of a model of no run."""
-    from tandemrl.config import load
-    from tandemrl.evals import sampling_of_model
-
-    said = {} if source is not None else sampling_of_model(model)
-    if source is not None and (config := load(source, overrides)).eval.profile == "tiny":
-        # the default, with which a config says nothing: its own limit is that of its rollouts
-        said = {"max_tokens": config.rollout.max_tokens}
-    return {f"eval.{key}": value for key, value in ({"profile": "custom"} | said if said else {}).items()}
+def _assigned(values: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def summary_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> "Table":

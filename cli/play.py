@@ -56,7 +56,7 @@ def play(
         typer.echo(f"the page offers none of the pair's own problems: {error}")
         problems = Problems(load(), [EXAMPLE])
     config = replace(config, model=replace(config.model, senior=senior, junior=junior or senior))
-    engine, tokenizer, other, ends, load_junior = open_pair(config, longest=longest)
+    engine, tokenizer, other, ends, load_junior = open_pair(config, longest)
     reader = load_junior()
     duo = Duo(
         engine,

@@ -17,8 +17,6 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="vllm or torch, as rollout.engine. Default: vllm where it is installed.")
     ] = None,
-    junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
-    junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
     context: Annotated[
         int | None,
         typer.Option(min=2, help="Tokens of prompt and response together. Default: the models'."),
@@ -46,17 +44,7 @@ def serve(
         raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
     engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
     before = [f"model.senior={senior}", f"model.junior={junior}", f"rollout.engine={engine}"]
-    if engine == "vllm":
-        of_vllm = {"junior_dtype": junior_dtype, "junior_device": junior_device}
-        before += [f"rollout.vllm.{name}={value}" for name, value in of_vllm.items() if value is not None]
     config = config_of(overrides, ("model.", "rollout.", "selection.", "data.template_arguments"), before)
     engine_server.serve(
-        config,
-        host=host,
-        port=port,
-        allowed_hosts=allowed_host or (),
-        api_key=api_key,
-        context=context,
-        junior_dtype=junior_dtype,
-        junior_device=junior_device,
+        config, host=host, port=port, allowed_hosts=allowed_host or (), api_key=api_key, context=context
     )

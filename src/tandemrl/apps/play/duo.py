@@ -24,7 +24,7 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import context_of
 from tandemrl.rollout.call import CallEngine, Finished, NewTokens
-from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
+from tandemrl.rollout.engine import Request, Sampling, StopReason
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, resumed
@@ -50,6 +50,14 @@ class Draft:
     tokens: tuple[int, ...] = ()
     authors: tuple[int, ...] = ()
     given: int = 0
+
+    @property
+    def begun(self) -> "Draft":
+        """The part up to where what a person inserted last ends."""
+        return replace(self, tokens=self.tokens[: self.given], authors=self.authors[: self.given])
+
+    def longer(self, tokens: Sequence[int], authors: Sequence[int]) -> "Draft":
+        return replace(self, tokens=(*self.tokens, *tokens), authors=(*self.authors, *authors))
 
 
 FURTHER = 64
@@ -85,11 +93,11 @@ class Piece(NamedTuple):
 class LazyText:
     """A completion that is written no further than it is asked for, in a call that stays open.
 
-    stop: why it ended; None as long as it has not.
+    begun: the draft before its first token. stop: why it ended; None as long as it has not.
     """
 
-    def __init__(self, engine: CallEngine, request: Request) -> None:
-        self.tokens, self.authors = list[int](), list[int]()
+    def __init__(self, engine: CallEngine, begun: Draft, request: Request) -> None:
+        self.begun, self.tokens, self.authors = begun, list[int](), list[int]()
         self.stop: StopReason | None = None
         self._authors = Authors(request.strategy, request.keys[0], request.history)
         self._call = engine.open()
@@ -135,7 +143,7 @@ class Duo:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CallEngine,
         junior: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -148,8 +156,8 @@ class Duo:
         self.apart, self._junior_tokenizer = junior_tokenizer is not None, junior_tokenizer
         self._pieces = token_bytes(tokenizer) if self.apart else {}
         self._reader = None if junior_tokenizer is None else vocabulary_of(junior_tokenizer)
-        self._lazy: tuple[Draft, LazyText] | None = None
-        """The text that is being written, with its draft before the first token."""
+        self._lazy: LazyText | None = None
+        """The text that is being written."""
         self._template_arguments = template_arguments
         self._reader_of_responses = ResponseReader(tokenizer, ends)
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
@@ -167,15 +175,11 @@ class Duo:
             if not draft.tokens:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; at most {self.longest - 1} leave room to write")
             return Piece([], "length", Author.SENIOR)
-        known, text = [*draft.tokens[draft.given :]], self._lazy_text(draft, prompt)
-        end = len(known) + count
+        known, text = [*draft.tokens[draft.given :]], self._text_of(draft, prompt)
+        end = most = len(known) + count
         try:
             text.write(end + 1)
-            while (
-                self.apart
-                and len(text.tokens) > end < len(known) + count + FURTHER
-                and not self._begins_word(text, end)
-            ):
+            while self.apart and len(text.tokens) > end < most + FURTHER and not self._begins_word(text, end):
                 end += 1
                 text.write(end + 1)
         except BaseException:  # of the device, too
@@ -184,11 +188,7 @@ class Duo:
         if text.tokens[: len(known)] != known:
             raise ValueError("tokens: not what the two write with these settings; generate the text anew")
         stop = text.stop if len(text.tokens) <= end else None
-        longer = replace(
-            draft,
-            tokens=(*draft.tokens[: draft.given], *text.tokens[:end]),
-            authors=(*draft.authors[: draft.given], *text.authors[:end]),
-        )
+        longer = draft.begun.longer(text.tokens[:end], text.authors[:end])
         read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
         return Piece(read, stop, self.next_author(longer))
 
@@ -213,59 +213,48 @@ class Duo:
         prompt = self._prompt(draft.prompt)
         if len(prompt) + len(draft.tokens) + len(typed) > self.longest:
             raise ValueError(f"the text would be longer than {self.longest} tokens")
-        authors = (*draft.authors, *[int(Author.JUNIOR)] * len(typed))
-        tokens = (*draft.tokens, *typed)
-        longer = replace(draft, tokens=tokens, authors=authors, given=len(tokens))
+        longer = draft.longer(typed, [int(Author.JUNIOR)] * len(typed))
+        longer = replace(longer, given=len(longer.tokens))
         if self.apart:
-            self._junior_prompt(draft.prompt, tokens)  # refuses what the junior cannot read
+            self._junior_prompt(draft.prompt, longer.tokens)  # refuses what the junior cannot read
         return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
 
     def next_author(self, draft: Draft) -> Author:
         """Who writes the token after the draft; with ``before_word``, who proposes it."""
-        keys, own = torch.tensor([self._key(draft)], dtype=torch.int64), draft.tokens[self._given(draft) :]
-        history = [own] if own else []
-        senior, _ = resumed(self._strategy(draft.selection), keys, [history])
+        own = draft.tokens[draft.given if self.apart else 0 :]
+        keys = torch.tensor([self._key(draft)], dtype=torch.int64)
+        senior, _ = resumed(self._strategy(draft.selection), keys, [[own] if own else []])
         return Author.SENIOR if bool(senior) else Author.JUNIOR
 
-    def _given(self, draft: Draft) -> int:
-        """How many tokens of a draft a request goes on from without a history, as from a longer prompt."""
-        return draft.given if self.apart else 0
-
     def _key(self, draft: Draft) -> int:
-        return request_key(draft.seed, 0, self._given(draft), 0)
-
-    def _request(self, draft: Draft, prompt: Sequence[int], count: int) -> Request:
-        sampling, strategy = Sampling(max_tokens=count, temperature=draft.temperature), self._strategy(draft.selection)
-        own = draft.tokens[self._given(draft) :]
-        read = self._junior_prompt(draft.prompt, draft.tokens) if strategy.removed is not None else ()
-        return Request(
-            [*prompt, *draft.tokens],
-            (self._key(draft),),
-            sampling,
-            strategy,
-            history=(own,) if own else (),
-            junior_prompt=read,
-        )
+        """With two vocabularies, a text goes on from what was inserted as from a longer prompt, without a history."""
+        return request_key(draft.seed, 0, draft.given if self.apart else 0, 0)
 
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
         # A text is one turn, though the engine gets what is there of it as one that was written before.
         schedule = schedule_of(selection, self.tokenizer, self.engine.vocabulary, by_text=self.apart)
         return schedule.strategy(1)._replace(turn=None)
 
-    def _lazy_text(self, draft: Draft, prompt: Sequence[int]) -> LazyText:
+    def _text_of(self, draft: Draft, prompt: Sequence[int]) -> LazyText:
         """What goes on from what a person inserted last, or from the prompt."""
-        begun = replace(draft, tokens=draft.tokens[: draft.given], authors=draft.authors[: draft.given])
-        if self._lazy is None or self._lazy[0] != begun:
-            request = self._request(begun, prompt, self.longest - len(prompt) - draft.given)
+        begun, strategy = draft.begun, self._strategy(draft.selection)
+        if self._lazy is None or self._lazy.begun != begun:
+            request = Request(
+                [*prompt, *begun.tokens],
+                (self._key(draft),),
+                Sampling(max_tokens=self.longest - len(prompt) - draft.given, temperature=draft.temperature),
+                strategy,
+                history=(begun.tokens,) if begun.tokens and not self.apart else (),
+                junior_prompt=() if strategy.removed is None else self._junior_prompt(draft.prompt, begun.tokens),
+            )
             self._free_engine()
-            assert isinstance(self.engine, CallEngine)  # torch and vllm are
-            self._lazy = begun, LazyText(self.engine, request)
-        return self._lazy[1]
+            self._lazy = LazyText(self.engine, begun, request)
+        return self._lazy
 
     def _free_engine(self) -> None:
         """Give up the text that is being written, if there is one: an engine writes for one call at a time."""
         if self._lazy is not None:
-            self._lazy[1].close()
+            self._lazy.close()
             self._lazy = None
 
     def _begins_word(self, text: LazyText, place: int) -> bool:

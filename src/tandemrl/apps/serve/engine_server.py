@@ -51,15 +51,11 @@ class Pair(NamedTuple):
     load_junior: Callable[[], PreTrainedModel]
 
 
-def open_pair(
-    config: Config, *, longest: int | None = None, junior_dtype: str | None = None, junior_device: str | None = None
-) -> Pair:
+def open_pair(config: Config, longest: int | None) -> Pair:
     """Load the models of a config into its engine. What does not go together is refused before.
 
     Args:
         longest: how many tokens prompt and response may have together. None means as many as the models allow.
-        junior_dtype: the junior's dtype. None means the senior's.
-        junior_device: the junior's device. None means the senior's.
 
     Raises:
         ConfigError: the chat template does not read one of ``data.template_arguments``, the config does not suit models
@@ -78,11 +74,8 @@ def open_pair(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     dtype, device = model.dtype, str(resolve_device(model.device))
-    load = cache(partial(load_model, junior, dtype=junior_dtype or dtype, device=junior_device or device))
-    sources = (
-        ModelSource(model.senior, partial(load_model, model.senior, dtype=dtype, device=device)),
-        ModelSource(junior, load, None, None, other, endpoint),
-    )
+    own, load = (cache(partial(load_model, path, dtype=dtype, device=device)) for path in (model.senior, junior))
+    sources = ModelSource(model.senior, own), ModelSource(junior, load, None, None, other, endpoint)
     ends = ends_of(*sources, tokenizer)
     made = dict[str, Any](dtype=dtype, device=device, longest=longest, ends=ends)
     engine = make_engine(config.rollout, *sources, tokenizer, **made)
@@ -104,8 +97,6 @@ def serve(
     allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
     context: int | None = None,
-    junior_dtype: str | None = None,
-    junior_device: str | None = None,
 ) -> None:
     """Run the server until it is interrupted.
 
@@ -116,15 +107,13 @@ def serve(
         port: the port to listen at.
         allowed_hosts: further names under which clients know this machine (see ``hosts_of``).
         api_key: the key that clients have to send. None means that of the environment, and if it has none, no key.
-        context, junior_dtype, junior_device: see `open_pair`.
+        context: how many tokens prompt and response may have together. None means as many as the models allow.
 
     Raises:
         ConfigError, EngineError, ModelError: the port is in use; see also `open_pair`.
     """
     listen(host, port).close()  # before models are loaded
-    engine, tokenizer, other, ends, _ = open_pair(
-        config, longest=context, junior_dtype=junior_dtype, junior_device=junior_device
-    )
+    engine, tokenizer, other, ends, _ = open_pair(config, context)
     senior, junior, endpoint = config.model.senior, config.model.junior or config.model.senior, endpoint_of(config)
     calls = call_format_of(template_of(tokenizer))
 
@@ -151,7 +140,8 @@ def serve(
         hosts=hosts_of(host, allowed_hosts),
         api_key=key,
     )
-    where = junior_dtype or config.model.dtype if endpoint is None else f"at {endpoint.url}"
+    dtype = (config.rollout.engine == "vllm" and config.rollout.vllm.junior_dtype) or config.model.dtype
+    where = dtype if endpoint is None else f"at {endpoint.url}"
     models = f"{senior} ({config.model.dtype}) and its junior {junior} ({where})"
     with listen(host, port) as listening, suppress(KeyboardInterrupt):
         locked = "without" if key is None else "with"
