@@ -84,19 +84,18 @@ def test_a_first_token_comes_at_most_two_steps_later_than_alone() -> None:
         alone = steps_until_told(call, asked("longer", bernoulli(0.5), 0))
     with running.open() as call:
         assert max(steps_until_told(call, asked("longer", bernoulli(0.5), seed)) for seed in range(20)) <= alone + 2
-        assert len(call._unfinished()) == 40
+        assert sum(not row.over for row in call._rows.values()) == 40
 
 
-def test_numbers_stand_for_new_sequences_once_they_were_taken() -> None:
+def test_what_is_kept_of_sequences_does_not_grow_with_those_that_were_taken() -> None:
     running, strategy = engine(max_rows=4), bernoulli(0.5)
     batch = [asked("plain", strategy, seed=i) for i in range(12)]
-    seen, found = set[int](), list[Completion]()
+    found = list[Completion]()
     with running.open() as call:
         for request in batch:
-            numbers = call.submit([request])
-            seen |= set(numbers)
-            found += ended(call, numbers)
-    assert len(seen) < 12
+            found += ended(call, call.submit([request]))
+        assert not call._rows
+        assert len(call._batch._slots) < 12
     same(found, [each for request in batch for each in flat(running.generate([request]))])
 
 
@@ -114,9 +113,8 @@ def test_a_sequence_that_was_taken_may_still_have_its_place(draft_tokens: int) -
     with running.open() as call:
         numbers, left = call.submit([*first, late]), set(range(20))
         found = ended(call, numbers[:4], left) + ended(call, numbers[-1:], left)
-        assert numbers[-1] in call._batch.held()
+        assert numbers[-1] in [row.number for row in call._batch.rows]
         left |= set(again := call.submit([new]))
-        assert again[0] < 4
         found += ended(call, again, left) + ended(call, numbers[4:-1], left)
     same(found, [each for r in [*first[:4], late, new, *first[4:]] for each in flat(running.generate([r]))])
 

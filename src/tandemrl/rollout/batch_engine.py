@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
-from tandemrl.rollout.call import Call, CallEngine, Event, Finished, NewTokens
+from tandemrl.rollout.call import Call, CallEngine, Event, NewTokens
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import DraftLength
-from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Turn
+from tandemrl.rollout.engine import EngineError, Passes, Reply, Request
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.rollout.partner import MakePartner, Writer, check_partnered
 from tandemrl.rollout.relay import Relay
@@ -111,7 +111,7 @@ class BatchEngine(CallEngine):
         return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
 
 
-class BatchCall(Call[Row]):
+class BatchCall(Call):
     """A `call.Call`. Between two steps, new rows and rows whose next turn begins join the batch. A row that waits for
     an answer takes no place in it: its keys and values are kept apart.
     """
@@ -126,7 +126,6 @@ class BatchCall(Call[Row]):
         """The numbers of rows in the batch that have not ended."""
         self._ready: list[tuple[Row, Sequence[int]]] = []
         """Rows that can go on, each with the tokens of its answer."""
-        self._free, self._size = set[int](), 0
         self._length: Callable[[int, Passes], int] | None = None
 
     @torch.inference_mode()
@@ -138,40 +137,27 @@ class BatchCall(Call[Row]):
 
     @torch.inference_mode()
     def submit(self, requests: Sequence[Request]) -> list[int]:
+        return super().submit(requests)
+
+    def _begin(self, requests: Sequence[Request], rows: Sequence[Row]) -> None:
         engine = self.engine
-        for i, request in enumerate(requests):
-            engine.check(i, request)
-        pairs = [(request, key) for request in requests for key in request.keys]
-        numbers = self._numbers(len(pairs))
         kept = {id(request): engine.sessions.take(request) for request in requests}
-        rows = [Row(r, key, number, kept=kept[id(r)]) for number, (r, key) in zip(numbers, pairs, strict=True)]
-        unfinished = [*self._unfinished(), *rows]
-        length = engine.draft_length_for([row.request for row in unfinished], len(unfinished))
+        for row in rows:
+            row.kept = kept[id(row.request)]
+        going = [*(row for row in self._rows.values() if not row.over), *rows]
+        self._length = engine.draft_length_for([row.request for row in going], len(going))
+        how = {"drafts": self._length is not None}
         if self._batch is None:
-            self._batch = engine.make_batch(
-                requests, self._size, turns=self._turns, drafts=length is not None, streams=self._streams
-            )
+            self._batch = engine.make_batch(requests, len(going), turns=self._turns, streams=self._streams, **how)
         else:
-            self._batch.extend(requests, self._size, drafts=length is not None)
-        self._length = length
-        self._rows |= {row.number: row for row in rows}
+            self._batch.extend(requests, len(going), **how)
         self._waiting += rows
-        return numbers
-
-    def _unfinished(self) -> list[Row]:
-        return [row for row in self._rows.values() if not row.over]
-
-    def _numbers(self, count: int) -> list[int]:
-        """Numbers that no row has, the smallest first."""
-        held = set() if self._batch is None else self._batch.held()
-        free = sorted(self._free - held)[:count]
-        self._free -= {*free}
-        numbers = [*free, *range(self._size, self._size + count - len(free))]
-        self._size = max([self._size, *(number + 1 for number in numbers)])
-        return numbers
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
+        return super().step()
+
+    def _step(self) -> list[Event]:
         batch = self._batch
         if batch is None:
             return []
@@ -187,11 +173,11 @@ class BatchCall(Call[Row]):
             if self._streams:
                 events += [NewTokens(*each) for each in batch.news()]
             if self._turns:
-                events += [self._turn(batch, row) for row in ended]
+                self._awaited |= {row.number: row for row in ended}
+                events += [row.turn for row in ended]
             if int(batch.live.sum()) < len(self._inside):
                 self._drop_ended(batch)
-        over, self._over = self._over, []
-        return [*events, *(Finished(row.number) for row in over)]
+        return events
 
     def _drop_ended(self, batch: DecodingBatch) -> None:
         """Note which rows of the batch have ended, but for those that wait for an answer now."""
@@ -200,7 +186,7 @@ class BatchCall(Call[Row]):
                 self._inside.remove(row.number)
                 if row.number not in self._awaited:
                     if row.kept and row.request.session is not None:
-                        self.engine.sessions.keep(row.request, batch.text(row), row.kept)
+                        self.engine.sessions.keep(row.request, row.text, row.kept)
                     row.over, row.kept = True, {}
                     self._over.append(row)
         batch.retire()
@@ -229,13 +215,6 @@ class BatchCall(Call[Row]):
         rows = 0 if self._batch is None else len(self._batch.rows)
         return 2 * self.engine.max_rows - rows - len(self._awaited) - len(self._ready)
 
-    def _turn(self, batch: DecodingBatch, row: Row) -> Turn:
-        """The ended turn of a row, which waits for an answer from now on."""
-        assert row.stop_reason is not None
-        self._awaited[row.number] = row
-        own = batch.tokens[row.number, row.start : row.written].numpy().copy()
-        return Turn(row.number, row.request.task, row.index, own, row.stop_reason)
-
     def _go_on(self, row: Row, reply: Reply) -> None:
         if self.engine.apart and isinstance(self._batch, Relay) and not reply.junior_context:
             raise EngineError(
@@ -251,15 +230,6 @@ class BatchCall(Call[Row]):
         self._end_apart(keys, [*self._awaited.values(), *(row for row, _ in self._ready), *self._waiting])
         self._ready = [(row, context) for row, context in self._ready if not row.over]
         self._waiting = [row for row in self._waiting if not row.over]
-
-    @torch.inference_mode()
-    def take(self, numbers: Sequence[int]) -> list[Completion]:
-        batch = self._batch
-        assert batch is not None
-        done = [batch.completion(self._rows.pop(number), self.version) for number in numbers]
-        batch.release(numbers)
-        self._free.update(set(numbers) - self._aborted)  # an answer may still come for an aborted one
-        return done
 
     @property
     def idle(self) -> bool:

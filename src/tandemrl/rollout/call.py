@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import (
@@ -22,8 +22,6 @@ from tandemrl.rollout.engine import (
     Turn,
     check_request,
 )
-
-AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class NewTokens(NamedTuple):
@@ -49,17 +47,17 @@ class CallEngine(Engine):
 
     def __init__(self) -> None:
         self._busy, self._owner = threading.Lock(), 0
-        self._call: Call[Any] | None = None
+        self._call: Call | None = None
 
     @abstractmethod
-    def make_call(self, *, turns: bool, streams: bool) -> "Call[Any]":
+    def make_call(self, *, turns: bool, streams: bool) -> "Call":
         """A call of an engine that no other call uses; see ``Call``."""
 
     def check(self, index: int, request: Request) -> None:
         """Refuse a request that this engine cannot serve; see ``check_request``."""
         check_request(index, request, self)
 
-    def open(self, *, turns: bool = False) -> "Call[Any]":
+    def open(self, *, turns: bool = False) -> "Call":
         """Open a call, which requests of any kind can join. Close it after use: it is a context.
 
         A call of another thread is waited for, as ``load_weights`` waits for this one.
@@ -69,7 +67,7 @@ class CallEngine(Engine):
         """
         return self._open(turns=turns, streams=True)
 
-    def _open(self, **how: bool) -> "Call[Any]":
+    def _open(self, **how: bool) -> "Call":
         self._acquire()
         try:
             self._call = self.make_call(**how)
@@ -115,13 +113,13 @@ class CallEngine(Engine):
         self._owner, self._call = 0, None
         self._busy.release()
 
-    def closed(self, call: "Call[Any]") -> None:
+    def closed(self, call: "Call") -> None:
         """Hear that a call is over."""
         if self._call is call:
             self._release()
 
 
-class Call(ABC, Generic[AnyRow]):
+class Call(ABC):
     """Sequences that an engine is decoding. Nothing but ``abort`` may be called from two threads at once.
 
     Args:
@@ -136,19 +134,21 @@ class Call(ABC, Generic[AnyRow]):
 
     def __init__(self, engine: CallEngine, *, turns: bool, streams: bool) -> None:
         self.engine, self._turns, self._streams = engine, turns, streams
-        self._rows: dict[int, AnyRow] = {}
+        self._rows: dict[int, Row] = {}
         """By number: those that were not taken."""
-        self._awaited: dict[int, AnyRow] = {}
+        self._awaited: dict[int, Row] = {}
         """By number: those that wait for an answer."""
-        self._over: list[AnyRow] = []
+        self._over: list[Row] = []
         """Rows that have ended since the last step."""
         self._aborts = deque[frozenset[int] | None]()
         """What other threads have asked to end since the last step; None: all."""
         self._aborted = set[int]()
         self.version, self.steps, self.written = engine.policy_version, 0, 0
         """How many steps have decoded anything so far, and how many tokens were written in all sequences."""
+        self._next = 0
+        """The number of the next row."""
 
-    def __enter__(self) -> "Call[AnyRow]":
+    def __enter__(self) -> "Call":
         return self
 
     def __exit__(
@@ -156,21 +156,38 @@ class Call(ABC, Generic[AnyRow]):
     ) -> None:
         self.close()
 
-    @abstractmethod
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """Let sequences join, one for each key of each request. Returns their numbers, in this order.
 
         Raises:
             EngineError: a request asks for something this engine lacks; none of them joins.
         """
+        for i, request in enumerate(requests):
+            self.engine.check(i, request)
+        pairs = [(request, key) for request in requests for key in request.keys]
+        rows = [Row(*pair, number) for number, pair in enumerate(pairs, self._next)]
+        self._begin(requests, rows)
+        self._next += len(rows)
+        self._rows |= {row.number: row for row in rows}
+        return [row.number for row in rows]
 
     @abstractmethod
+    def _begin(self, requests: Sequence[Request], rows: Sequence[Row]) -> None:
+        """Let the rows of some requests join."""
+
     def step(self) -> list[Event]:
         """Write the next tokens of all sequences that do not wait for an answer."""
+        events = self._step()
+        over, self._over = self._over, []
+        return [*events, *(Finished(row.number) for row in over)]
 
     @abstractmethod
+    def _step(self) -> list[Event]:
+        """The same, without the sequences that are over, which are in ``_over``."""
+
     def take(self, numbers: Sequence[int]) -> list[Completion]:
-        """The completions of sequences that have ended. Their numbers may then stand for new sequences."""
+        """The completions of sequences that have ended."""
+        return [self._rows.pop(number).completion(self.version) for number in numbers]
 
     @abstractmethod
     def close(self) -> None:
@@ -187,7 +204,7 @@ class Call(ABC, Generic[AnyRow]):
         """Whether a step could do nothing before an answer or another request comes."""
 
     @abstractmethod
-    def _go_on(self, row: AnyRow, reply: Reply) -> None:
+    def _go_on(self, row: Row, reply: Reply) -> None:
         """Let the next turn of a row begin, after the context of an answer."""
 
     @property
@@ -215,7 +232,7 @@ class Call(ABC, Generic[AnyRow]):
         else:
             self._go_on(row, reply)
 
-    def _end(self, row: AnyRow, reason: StopReason | None) -> None:
+    def _end(self, row: Row, reason: StopReason | None) -> None:
         row.end(reason)
         self._over.append(row)
 
@@ -228,7 +245,7 @@ class Call(ABC, Generic[AnyRow]):
         asked = [self._aborts.popleft() for _ in range(len(self._aborts))]
         return {row.key for row in self._rows.values() if any(keys is None or row.key in keys for keys in asked)}
 
-    def _end_apart(self, keys: Container[int], apart: Iterable[AnyRow]) -> None:
+    def _end_apart(self, keys: Container[int], apart: Iterable[Row]) -> None:
         """End those of these rows, which are not being decoded, that were aborted. Answers that still come for them are
         ignored."""
         for row in [row for row in apart if row.key in keys]:
@@ -238,7 +255,7 @@ class Call(ABC, Generic[AnyRow]):
 
 
 def run(
-    call: Call[Any],
+    call: Call,
     requests: Sequence[Request],
     *,
     progress: Callable[[int], None] | None = None,

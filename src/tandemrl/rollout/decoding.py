@@ -10,13 +10,14 @@ from itertools import chain, count
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int8, Int64
 from torch import Tensor
 
 from tandemrl.models.sampling import log_mass, race_times
 from tandemrl.rollout.decoding_rows import (
     Block,
     Decoder,
+    Part,
     Penalised,
     Row,
     Shaping,
@@ -27,30 +28,31 @@ from tandemrl.rollout.decoding_rows import (
     shaped,
 )
 from tandemrl.rollout.device_steps import DeviceSteps, Start
-from tandemrl.rollout.engine import Completion, EngineError, Passes, Request, StopReason
+from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import KVCache, column_mask, extend, next_hidden, prefill
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
+_OUTPUTS = {"tokens": torch.int64, "authors": torch.int8, "logprobs": torch.float32, "handovers": torch.float32}
 
 
 class DecodingBatch:
     """The rows being decoded. ``rows[i]`` owns entry i of every tensor and row i of every KV cache.
 
-    A row that has ended stays in its place unchanged, until another row takes the place or ``retire`` drops it.
+    A row that has ended stays in its place unchanged, until another row takes the place or ``retire`` drops it. Its
+    text is in ``Row.parts`` then.
 
     Args:
         total: how many completions all requests ask for.
-        turns: whether rows may come back for a further turn. The output arrays then have columns for what the
-            environment says.
+        turns: whether rows may come back for a further turn.
         drafts: whether both models keep a KV cache of all rows, whoever writes them, so that ``step`` can draft.
         alone: takes several steps at once where no request needs the host after each. None: the host sees each token.
     """
 
     # Entries of the rows (``_entries``), on the host but for the last.
-    number: Int64[Tensor, " b"]
-    limit: Int64[Tensor, " b"]  # the column where the turn ends at the latest
+    slot: Int64[Tensor, " b"]
+    limit: Int64[Tensor, " b"]  # how many tokens the turn may have
     live: Bool[Tensor, " b"]
     last: Int64[Tensor, " b"]
     position: Int64[Tensor, " b"]  # of the last token
@@ -61,6 +63,11 @@ class DecodingBatch:
     stop_row: Int64[Tensor, " b"]
     start_row: Int64[Tensor, " b"]
     parameters: Float[Tensor, "b 7"]
+    # What each row has written in its turn: as many columns as ``written`` says.
+    tokens: Int64[Tensor, "b w"]
+    authors: Int8[Tensor, "b w"]
+    logprobs: Float[Tensor, "b w"]
+    handovers: Float[Tensor, "b w"]
 
     def __init__(
         self,
@@ -78,17 +85,15 @@ class DecodingBatch:
         self.steps = 0
         """How many steps were taken so far, a draft being one."""
         self.caches: dict[int, KVCache] = {}
-        self.selection = LiveSelection()  # by number
-        self._released = set[int]()  # of rows that nobody asks for again
+        self.selection = LiveSelection()
+        self._slots: list[Row] = []
+        """By slot of ``selection``: whose state it is."""
         self.penalised = self.stop_strings = False
         self.shaping = Shaping()
         self.stops, self.starts = (TokenSets(decoder.vocabulary) for _ in range(2))
         self.starts.row(None, ())  # of strategies that have none
         self.device = decoder.device
-        # What follows the prompts, one row per completion of the call.
-        self.tokens = torch.empty(0, 0, dtype=torch.int64)
-        self.authors = torch.empty(0, 0, dtype=torch.int8)
-        self.logprobs, self.handovers = torch.empty(2, 0, 0, dtype=torch.float32)
+        self._width = 0
         # On the device, one entry per row if any has penalties: which tokens it has before its turn, how often in it.
         self.seen = torch.empty(0, decoder.vocabulary, dtype=torch.bool, device=self.device)
         self.counts = torch.empty(0, decoder.vocabulary, dtype=torch.int64, device=self.device)
@@ -100,7 +105,7 @@ class DecodingBatch:
         """Make ready for further requests.
 
         Args:
-            total: above the numbers of all rows, from now on.
+            total: how many rows are not finished.
             drafts: whether steps may draft from now on.
 
         Raises:
@@ -124,14 +129,16 @@ class DecodingBatch:
             self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(rows, vocabulary, dtype=torch.int64, device=self.device)
         width = max((r.sampling.max_tokens + self.turns * r.observation_tokens for r in requests), default=0)
-        self.widen(width, total)
+        if width > self._width:
+            self._width, more = width, width - self._width
+            for name in _OUTPUTS:
+                setattr(self, name, F.pad(getattr(self, name), (0, more)))
         longest = max((len(r.prompt) for r in requests), default=0) + width
         writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
         for who in sorted((writers & self.decoder.models.keys()) - self.caches.keys()):
             cache = self.caches[who] = KVCache() if self.alone is None else self.alone.cache(who, total, longest)
             if self.rows:
-                each = zip(self.rows, self.written.tolist(), strict=True)
-                texts = [[*row.request.prompt, *self.tokens[row.number, :written].tolist()] for row, written in each]
+                texts = [self.text(i) for i in range(len(self.rows))]
                 cache.put(range(len(texts)), prefill(self.decoder.models[who], texts))
         self.caches = dict(sorted(self.caches.items()))
 
@@ -142,45 +149,23 @@ class DecodingBatch:
         ends = *s.stop_token_ids, *(() if s.ignore_eos else self.decoder.eos)
         return self.stops.row(ends, ends), self.starts.row(starts, () if starts is None else starts)
 
-    def widen(self, columns: int, rows: int = 0) -> None:
-        """Make room in the output arrays. If they grow again and again, they do so by a quarter at the least."""
-        height, width = self.tokens.shape
-        more, down = max(0, columns - width), max(0, rows - height)
-        pad = 0, more and max(more, width // 4), 0, down and max(down, height // 4)
-        for name in ("tokens", "authors", "logprobs", "handovers") if more or down else ():
-            setattr(self, name, F.pad(getattr(self, name), pad))
-
-    def held(self) -> set[int]:
-        """The numbers of all rows that are in a place, those that have ended included."""
-        return {row.number for row in self.rows}
-
     def close(self) -> None:
         """Give back what the next call does not need."""
         if self.alone is not None:
             self.alone.close()
 
-    def release(self, numbers: Sequence[int]) -> None:
-        """Forget rows that have ended, once they have left their places: until then, steps ask for their state."""
-        self._released.update(numbers)
-
-    def text(self, row: Row) -> list[int]:
-        """The prompt of a row, and what follows it up to its last turn."""
-        return [*row.request.prompt, *self.tokens[row.number, : row.written].tolist()]
+    def text(self, i: int) -> list[int]:
+        """The text in a place: the prompt and all that follows."""
+        row = self.rows[i]
+        return row.text if row.stop_reason else [*row.text, *self.tokens[i, : int(self.written[i])].tolist()]
 
     def news(self) -> Iterator[tuple[int, list[int], list[float]]]:
         """Yield the number of each row that has new tokens, these tokens, and their log-probs."""
-        for row, written in zip(self.rows, self.written.tolist(), strict=True):
+        for i, (row, written) in enumerate(zip(self.rows, self.written.tolist(), strict=True)):
             if written > row.told:
                 new = slice(row.told, written)
-                yield row.number, self.tokens[row.number, new].tolist(), self.logprobs[row.number, new].tolist()
+                yield row.number, self.tokens[i, new].tolist(), self.logprobs[i, new].tolist()
                 row.told = written
-
-    def completion(self, row: Row, version: int) -> Completion:
-        assert row.stop_reason is not None
-        channels = self.tokens, self.authors, self.logprobs, self.handovers
-        tokens, authors, logprobs, handovers = (x[row.number, : row.written].numpy().copy() for x in channels)
-        told = None if row.request.strategy.starts is None else handovers
-        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, None, told)
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -188,11 +173,14 @@ class DecodingBatch:
         """Let new rows join."""
         if not new:
             return
-        left = self._released - self.held()
-        self._released -= left
-        self.selection.release([*left])
+        inside = set(map(id, self.rows))  # until they leave their places, steps ask for their state
+        free = [slot for slot, row in enumerate(self._slots) if row.over and id(row) not in inside]
+        self.selection.release(free)
+        for row in new:
+            row.slot = free.pop() if free else len(self._slots)
+            self._slots[row.slot : row.slot + 1] = [row]
         author = self.selection.admit(
-            torch.tensor([row.number for row in new]),
+            torch.tensor([row.slot for row in new]),
             [row.request.strategy for row in new],
             torch.tensor([row.key for row in new], dtype=torch.int64),
             [row.request.history for row in new],
@@ -206,21 +194,17 @@ class DecodingBatch:
             back: pairs of a row and the tokens of the answer to its last turn.
         """
         for row, context in back:
-            observed = slice(row.written, row.written + len(context))
-            self.tokens[row.number, observed] = torch.tensor(context, dtype=torch.int64)
-            self.authors[row.number, observed], self.logprobs[row.number, observed] = -1, 0.0
-            row.start = row.written = observed.stop
-            row.index, row.stop_reason = row.index + 1, None
+            row.observe(context)
         rows = [row for row, _ in back]
         senior = torch.tensor([row.senior_next for row in rows])
-        self._join(rows, self.selection.turn(torch.tensor([row.number for row in rows]), senior))
+        self._join(rows, self.selection.turn(torch.tensor([row.slot for row in rows]), senior))
 
     def _join(self, rows: Sequence[Row], author: Bool[Tensor, " k"]) -> None:
         """Give each row a place: the one that it left, if no other row has taken that, so that no row is in the batch
         twice; then those of rows that have ended, then new ones."""
         ended = (~self.live).nonzero().squeeze(1).tolist()
-        left = {self.rows[place].number: place for place in ended}
-        own = [left.get(row.number) for row in rows]
+        left = {id(self.rows[place]): place for place in ended}
+        own = [left.get(id(row)) for row in rows]
         free = chain((place for place in ended if place not in own), count(len(self.rows)))
         places = [next(free) if place is None else place for place in own]
         self.rows += rows[: max(0, max(places) + 1 - len(self.rows))]  # all new places are filled here
@@ -240,30 +224,30 @@ class DecodingBatch:
         prompt once, and nothing that was kept."""
         model, cache = self.decoder.models[who], self.caches[who]
         fresh = {place: row for place, row in rows.items() if who not in row.kept}
-        texts = {(id(row.request), row.written and row.number): row for row in fresh.values()}
+        texts = {id(row if row.parts else row.request): row.text for row in fresh.values()}
         if fresh:
             index = {text: i for i, text in enumerate(texts)}
-            source = [index[id(row.request), row.written and row.number] for row in fresh.values()]
-            cache.put([*fresh], prefill(model, [self.text(row) for row in texts.values()]), source)
+            source = [index[id(row if row.parts else row.request)] for row in fresh.values()]
+            cache.put([*fresh], prefill(model, [*texts.values()]), source)
         begun = {place: row for place, row in rows.items() if who in row.kept}
         for place, row in begun.items():
             cache.put([place], row.kept[who])
         if begun:
             starts = [next(iter(row.kept[who].values()))[0].shape[2] for row in begun.values()]
-            further = [self.text(row)[start:-1] for row, start in zip(begun.values(), starts, strict=True)]
+            further = [row.text[start:-1] for row, start in zip(begun.values(), starts, strict=True)]
             extend(model, cache, [*begun], starts, further)
 
     def _entries(self, rows: Sequence[Row], author: Bool[Tensor, " k"]) -> dict[str, Tensor]:
         """The entries, by name of the tensor, of rows whose turns begin."""
-        texts = [self.text(row) for row in rows]
+        texts = [row.text for row in rows]
         tables = [self._token_rows(row.request) for row in rows]
         columns = {
-            "number": [row.number for row in rows],
+            "slot": [row.slot for row in rows],
             "last": [text[-1] for text in texts],
             "position": [len(text) - 1 for text in texts],
-            "written": [row.written for row in rows],
-            "shift": [sum(map(len, row.request.history)) - row.observed for row in rows],
-            "limit": [row.written + min(row.request.turn_tokens or row.own_left, row.own_left) for row in rows],
+            "written": [0] * len(rows),
+            "shift": [sum(map(len, row.request.history)) + row.own for row in rows],
+            "limit": [row.turn_left for row in rows],
             "stop_row": [stop_row for stop_row, _ in tables],
             "start_row": [start_row for _, start_row in tables],
         }
@@ -271,6 +255,7 @@ class DecodingBatch:
         keys = torch.tensor([row.key for row in rows], dtype=torch.int64)
         entries |= {"stream": stream(keys, SAMPLING), "author": author, "live": torch.ones_like(author)}
         entries["parameters"] = sampling_parameters(rows).to(self.device)
+        entries |= {name: torch.zeros(len(rows), self._width, dtype=dtype) for name, dtype in _OUTPUTS.items()}
         if self.penalised:
             entries["seen"] = seen_tokens(texts, self.decoder.vocabulary).to(self.device)
             entries["counts"] = torch.zeros_like(entries["seen"], dtype=torch.int64)
@@ -297,7 +282,9 @@ class DecodingBatch:
 
     def _stop(self, i: int, reason: StopReason) -> None:
         """End the turn of a row."""
-        self.rows[i].stop_reason, self.rows[i].written, self.live[i] = reason, int(self.written[i]), False
+        written, channels = int(self.written[i]), (self.tokens, self.authors, self.logprobs, self.handovers)
+        self.rows[i].end_turn(Part(*(x[i, :written].numpy().copy() for x in channels)), reason)
+        self.live[i] = False
 
     # ------------------------------------------------------------------------------------------------------ next tokens
 
@@ -321,7 +308,7 @@ class DecodingBatch:
         self.position, self.written = self.position + count, self.written + count
         ended = self._finish(last, stopped)
         if block.marks:
-            self.selection.rewind(self.number, block.marks, (count - 1).clamp(0, len(block.marks) - 1))
+            self.selection.rewind(self.slot, block.marks, (count - 1).clamp(0, len(block.marks) - 1))
         self.author = self._after(last, live) if block.next is None else block.next
         self.last = last
         for i in ended:
@@ -338,14 +325,14 @@ class DecodingBatch:
         # Strategies hear of a token here, and of drafts in ``_drafted``; with vLLM in ``Planner.next_authors``.
         # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
         on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else torch.arange(len(live))
-        return self.author.index_copy(0, on, self.selection.step(self.number[on], tokens[on]))
+        return self.author.index_copy(0, on, self.selection.step(self.slot[on], tokens[on]))
 
     def _several(self) -> Block | None:
         """The next tokens of every row, up to the next look of the host; None if it has to look at each."""
         alone = self.alone
         if alone is None or self.penalised or len(self.starts.table) > 1 or not bool(self.live.any()):
             return None
-        mark = self.selection.mark(self.number)
+        mark = self.selection.mark(self.slot)
         strategies = [self.selection.strategy(group) for group, _, _ in mark]
         if not all(alone.takes(s, state, len(mine)) for s, (_, mine, state) in zip(strategies, mark, strict=True)):
             return None
@@ -414,9 +401,9 @@ class DecodingBatch:
                 counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
             guesses.append(tokens.cpu())
             logprobs.append(each.cpu())
-            marks.append(self.selection.mark(self.number))
+            marks.append(self.selection.mark(self.slot))
             if j + 1 < ahead:
-                authors.append(self.selection.step(self.number, guesses[j]))
+                authors.append(self.selection.step(self.slot, guesses[j]))
                 read.append(guesses[j])
         senior, guessed, drafted = (torch.stack(each, 1) for each in (authors, guesses, logprobs))
         # Now the senior reads the draft, and draws up to the first token that it draws otherwise, which is included.
@@ -451,15 +438,15 @@ class DecodingBatch:
             count = count.minimum(first)
             row, at = (column < count[:, None]).nonzero(as_tuple=True)
             stopped = first == count
-        number, place = self.number[row], self.written[row] + at
-        self.tokens[number, place] = block.tokens[row, at]
-        self.authors[number, place] = block.authors[row, at].to(torch.int8)
-        self.logprobs[number, place] = block.logprobs[row, at]
+        place = self.written[row] + at
+        self.tokens[row, place] = block.tokens[row, at]
+        self.authors[row, place] = block.authors[row, at].to(torch.int8)
+        self.logprobs[row, place] = block.logprobs[row, at]
         if block.handovers is not None:
-            self.handovers[number, place] = block.handovers[row, at]
+            self.handovers[row, place] = block.handovers[row, at]
         stopped = stopped & self.live
         for i in self.live.nonzero().squeeze(1).tolist() if self.stop_strings else ():
-            known, new = self.tokens[self.number[i], : int(self.written[i])], block.tokens[i, : int(count[i])]
+            known, new = self.tokens[i, : int(self.written[i])], block.tokens[i, : int(count[i])]
             if hit := self.rows[i].first_stop(known, new, self.decoder.tokenizer.decode):
                 stopped[i], count[i] = True, hit
         return count, stopped
@@ -476,7 +463,6 @@ class DecodingBatch:
         """Keep what a further turn of an ended row would need, if it may have one, or the next request of its
         session."""
         row = self.rows[i]
-        row.own += row.written - row.start
         row.senior_next = bool(self.author[i])
         if row.request.session is not None or (self.turns and row.stays):
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}

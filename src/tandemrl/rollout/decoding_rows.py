@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64
@@ -12,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.drafting import count_accepted
-from tandemrl.rollout.engine import Passes, Request, StopReason
+from tandemrl.rollout.engine import Completion, Passes, Request, StopReason, Turn
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
 
@@ -34,23 +36,41 @@ class Decoder:
         return self.heads[1].weight.device if self.heads else torch.device("cpu")
 
 
+class Part(NamedTuple):
+    """A turn that has ended, or what the environment said after it. The channels are those of ``Completion``."""
+
+    tokens: np.ndarray
+    author: np.ndarray
+    logprobs: np.ndarray
+    handovers: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], author: int, logprobs: Sequence[float] | None = None) -> "Part":
+        """Tokens of one author."""
+        values = np.zeros(len(tokens), np.float32) if logprobs is None else np.array(logprobs, np.float32)
+        authors = np.full(len(tokens), author, np.int8)
+        return cls(np.array(tokens, np.int64), authors, values, np.zeros_like(values))
+
+
 @dataclass(slots=True, eq=False)
 class Row:
-    """One completion that is being written; ``number`` is its row in the output arrays."""
+    """One completion that is being written, in any engine; ``number`` is its number in the call."""
 
     request: Request
     key: int
     number: int
+    parts: list[Part] = field(default_factory=list)
+    """All turns that have ended, and between them what the environment said."""
     index: int = 0
     """Number of the present turn, from 0."""
-    start: int = 0
-    """Column of the output arrays where the present turn begins."""
+    slot: int = -1
+    """Where ``LiveSelection`` has its state."""
     told: int = 0
-    """How many columns of the output arrays ``DecodingBatch.news`` has told of."""
-    written: int = 0
-    """How many columns of the output arrays the row has filled. It is not updated while a turn is being written."""
+    """How many tokens of the present turn were told as ``NewTokens``."""
     own: int = 0
     """How many own tokens the finished turns have."""
+    observed: int = 0
+    """How many tokens of the environment there are."""
     stop_reason: StopReason | None = None
     """Why the turn, and at last the completion, has ended. None while the row is being written or waits to be."""
     over: bool = False
@@ -63,9 +83,14 @@ class Row:
     """Between two turns: ``Reply.junior_context``."""
 
     @property
-    def observed(self) -> int:
-        """How many tokens of the environment the row holds. Valid between two turns only."""
-        return self.written - self.own
+    def text(self) -> list[int]:
+        """The prompt, and all that follows it up to the present turn."""
+        return [*self.request.prompt, *chain.from_iterable(part.tokens.tolist() for part in self.parts)]
+
+    @property
+    def turns(self) -> list[np.ndarray]:
+        """The own tokens of each turn that has ended."""
+        return [part.tokens for part in self.parts if len(part.tokens) and part.author[0] >= 0]
 
     @property
     def own_left(self) -> int:
@@ -73,18 +98,49 @@ class Row:
         return self.request.sampling.max_tokens - self.own
 
     @property
+    def turn_left(self) -> int:
+        """How many own tokens the present turn may have."""
+        return min(self.request.turn_tokens or self.own_left, self.own_left)
+
+    @property
     def stays(self) -> bool:
         """Whether a further turn may follow. Valid between two turns only."""
         return not self.over and self.own_left > 0 and self.observed < self.request.observation_tokens
 
+    def end_turn(self, part: Part, reason: StopReason) -> None:
+        """The present turn has ended, with these tokens."""
+        self.parts.append(part)
+        self.own, self.stop_reason = self.own + len(part.tokens), reason
+
+    def observe(self, context: Sequence[int]) -> None:
+        """Begin the next turn, after an answer of the environment."""
+        self.parts.append(Part.of(context, -1))
+        self.observed, self.index, self.told, self.stop_reason = self.observed + len(context), self.index + 1, 0, None
+
+    @property
+    def turn(self) -> Turn:
+        """The turn that has just ended, as the ``Responder`` gets it."""
+        assert self.stop_reason is not None
+        return Turn(self.number, self.request.task, self.index, self.parts[-1].tokens, self.stop_reason)
+
+    def completion(self, version: int) -> Completion:
+        """The finished completion. An answer of the environment after which nothing was written is left out."""
+        assert self.stop_reason is not None
+        parts = [Part.of((), 0), *(part for part in self.parts if len(part.tokens))]
+        if len(parts) > 1 and parts[-1].author[0] < 0:
+            parts.pop()
+        tokens, authors, logprobs, handovers = map(np.concatenate, zip(*parts, strict=True))
+        told = None if self.request.strategy.starts is None else handovers
+        return Completion(self.key, tokens, authors, logprobs, self.stop_reason, version, None, told)
+
     def first_stop(self, known: Int64[Tensor, " n"], new: Int64[Tensor, " m"], decode: Callable[..., Any]) -> int:
-        """The number, from 1, of the first of the ``new`` tokens after the ``known`` ones (all that follow the prompt)
-        that completes a stop string of this turn; 0 if none does."""
+        """The number, from 1, of the first of the ``new`` tokens after a turn's ``known`` ones that completes a stop
+        string; 0 if none does."""
         stops, whole = self.request.sampling.stop, torch.cat([known, new])
         for n in range(1, len(new) + 1) if stops else ():
             # A character is at most four byte tokens, and the last token completes the stop string.
-            begin, end = self.start, len(known) + n
-            tail = whole[max(begin, end - 4 * max(map(len, stops)) - 4) : end].tolist()
+            end = len(known) + n
+            tail = whole[max(0, end - 4 * max(map(len, stops)) - 4) : end].tolist()
             text = decode(tail, skip_special_tokens=False).strip("\ufffd")  # halves of characters at its ends
             if any(stop in text for stop in stops):
                 return n

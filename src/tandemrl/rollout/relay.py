@@ -101,14 +101,15 @@ class Relay(DecodingBatch):
         """The last turn of a row, if it is a text."""
         assert self._vocabulary is not None
         by_token = row.stop_reason == "eos"
-        text = spell(self.tokens[row.number, row.start : row.written - by_token].tolist(), self._vocabulary)
+        own = row.parts[-1].tokens.tolist()
+        text = spell(own[:-1] if by_token else own, self._vocabulary)
         if text is not None and not by_token:
             text = whole_characters(text) or None
         return None if text is None else Ended(row.number, text, by_token, row.junior_context)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._known[row.number], self._texts[row.number], self._since[row.number] = row, b"", row.written
+            self._known[row.number], self._texts[row.number], self._since[row.number] = row, b"", 0
             self._opening.pop(row.number, None)
 
     def retire(self) -> None:
@@ -161,20 +162,19 @@ class Relay(DecodingBatch):
             return []
         at = torch.tensor(rows)
         room = int((self.limit - self.written)[at].max())
-        runs = self.selection.runs(self.number[at], room, self._end_of_text, senior=bool(who))
+        runs = self.selection.runs(self.slot[at], room, self._end_of_text, senior=bool(who))
         for i, words in zip(rows, runs, strict=True):
             if words == 0:
                 raise _disagreement(self.rows[i])
         return runs
 
     def _job(self, i: int, words: int | None) -> Job:
-        row, number, written = self.rows[i], int(self.number[i]), int(self.written[i])
+        row, number, written = self.rows[i], self.rows[i].number, int(self.written[i])
         opening = int(stream(torch.tensor([row.key]), HANDOVER)) if number in self._opening else None
         counter, tail = written + int(self.shift[i]), int.from_bytes(self._texts[number][-3:])
         bare = row.request.strategy.starts is None
         span = Span(words, tail, counter, int(self.stream[i]), self._end_of_text, opening, bare)
-        tokens = [*row.request.prompt, *self.tokens[number, :written].tolist()]
-        return Job(row, tokens, int(self.limit[i]) - written, span)
+        return Job(row, self.text(i), int(self.limit[i]) - written, span)
 
     def _ask(self, rows: Sequence[int]) -> None:
         """Ask the partner to go on with some rows."""
@@ -183,7 +183,7 @@ class Relay(DecodingBatch):
         readable = []
         for i in rows:
             number, written = self.rows[i].number, int(self.written[i])
-            text = spell(self.tokens[number, self._since[number] : written].tolist(), self._vocabulary)
+            text = spell(self.tokens[i, self._since[number] : written].tolist(), self._vocabulary)
             if text is None:
                 self._stop(i, "untranslatable")
             else:
@@ -225,7 +225,7 @@ class Relay(DecodingBatch):
         """What was written up to the stop string that one of its tokens completes."""
         if not self.stop_strings:
             return span
-        known, new = self.tokens[self.number[i], : int(self.written[i])], torch.tensor(span.tokens, dtype=torch.int64)
+        known, new = self.tokens[i, : int(self.written[i])], torch.tensor(span.tokens, dtype=torch.int64)
         hit = self.rows[i].first_stop(known, new, self.decoder.tokenizer.decode)
         if hit and (hit < len(new) or self._reasons.get(i) != "eos"):
             self._reasons[i] = "stop"
@@ -249,7 +249,7 @@ class Relay(DecodingBatch):
                 after[i] = ~after[i]
         for k in range(int(most.max())):
             at = (most > k).nonzero().squeeze(1)
-            wrong = self.selection.step(self.number[at], tokens[at, k]) != self.author[at]
+            wrong = self.selection.step(self.slot[at], tokens[at, k]) != self.author[at]
             if bool(wrong.any()):
                 raise _disagreement(self.rows[int(at[wrong][0])])
         told = handovers if self.starts else None

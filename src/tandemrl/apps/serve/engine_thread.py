@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
 
 from tandemrl.rollout.call import Call, CallEngine, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineError, Request
@@ -86,7 +85,7 @@ class EngineThread:
                     if not job.done.done():
                         job.done.set_exception(_of_engine(error))
 
-    def _join(self, call: Call[Any], job: Job) -> None:
+    def _join(self, call: Call, job: Job) -> None:
         if not job.done.set_running_or_notify_cancel():
             return
         try:
@@ -97,7 +96,7 @@ class EngineThread:
         job.left = len(job.numbers)
         self._running |= dict.fromkeys(job.numbers, job)
 
-    def _step(self, call: Call[Any]) -> None:
+    def _step(self, call: Call) -> None:
         for event in call.step():
             job = self._running[event.number]
             if isinstance(event, NewTokens) and job.on_tokens is not None:

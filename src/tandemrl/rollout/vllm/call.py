@@ -10,9 +10,10 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import exceptions
 
-from tandemrl.rollout.call import Call, Event, Finished, NewTokens
+from tandemrl.rollout.call import Call, Event, NewTokens
+from tandemrl.rollout.decoding_rows import Part, Row
 from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
-from tandemrl.rollout.vllm.rows import VllmRow, authors_of
+from tandemrl.rollout.vllm.rows import name_authors
 from tandemrl.selection import Strategy
 
 _SHARED = (
@@ -22,7 +23,7 @@ _SHARED = (
 """The fields that ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
 
 
-class VllmCall(Call[VllmRow]):
+class VllmCall(Call):
     """The call of a ``VllmEngine``. Every turn of a row is a request of vLLM, which the prefix cache lets continue.
 
     Args:
@@ -34,7 +35,7 @@ class VllmCall(Call[VllmRow]):
     def __init__(self, engine: Any, *, turns: bool, streams: bool) -> None:
         super().__init__(engine, turns=turns, streams=streams)
         self._engine = engine  # a VllmEngine, whose module imports this one
-        self._llm, self._next = engine.llm, 0
+        self._llm = engine.llm
         self._flying: dict[int, str] = {}
         """vLLM's name of each running turn, by number of the row."""
         self._strategies: dict[str, Strategy] = {}
@@ -59,21 +60,11 @@ class VllmCall(Call[VllmRow]):
         finally:
             self.engine.closed(self)
 
-    def submit(self, requests: Sequence[Request]) -> list[int]:
-        for i, request in enumerate(requests):
-            self.engine.check(i, request)
+    def _begin(self, requests: Sequence[Request], rows: Sequence[Row]) -> None:
         with death_reported():
             self._register(requests)
-            rows = list[tuple[VllmRow, SamplingParams]]()
-            for i, request in enumerate(requests):
-                for key in request.keys:
-                    row = VllmRow(request, key, self._next + len(rows))
-                    rows.append((row, self._params(f"request {i}", row)))
-            self._next += len(rows)
-            self._rows |= {row.number: row for row, _ in rows}
-            for row, params in rows:
+            for row, params in [(row, self._params(f"completion {row.number}", row)) for row in rows]:
                 self._begin_turn(row, params)
-        return [row.number for row, _ in rows]
 
     def _register(self, requests: Sequence[Request]) -> None:
         """Let the workers know the strategies of these requests, and no others but those of rows that go on."""
@@ -84,24 +75,24 @@ class VllmCall(Call[VllmRow]):
         known: Any = self._strategies if self._engine.in_process else cloudpickle.dumps(self._strategies)
         self._engine.call_workers("tandem_register", known)
 
-    def _params(self, where: str, row: VllmRow) -> SamplingParams:
+    def _params(self, where: str, row: Row) -> SamplingParams:
         """vLLM's sampling parameters of the row's next turn."""
-        s, turn = row.request.sampling, row.request.turn_tokens
-        arguments = {"tandem_key": row.key, "tandem_strategy": _name(row.request), "tandem_history": row.history}
+        s = row.request.sampling
+        history = [*map(list, row.request.history), *(turn.tolist() for turn in row.turns)]
+        arguments = {"tandem_key": row.key, "tandem_strategy": _name(row.request), "tandem_history": history}
         if self._turns:
             arguments["tandem_row"] = row.number
-        room = row.own_left if turn is None else min(row.own_left, turn)
-        return sampling_params(where, s, self._engine.eos, room, arguments, stop=s.stop)
+        return sampling_params(where, s, self._engine.eos, row.turn_left, arguments, stop=s.stop)
 
-    def _begin_turn(self, row: VllmRow, params: SamplingParams) -> None:
+    def _begin_turn(self, row: Row, params: SamplingParams) -> None:
         """Start the next turn of a row in vLLM.
 
         Rows with lower numbers have priority, since the prefix cache may still hold what was computed of them.
         """
-        prompt, number = {"prompt_token_ids": row.prompt}, row.number
+        prompt, number = {"prompt_token_ids": row.text}, row.number
         self._flying[number] = self._llm.add_request(str(number), prompt, params, priority=number)
 
-    def step(self) -> list[Event]:
+    def _step(self) -> list[Event]:
         events: list[Event] = []
         with death_reported():
             flying = bool(self._flying)
@@ -117,18 +108,16 @@ class VllmCall(Call[VllmRow]):
             self.steps, self.written = self.steps + flying, written
             if self._aborts:
                 events += self._end_aborted()
-        over, self._over = self._over, []
-        return [*events, *(Finished(row.number) for row in over)]
+        return events
 
-    def _news(self, row: VllmRow, tokens: Sequence[int], logprobs: Any) -> list[Event]:
+    def _news(self, row: Row, tokens: Sequence[int], logprobs: Any) -> list[Event]:
         """What its running turn has that was not told."""
-        told = row.told - row.written
+        told, row.told = row.told, len(tokens)
         if len(tokens) == told:
             return []
-        row.told = row.written + len(tokens)
         return [NewTokens(row.number, [*tokens[told:]], _values(row, len(tokens), logprobs)[told:])]
 
-    def _end_turn(self, row: VllmRow, tokens: Sequence[int], logprobs: Any, reason: Any) -> list[Event]:
+    def _end_turn(self, row: Row, tokens: Sequence[int], logprobs: Any, reason: Any) -> list[Event]:
         """Record a turn that has ended, after which the row waits for an answer or is over.
 
         Args:
@@ -136,7 +125,7 @@ class VllmCall(Call[VllmRow]):
         """
         events = self._news(row, tokens, logprobs) if self._streams else []
         del self._flying[row.number]
-        row.end_turn(list(tokens), _values(row, len(tokens), logprobs), reason)
+        row.end_turn(Part.of(tokens, 0, _values(row, len(tokens), logprobs)), reason)  # authors are known later
         self._ended += len(tokens)
         if not self._turns or reason == "abort":
             self._end(row, reason)
@@ -164,15 +153,14 @@ class VllmCall(Call[VllmRow]):
         self._end_apart(keys, [*self._awaited.values()])
         return events
 
-    def _go_on(self, row: VllmRow, reply: Reply) -> None:
+    def _go_on(self, row: Row, reply: Reply) -> None:
         row.observe(reply.context)
-        row.index += 1
         with death_reported():
             self._begin_turn(row, self._params(f"completion {row.number}", row))
 
     def take(self, numbers: Sequence[int]) -> list[Completion]:
-        rows = [self._rows.pop(number) for number in numbers]
-        return [row.completion(each, self.version) for row, each in zip(rows, authors_of(rows), strict=True)]
+        name_authors([self._rows[number] for number in numbers])
+        return super().take(numbers)
 
     @property
     def idle(self) -> bool:
@@ -188,7 +176,7 @@ def _name(request: Request) -> str:
     return str(id(request.strategy))
 
 
-def _values(row: VllmRow, count: int, logprobs: Any) -> list[float]:
+def _values(row: Row, count: int, logprobs: Any) -> list[float]:
     """The log-probs of the first tokens of a turn, from vLLM's flat ones. Those of greedy decoding are 0.0."""
     greedy = logprobs is None or row.request.sampling.temperature == 0
     return [0.0] * count if greedy else [*logprobs.logprobs]
