@@ -67,7 +67,7 @@ class Arm(NamedTuple):
 ARMS = {
     "stock": Arm("stock"),
     "solo": Arm("solo", ["lazy"]),
-    "tandem": Arm("tandem", ["lazy", "draft"]),
+    "tandem": Arm("tandem", ["lazy", "lockstep", "draft"]),
     "stock, eager": Arm("stock", eager=True),
     "tandem, eager": Arm("tandem", ["lazy", "draft"], eager=True),
     # What ours is built on: the older model runner, and the host waits for each token.
@@ -324,10 +324,11 @@ def arm(options: argparse.Namespace) -> None:
         engine = ours(options.models, junior, dtype, kv_cache_gb, max(sizes), eager, 7 if junior else 0)
         write = our_writer(engine, solo=junior is None)
     start_s = round(time.perf_counter() - start, 1)
+    signal.alarm(0)  # others may be measured first
     wait_for_turn()
     signal.alarm(SECONDS)
     runs = itertools.count()
-    for mode, rows in itertools.product(chosen.modes, sizes):
+    for rows, mode in itertools.product(sorted(sizes, key=lambda n: n != 64), chosen.modes):
         seconds, facts = [], {}
         for length in (tokens // 4, *[tokens] * repeats):
             given = prompts(rows, vocabulary, next(runs), (PROMPT,))
@@ -394,7 +395,7 @@ def train(options: argparse.Namespace, *, sleep: bool = False) -> None:
     from tandemrl.training.loop import train as train_loop
 
     engine.EngineArgs = partial(engine.EngineArgs, **QUIET)  # type: ignore[misc,assignment]  # a class of vLLM
-    calls, memory = itertools.count(), ["rollout.vllm.gpu_memory_utilization=0.2"]
+    calls, memory = itertools.count(), ["rollout.vllm.gpu_memory_utilization=0.3"]
     if sleep and not options.smoke:
         memory = ["rollout.vllm.kv_cache_gb=2", "rollout.vllm.sleep=true"]
     with tempfile.TemporaryDirectory() as home:

@@ -94,6 +94,15 @@ def test_how_often_the_host_looks_changes_no_token(name: str, way: str, make: An
     same(flat(alone.generate(asked)), wanted)  # what was kept from the first call
 
 
+def test_a_model_can_be_its_own_junior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a model before training is evaluated with itself."""
+    one, asked, written = pair()[0], batch(strategies()["word"]), []
+    for every, static in ((1, False), (16, True)):
+        monkeypatch.setattr(torch_engine, "DeviceSteps", partial(DeviceSteps, static=static))
+        written.append(flat(TorchEngine(one, one, tokenizer(), host_every=every).generate(asked)))
+    same(written[1], written[0])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     known = [turn(0.5), strategies()["word"], bernoulli(0.5), solo("junior")]

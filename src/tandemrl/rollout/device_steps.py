@@ -317,7 +317,7 @@ def plain_norms(models: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that compute RMSNorm as ``F.rms_norm`` does, up to rounding."""
     norms = [
         module
-        for model in models
+        for model in dict.fromkeys(models)  # a pair may be one model twice
         for module in model.modules()
         if hasattr(module, "variance_epsilon") and hasattr(module, "weight") and "forward" not in module.__dict__
     ]

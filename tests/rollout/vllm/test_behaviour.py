@@ -274,6 +274,27 @@ def test_what_was_cached_under_the_old_weights_is_dropped(loading):
 # ---------------------------------------------------------------------------------------------------------- the engine
 
 
+def test_both_models_know_the_layout_of_the_cache_before_there_is_one(engines, monkeypatch):
+    """On CUDA, vLLM captures graphs with a small cache of each model, to see how much memory they take."""
+    from tandemrl.rollout.vllm.runner import TandemModelRunner
+
+    known: list[str] = []
+
+    def profiled(runner: TandemModelRunner) -> None:
+        configs = (each.vllm_config.cache_config for each in runner.runners.values())
+        known.extend(str(config.get_resolved_kv_cache_layout()) for config in configs)
+
+    usual = TandemModelRunner.initialize_kv_cache
+    monkeypatch.setattr(
+        TandemModelRunner,
+        "initialize_kv_cache",
+        lambda self, *args, **kwargs: (profiled(self), usual(self, *args, **kwargs))[1],
+    )
+    engines.keep(start_engine(engines.folder("senior"), engines.folder(JUNIORS[PAIR]), longest=CONTEXT, kv_blocks=64))
+    assert len(known) == 2
+    assert known[0] == known[1]
+
+
 def test_the_process_keeps_its_threads_and_random_state(engines):
     torch.manual_seed(5)
     threads, wanted = torch.get_num_threads(), torch.rand(3)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -328,7 +327,6 @@ class TandemModelRunner:
 def _own_kv_cache(runner: Any, shared: KVCacheConfig) -> KVCacheConfig:
     """The KV cache config of one model: its own layers, with the block ids of the scheduler's config ``shared``."""
     config, specs = runner.vllm_config, runner.get_kv_cache_spec()
-    record_kv_cache_layout(config.cache_config, str(shared.kv_cache_layout))
     page = sum(spec.page_size_bytes for spec in specs.values())
     own = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), shared.num_blocks * page)
     assert own.num_blocks == shared.num_blocks

@@ -13,6 +13,7 @@ import torch
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.utils import replace
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -74,6 +75,11 @@ class _TandemWorker(ReplacesWeights):
             with set_current_vllm_config(config):
                 junior = type(senior)(config, device)
         self.model_runner = TandemModelRunner(senior, junior, draft=options.draft, adapters=options.adapters)
+
+    def set_kv_cache_layout(self, kv_cache_layout: str) -> None:
+        """Adopt the engine's layout for both models: on CUDA, vLLM profiles their memory before there is a cache."""
+        for runner in self.model_runner.runners.values():
+            record_kv_cache_layout(runner.vllm_config.cache_config, kv_cache_layout)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
         """Replace the strategies that requests can name, but that of spans.
