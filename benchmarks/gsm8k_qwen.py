@@ -13,6 +13,9 @@ elsewhere.
 The reward is whether \\boxed{} holds the right number: this model answers so, and wrote none of the published "####" in
 12 of 12 responses (CPU, temperature 0.7; 2 were right, 210 to 460 tokens long), so the published reward would be 0.
 
+The committed result was made with train.lr=5e-6 and two updates a step, which made both arms worse; this is what was
+changed after it.
+
 What the result has to show (BARS, written before the run):
 - gain: solo pass@1 of GRPO minus that before training; the interval excludes 0.
 - solo: tandem GRPO is not inferior to GRPO by more than 5 points of solo pass@1 (lower end above -0.05).
@@ -79,7 +82,13 @@ def common(o: argparse.Namespace) -> list[str]:
         *("rollout.temperature=1.0", "rollout.max_tokens=400", "eval.max_tokens=400"),
         "model.gradient_checkpointing=false",
         "reward.scorers.openai/gsm8k=math",  # it never writes "####", which the published reward asks for
-        *("train.lr=5e-6", "train.eval_every=0", "train.eval_first=false", "train.save_every=1000000"),
+        *(
+            "train.lr=1e-6",
+            "train.mini_batch_prompts=16",
+            "train.eval_every=0",
+            "train.eval_first=false",
+            "train.save_every=1000000",
+        ),
         *("train.keep_checkpoints=1", f"train.steps={o.steps}", *o.overrides),
     ]
 
