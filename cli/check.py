@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from tandemrl.cli.lines import table
 from tandemrl.config.hints import pip_install
 
 MODULES = {"PyYAML": "yaml", "PyStemmer": "Stemmer"}
@@ -48,19 +49,13 @@ def check(
     if senior is None and junior is not None:
         raise typer.BadParameter("a pair has two models: name both", param_hint="--senior")
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     old = sys.version_info < (3, 11)
     lines = [Line("python", platform.python_version(), "install Python 3.11 or later" if old else "", old)]
     lines += [*map(_package, (*CORE, *OPTIONAL)), _accelerator(), _vllm(), *_sandbox()]
     lines += [] if senior is None else _pair(senior, junior or senior)
-    table = Table(title="tandemrl environment", title_justify="left")
-    for title in ("part", "found", "what to do"):
-        table.add_column(title, overflow="fold")
-    for line in lines:
-        table.add_row(*map(Text, line[:3]))  # Text: [extras] are no markup
-    Console().print(table)
+    shown = (line[:3] for line in lines)
+    Console().print(table("tandemrl environment", ["part", "found", "what to do"], (), shown, fold=True))
     broken = [line.name for line in lines if line.fatal]
     typer.echo(f"not ready: {', '.join(broken)}" if broken else "ready")
     raise typer.Exit(1 if broken else 0)

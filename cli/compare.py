@@ -9,20 +9,11 @@ import typer
 
 def compare(
     a: Annotated[
-        Path,
-        typer.Argument(
-            help="A run's folder, an evaluation's folder or result file, a folder of repetitions seed-N, or a path "
-            "with 'seed-*' (quoted) for all seeds."
-        ),
+        Path, typer.Argument(help="A run, an evaluation (folder or file), a folder of seed-N, or a path with 'seed-*'.")
     ],
     b: Annotated[Path, typer.Argument(help="The same for the other side, on the same problems.")],
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(help="Show this metric only, e.g. pass@1; repeatable. Default: the headline ones."),
-    ] = None,
-    all_groups: Annotated[
-        bool, typer.Option("--all", help="Show every metric, also of each arm by groups, e.g. hops=2/ARM/em.")
-    ] = False,
+    metric: Annotated[list[str] | None, typer.Option(help="Show it only, e.g. pass@1; repeatable.")] = None,
+    all_groups: Annotated[bool, typer.Option("--all", help="Show every metric, also of an arm by groups.")] = False,
     resamples: Annotated[int, typer.Option(min=1, help="Number of bootstrap resamples.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     level: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.95,

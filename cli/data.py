@@ -10,15 +10,10 @@ import typer
 
 from tandemrl.config.catalogue import TASKS, Task
 
+Template = StrEnum("Template", ["base", "instruct", "chat"])
+"""The form in which the model gets a problem."""
+
 app = typer.Typer(help="Look at data, build data sets.", no_args_is_help=True)
-
-
-class Template(StrEnum):
-    """The form in which the model gets a problem."""
-
-    base = "base"
-    instruct = "instruct"
-    chat = "chat"
 
 
 @app.command()
@@ -80,24 +75,14 @@ def serve(
 
 
 OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "source": (
-        Path,
-        "A local copy, a file or a folder; of several sets, a folder of copies named like their repositories; default: "
-        "the hub. polaris and rrm need the published files.",
-        {},
-    ),
+    "source": (Path, "A copy: file or folder; of several sets, one named like each repository; default: the hub.", {}),
     "expect_rows": (int, "0 accepts any number of rows.", {"min": 0, "max": 0}),
     "train": (int, "Training rows, of generated sets and countdown.", {"min": 1}),
     "test": (int, "Test rows, likewise.", {"min": 1}),
     "heldout": (int, "synthetic: held-out rows.", {"min": 1}),
     "seed": (int, "Of what is generated; musique: of the paragraphs kept.", {}),
     "pair": (str, "synthetic: the tiny pair the problems are for.", {}),
-    "template": (
-        Template,
-        "TinyZero's prompts: base, plain text for base models; instruct (default), rendered for Qwen's chat models. "
-        "chat: messages for the model's own chat template.",
-        {},
-    ),
+    "template": (Template, "Base: TinyZero's text; instruct (default): Qwen's chat markup; chat: messages.", {}),
     "digits": (int, "multiply, arithmetic: of each number.", {"min": 1, "max": 18}),
     "generate": (bool, "countdown: make problems with a solution.", {}),
     "tokenizer": (str, "eurus: folder or hub id; measures prompts.", {}),
@@ -111,10 +96,7 @@ OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 def build(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="One of those below, or module:function that writes a set of your own."),
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of those below, or module:function of your own.")],
     out: Annotated[Path, typer.Option(help="Folder to write to; an evaluation set gets a folder in it.")],
     **options: Any,
 ) -> None:
@@ -122,7 +104,7 @@ def build(
     from tandemrl.data.rows import DataError
     from tandemrl.processes.names import function_named
 
-    given = {key: value for key, value in options.items() if value is not None and value is not False}
+    given = {key: value for key, value in options.items() if value not in (None, []) and value is not False}
     task = TASKS.get(name) or (Task(name, name) if ":" in name else None)
     if task is None or task.build is None:
         known = ", ".join(each for each, task in TASKS.items() if task.build)

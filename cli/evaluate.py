@@ -28,18 +28,16 @@ COMMANDS = {
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
 
-_BOUNDS = ("/low", "/high")
-
 Overrides = Annotated[list[str] | None, keys("Any config key, e.g. reward.gsm8k=tandem")]
 Data = Annotated[
     list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
 ]
 K = Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4,8.")]
 Profile = Annotated[
-    str | None,
-    typer.Option(
-        help="tiny (64 tokens), paper (3,000) or custom (eval.temperature=… etc.); default: the run's or the model's."
-    ),
+    str | None, typer.Option(help="tiny (64 tokens), paper (3,000) or custom (eval.…); default: the run's or model's.")
+]
+Settings = Annotated[
+    str | None, typer.Option("--config", help="Take all else from this config or run; default: the model's own run.")
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")]
 Out = Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")]
@@ -51,13 +49,9 @@ def _command(name: str) -> Callable[..., None]:
     def command(
         model: Annotated[str, typer.Option(help="The senior: HF folder or hub id.")],
         overrides: Overrides = None,
-        junior: Annotated[
-            str | None, typer.Option(help="The junior; default: that of the run. pass-at-k and verified need none.")
-        ] = None,
+        junior: Annotated[str | None, typer.Option(help="The junior, where one is needed; default: the run's.")] = None,
         data: Data = None,
-        config: Annotated[
-            str | None, typer.Option(help="Take all settings from this config or run; default: the model's own run.")
-        ] = None,
+        config: Settings = None,
         k: K = None,
         samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
         profile: Profile = None,
@@ -99,22 +93,15 @@ for _name in COMMANDS:
 @app.command()
 def qa(
     overrides: Overrides = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="HF folder or hub id; with --endpoint its name there, or the first listed."),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="HF folder or hub id; with --endpoint its name there.")] = None,
     endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Evaluate a model behind an OpenAI-compatible endpoint, http://HOST:PORT/v1."),
+        str | None, typer.Option(metavar="URL", help="Of an OpenAI-compatible server, http://HOST:PORT/v1.")
     ] = None,
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default: none.")
     ] = None,
     data: Data = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="Take everything else from this config, e.g. of a run; for synthetic:hops, hops_tandem."),
-    ] = None,
+    config: Settings = None,
     predictions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write MuSiQue's official prediction file, in the rows' order.")
     ] = None,
@@ -166,14 +153,9 @@ def qa(
 
 @app.command()
 def verifier(
-    data: Annotated[
-        str, typer.Option(help="HardVerify-Math: its .json, .jsonl or .parquet file, or hf:REPO:CONFIG:SPLIT.")
-    ],
+    data: Annotated[str, typer.Option(help="HardVerify-Math: its file, or hf:REPO:CONFIG:SPLIT.")],
     overrides: Overrides = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="Take rewards and judge from this config. Default: judge.prompt=tinyv."),
-    ] = None,
+    config: Annotated[str | None, typer.Option(help="Of rewards and judge; default: judge.prompt=tinyv.")] = None,
     limit: Limit = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the counts and every verdict.")] = None,
 ) -> None:
@@ -251,12 +233,15 @@ def _assigned(values: Mapping[str, object]) -> list[str]:
 
 
 def summary_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> "Table":
-    """A table of the most important metrics: a row per metric, a column per set, and macro if there are several."""
+    """A table of the headline metrics: a row per metric, a column per set, and macro if there are several. For lack of
+    room, there are none of a single arm by hops."""
+    from tandemrl.evals import is_headline
+
     sets = _columns(next(iter(results.values()))["metrics"])
     rows = list[tuple[str, ...]]()
     for phase, result in results.items():
         columns = _columns(result["metrics"]).values()
-        shown = [name for name in result["metrics"]["macro"] if _is_summary(phase, name)]
+        shown = [name for name in result["metrics"]["macro"] if is_headline(name) and name.count("/") < 2]
         rows += [*((phase, name, *(_cell(values, name) for values in columns)) for name in shown), ()]
     return table(title, ["phase", "metric"], sets, rows)
 
@@ -267,7 +252,7 @@ def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Tabl
     from tandemrl.evals import is_headline
 
     rows = []
-    for metric in ("problems", *(name for name in groups["all"] if is_headline(name) and not name.endswith(_BOUNDS))):
+    for metric in ("problems", *filter(is_headline, groups["all"])):
         first, *others = (_cell(values, metric) for values in groups.values())
         rows.append((metric, first, *(cell.partition(" [")[0] for cell in others)))
     return table(title, ["metric"], [name.replace("=", " ") for name in groups], rows)
@@ -276,26 +261,13 @@ def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Tabl
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
     """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value."""
     columns = {**metrics["by_set"], "macro": metrics["macro"]}
-    names = [name for name in metrics["macro"] if not name.endswith(_BOUNDS)]
+    names = [name for name in metrics["macro"] if not name.endswith(("/low", "/high"))]
     rows = [(name, *(_cell(values, name) for values in columns.values())) for name in names]
     return table(title, ["metric"], columns, rows)
 
 
 def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
     return metrics["by_set"] | ({"macro": metrics["macro"]} if len(metrics["by_set"]) > 1 else {})
-
-
-_ABOUT_TEXTS = ("cross_entropy", "cross_entropy_per_byte", "acceptance", "kl", "excess", "unlikely_rate")
-
-
-def _is_summary(phase: str, metric: str) -> bool:
-    """Whether the summary shows a metric: the main ones of every phase, and other measures of texts for solo texts
-    only. By hops, it does not show single arms, for lack of room."""
-    group, _, name = metric.rpartition("/")
-    solo = phase == "pass-at-k"
-    own = ("rejected_rate", *_ABOUT_TEXTS, "em", "f1", "citation", *(("length", "truncation_rate", "turns") * solo))
-    of_k = ("pass@", "verified_pass@", *(("maj@",) * solo))
-    return not ("=" in group and "/" in group) and (name in own or name.startswith(of_k))
 
 
 def _cell(values: Mapping[str, float], metric: str) -> str:

@@ -35,14 +35,20 @@ def wrapped(text: str, columns: int, indent: int) -> str:
     return "\n".join(lines)
 
 
-def table(title: str | None, left: Iterable[str], right: Iterable[str], rows: Iterable[Iterable[str]]) -> "Table":
-    """A table with names on the left and numbers on the right. A row without cells is a line."""
+def table(
+    title: str | None, left: Iterable[str], right: Iterable[str], rows: Iterable[Iterable[str]], *, fold: bool = False
+) -> "Table":
+    """A table with names on the left and numbers on the right. A row without cells is a line.
+
+    Args:
+        fold: break the cells on the left that are too long.
+    """
     from rich.table import Table
     from rich.text import Text
 
     made = Table(title=title, title_justify="left")
     for name in left:
-        made.add_column(name, no_wrap=True)
+        made.add_column(name, no_wrap=not fold, overflow="fold")
     for name in right:
         made.add_column(Text(name), justify="right", no_wrap=True)
     for row in rows:

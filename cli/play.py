@@ -14,9 +14,7 @@ def play(
         list[str] | None,
         keys("e.g. selection.strategy=sentence, to begin with; rollout.engine=vllm; model.dtype=bfloat16"),
     ] = None,
-    senior: Annotated[
-        str | None, typer.Option(help="HF folder or hub id; default: the tiny pair of the library.")
-    ] = None,
+    senior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: the library's tiny pair.")] = None,
     junior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: the senior itself.")] = None,
     longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,

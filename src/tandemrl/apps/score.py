@@ -154,21 +154,25 @@ def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_
         grouped: whether responses to one prompt are scored together.
     """
     by_id = {row.example_id: row for row in rows}
-    in_order: bool | None = None
-    count = 0
+    named, count = None, 0
     for number, record in read_jsonl(responses, halves=True):  # a model wrote them
         where = f"{responses}, line {number}"
         record = object_of(record, where)
-        named = "example_id" in record or "index" in record
-        if in_order is None:
-            in_order = not named
-        if in_order is named:
+        own = "example_id" in record or "index" in record
+        named = own if named is None else named
+        if named is not own:
             raise DataError(f"{where}: either every line has an example_id or index, or none has")
-        row = _row(record, rows, by_id, count if in_order else None, where)
-        group = None
-        if grouped:
-            place = [record.get(key) for key in ("source", "step", "group", "arm")]
-            group = json.dumps([row.data_source, row.ability, row.messages, row.ground_truth, *place])
+        name, index = record.get("example_id"), record.get("index") if named else count
+        if name in by_id:
+            row = by_id[name]
+        elif name is not None:
+            raise DataError(f"{where}: no row {name!r} in the data; its rows are {rows[0].example_id!r} …")
+        elif isinstance(index, int) and 0 <= index < len(rows):
+            row = rows[index]
+        else:
+            raise DataError(f"{where}: row {index!r} of {len(rows)}; index counts from 0")
+        place = [record.get(key) for key in ("source", "step", "group", "arm")]
+        group = json.dumps([row.data_source, row.ability, row.messages, row.ground_truth, *place]) if grouped else None
         try:
             told = record.get("transcript")
             line = _Line(row, _response(record), None if told is None else Transcript.from_json(told), group)
@@ -176,24 +180,10 @@ def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_
             raise DataError(f"{where}: {error}") from None
         yield line
         count += 1
-    if in_order and count != len(rows):
+    if named is False and count != len(rows):
         raise DataError(
             f"{responses}: {count} responses without example_id or index, for {len(rows)} rows; name the row of each"
         )
-
-
-def _row(
-    record: Mapping[str, Any], rows: Sequence[Row], by_id: Mapping[str, Row], place: int | None, where: str
-) -> Row:
-    if place is None and "example_id" in record:
-        name = record["example_id"]
-        if name not in by_id:
-            raise DataError(f"{where}: no row {name!r} in the data; its rows are {rows[0].example_id!r} …")
-        return by_id[name]
-    index = record["index"] if place is None else place
-    if not isinstance(index, int) or not 0 <= index < len(rows):
-        raise DataError(f"{where}: row {index!r} of {len(rows)}; index counts from 0")
-    return rows[index]
 
 
 def _response(record: Mapping[str, Any]) -> Response:

@@ -27,7 +27,7 @@ from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
 from tandemrl.apps.serve import engine_app, engine_server
 from tandemrl.apps.serve.address import listen, run, url_of
-from tandemrl.apps.serve.engine_app import application
+from tandemrl.apps.serve.engine_app import Server, application
 from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.requests import Asked, Reader, TextStyle
 from tandemrl.apps.serve.texts import Chunks, Speaker, TextStream, text_of
@@ -63,14 +63,8 @@ def serving(engine: Any, words: Any, **options: Any) -> Any:
     settings: dict[str, Any] = dict(strategy_of=strategy_of, selection=DEFAULT, defaults={}, template_arguments={})
     settings |= dict(calls=True, ends=frozenset({EOS}))
     reader = Reader(words, engine.context, **settings | options)
-    return application(
-        EngineThread(engine),
-        reader,
-        Speaker(words, "hermes", {EOS}),
-        model="pair",
-        hosts={"127.0.0.1"},
-        api_key=api_key,
-    )
+    server = Server(EngineThread(engine), reader, Speaker(words, "hermes", {EOS}), "pair")
+    return application(server, hosts={"127.0.0.1"}, api_key=api_key)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def edited(messages: Sequence[Any], at: int, **changes: Any) -> list[Any]:
         (lambda m: m[1:], {}, "messages[0]: not what it was"),
         (lambda m: m[:3], {}, "messages: after the 3 messages of conversation conv-"),
         (lambda m: [*m, {"role": "assistant", "content": "d"}], {}, "only this server writes those"),
-        (lambda m: "ab", {}, "messages: expected a list"),
+        (lambda m: "ab", {}, "messages[0]: not what it was"),
         (lambda m: m, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: they cannot change"),
         (lambda m: m, {"seed": 4}, "a conversation keeps those of its first request"),
         (lambda m: m, {"tandem": {"prob_senior": 0.25}}, "a conversation keeps those of its first request"),
@@ -118,7 +118,7 @@ def test_a_history_that_was_not_is_refused(edit: Any, body: dict[str, Any], reas
     with pytest.raises(Refused) as refused:
         read({"messages": edit(messages)} | body, known)
     assert reason in str(refused.value)
-    assert known.further({"messages": messages}) == messages[-1:]
+    assert known.further(messages, None) == messages[-1:]
 
 
 def test_a_conversation_is_written_by_one_request_at_a_time() -> None:

@@ -7,7 +7,7 @@ followed by those of the further messages, which become tokens as an environment
 what was written is never rendered again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from tandemrl.apps.fields import Refused
 from tandemrl.config import SelectionConfig
-
-Message = Mapping[str, Any]
+from tandemrl.data.messages import Message, sound
+from tandemrl.data.rows import messages_of
 
 NEW = "new"
 MAX_CONVERSATIONS = 256
@@ -29,38 +29,35 @@ class Conversation:
     """The state of a conversation.
 
     seed: the seed of all its requests. selection: the selection of all its requests. tools: the tools of its first
-    request. messages: what a client has to send again, in the form of ``_essence``. tokens: the ids of the last prompt
-    and of the last turn, which together are the whole chat. turns: the own tokens of each turn.
+    request. messages: what a client has to send again, as the model saw it (``data.rows.messages_of``). tokens: the ids
+    of the last prompt and of the last turn, which together are the whole chat. turns: the own tokens of each turn.
     """
 
     id: str
     seed: int
     selection: SelectionConfig
     tools: Any
-    messages: tuple[Message, ...] = ()
+    messages: Sequence[Message] = ()
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     turns: tuple[tuple[int, ...], ...] = ()
 
-    def further(self, body: Mapping[str, Any]) -> list[Message]:
-        """The messages of the request ``body`` that this conversation does not have yet.
+    def further(self, messages: Sequence[Message], tools: Any) -> Sequence[Message]:
+        """The messages of a request that this conversation does not have yet.
 
         Raises:
             Refused: the request changes or leaves out messages of the conversation, adds none or one of the assistant,
                 or has other tools.
         """
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise Refused("messages: expected a list of objects")
-        if (body.get("tools") or None) != self.tools:
+        if (tools or None) != self.tools:
             raise Refused("tools: they cannot change within a conversation; its prompt tells of the first request's")
         for i, known in enumerate(self.messages):
-            if i >= len(messages) or _essence(messages[i]) != known:
+            if [*messages[i : i + 1]] != [known]:
                 raise Refused(
                     f"messages[{i}]: not what it was in conversation {self.id}. Earlier messages cannot be changed or "
                     "left out: send them as they were, or begin a new conversation"
                 )
         further = messages[len(self.messages) :]
-        if not further or any(message.get("role") == WRITER for message in further):
+        if not further or any(message["role"] == WRITER for message in further):
             raise Refused(
                 f"messages: after the {len(self.messages)} messages of conversation {self.id} at least one must "
                 f"follow, and none of the role {WRITER}: only this server writes those"
@@ -75,19 +72,8 @@ class Conversation:
             prompt: the token ids of the turn's prompt.
             turn: the own tokens of the turn.
         """
-        tokens = np.array([*prompt, *turn], dtype=np.int32)
-        return replace(self, messages=tuple(map(_essence, messages)), tokens=tokens, turns=(*self.turns, tuple(turn)))
-
-
-def _essence(message: Message) -> dict[str, Any]:
-    """The parts of a message that the model saw.
-
-    Clients may add fields of their own, and may send an empty field as null or leave it out.
-    """
-    kept = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id", "tool_calls")}
-    if isinstance(calls := kept["tool_calls"], list) and all(isinstance(call, dict) for call in calls):
-        kept["tool_calls"] = [{"id": call.get("id"), "function": call.get("function")} for call in calls]
-    return {name: value for name, value in kept.items() if value not in (None, "", [])}
+        seen, tokens = messages_of(sound(messages), self.id), np.array([*prompt, *turn], dtype=np.int32)
+        return replace(self, messages=seen, tokens=tokens, turns=(*self.turns, tuple(turn)))
 
 
 class Conversations:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -33,38 +34,25 @@ MAX_BODY = 1 << 24
 """The length in bytes of the longest request: a million tokens, and more."""
 
 
-def application(
-    thread: EngineThread,
-    reader: Reader,
-    speaker: Speaker,
-    *,
-    model: str,
-    hosts: Collection[str],
-    api_key: str | None = None,
-) -> Starlette:
+def application(server: "Server", *, hosts: Collection[str], api_key: str | None = None) -> Starlette:
     """The application.
 
     Args:
-        thread: the engine. It is closed with the application.
-        model: the name of the model in requests.
         hosts: the names under which the server is asked.
         api_key: the key that clients have to send where models are asked; None: none.
     """
-    server = _Server(thread, reader, speaker, model)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(thread.close)
+        await asyncio.to_thread(server.thread.close)
 
     def admits(scope: Scope) -> bool:
         sent, wanted = dict(scope["headers"]).get(b"authorization", b""), f"Bearer {api_key}".encode()
-        return not scope["path"].startswith(("/v1", "/inference")) or hmac.compare_digest(sent, wanted)
+        open_to_all = api_key is None or not scope["path"].startswith(("/v1", "/inference"))
+        return open_to_all or hmac.compare_digest(sent, wanted)
 
-    door: dict[str, Any] = {"hosts": hosts, "limit": MAX_BODY, "refusal": _error}
-    door["hint"] = "name it at the start of the server: --allowed-host NAME"
-    if api_key is not None:
-        door["admits"] = admits
+    hint = "name it at the start of the server: --allowed-host NAME"
     return Starlette(
         routes=[
             *(Route(path, partial(server.write, form=form), methods=["POST"]) for path, form in FORMS.items()),
@@ -74,7 +62,7 @@ def application(
             Route("/health", server.health),
             Route("/version", server.version),
         ],
-        middleware=[Middleware(Door, **door)],
+        middleware=[Middleware(Door, hosts=hosts, limit=MAX_BODY, hint=hint, refusal=_error, admits=admits)],
         exception_handlers={HTTPException: _http_error, EngineError: _failed, Exception: _failed},
         lifespan=lifespan,
     )
@@ -100,12 +88,18 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
     return _error(500, str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}")
 
 
-class _Server:
+@dataclass(frozen=True)
+class Server:
     """The endpoints."""
 
-    def __init__(self, thread: EngineThread, reader: Reader, speaker: Speaker, model: str) -> None:
-        self.thread, self.reader, self.speaker, self.model = thread, reader, speaker, model
-        self.conversations, self._began = Conversations(), int(time.time())
+    thread: EngineThread
+    """The engine. It is closed with the application."""
+    reader: Reader
+    speaker: Speaker
+    model: str
+    """The name of the model in requests."""
+    conversations: Conversations = field(default_factory=Conversations)
+    began: float = field(default_factory=time.time)
 
     async def health(self, request: HttpRequest) -> Response:
         return Response()
@@ -114,7 +108,7 @@ class _Server:
         return JSONResponse({"version": VERSION})
 
     async def models(self, request: HttpRequest) -> Response:
-        card = {"id": self.model, "object": "model", "created": self._began, "owned_by": "tandemrl"}
+        card = {"id": self.model, "object": "model", "created": int(self.began), "owned_by": "tandemrl"}
         card |= {"root": self.model, "max_model_len": self.reader.context}
         return JSONResponse({"object": "list", "data": [card]})
 
@@ -169,7 +163,7 @@ class _Server:
 class _Exchange:
     """One request, which is being written from the beginning on, and its response."""
 
-    def __init__(self, server: _Server, asked: Asked) -> None:
+    def __init__(self, server: Server, asked: Asked) -> None:
         self._server, self.asked, self._conversation = server, asked, asked.conversation
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self._job = server.thread.submit(asked.requests, self._hear if asked.wants("stream") else None)

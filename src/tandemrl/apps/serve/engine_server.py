@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, run, url_of
-from tandemrl.apps.serve.engine_app import application
+from tandemrl.apps.serve.engine_app import Server, application
 from tandemrl.apps.serve.engine_thread import EngineThread
 from tandemrl.apps.serve.requests import SAMPLED, OtherReader, Reader
 from tandemrl.apps.serve.texts import Speaker
@@ -122,7 +122,7 @@ def serve(
         return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
 
     key = api_key or os.environ.get(API_KEY)
-    app = application(
+    server = Server(
         EngineThread(engine),
         Reader(
             tokenizer,
@@ -136,10 +136,9 @@ def serve(
             junior=None if other is None else other_reader(other, junior, endpoint),
         ),
         Speaker(tokenizer, calls or "hermes", ends),
-        model=senior,
-        hosts=hosts_of(host, allowed_hosts),
-        api_key=key,
+        senior,
     )
+    app = application(server, hosts=hosts_of(host, allowed_hosts), api_key=key)
     dtype = (config.rollout.engine == "vllm" and config.rollout.vllm.junior_dtype) or config.model.dtype
     where = dtype if endpoint is None else f"at {endpoint.url}"
     models = f"{senior} ({config.model.dtype}) and its junior {junior} ({where})"

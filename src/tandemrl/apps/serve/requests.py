@@ -232,7 +232,8 @@ class Reader:
 
     def _after(self, conversation: Conversation, body: Mapping[str, Any]) -> list[int]:
         """The token ids of the next prompt of a conversation, with the further messages of a request."""
-        further = messages_of(sound(conversation.further(body)), "the request", "messages")
+        messages = messages_of(sound(body.get("messages")), "the request", "messages")
+        further = conversation.further(messages, body.get("tools"))
         rendering = Rendering(
             self.tokenizer,
             [*self._tools(body).values()],
@@ -297,10 +298,8 @@ class Reader:
                 f"{max(asked, 1)} to write are too many"
             )
         given = {name: body[name] for name in (*SAMPLED, *_PENALTIES) if body.get(name) is not None}
-        values = {name: value if name == "top_k" else float(value) for name, value in given.items()}
-        values = {**self.defaults, **values}
-        if values.get("top_k") == -1:  # off, in vLLM
-            values["top_k"] = 0
+        values = {name: v if name == "top_k" else float(v) for name, v in {**self.defaults, **given}.items()}
+        values["top_k"] = max(0, values.get("top_k", 0))  # -1: off, in vLLM
         stop = body.get("stop") or ()
         try:
             return Sampling(

@@ -146,8 +146,7 @@ class Speaker:
     ) -> dict[str, Any]:
         """OpenAI's field ``logprobs`` of some tokens. ``stream``: whose next tokens they are."""
         if form == "ids":
-            named = zip((f"token_id:{token}" for token in tokens), [None] * len(tokens), values, strict=True)
-            return {"content": [_logprob(*each) for each in named]}
+            return {"content": [_logprob(f"token_id:{t}", None, v) for t, v in zip(tokens, values, strict=True)]}
         texts = [str(sound(self.tokenizer.decode([token]))) for token in tokens]
         pieces = [self._pieces.get(token, text.encode()) for token, text in zip(tokens, texts, strict=True)]
         if form == "chat":
