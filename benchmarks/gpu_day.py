@@ -1,95 +1,128 @@
-"""Runs the commands of a list on a GPU, the first ones first, and keeps what each printed.
+"""Everything to be measured on one GPU, in the order of its worth, in a given time; what each command printed is kept.
 
-    python benchmarks/gpu_day.py                 # every command that has no result yet
-    python benchmarks/gpu_day.py --list          # what there is, and what is done
-    python benchmarks/gpu_day.py train-4b        # these alone, done or not
+    python benchmarks/gpu_day.py --seconds 800 --model Qwen/Qwen2.5-Coder-0.5B-Instruct --data data/gsm8k
+    python benchmarks/gpu_day.py --list              # the stages, and what has a result
+    python benchmarks/gpu_day.py train-4b-lora       # these alone
 
-A command runs in a process group of its own, which is killed after `--limit-s` seconds. Its result goes to
-`results/gpu_day/NAME.json`: device, versions, command, seconds, and the JSON lines that it printed; of one that failed,
-the end of its output, and it is tried again.
+Stages follow each other; in a stage, chains of commands run at once. What is timed has the GPU to itself: only a check
+of equality runs while engines start. A command runs in a process group of its own, which is killed at its limit or when
+the time is over. Its result goes to `results/gpu_day/NAME.json`: device, versions, command, seconds, and the JSON lines
+that it printed; of one that failed, the end of its output, too.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from _common import about
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu_day"
-SMALL = "gpu_train.py --senior=qwen3-0.6b --steps=3 rollout.max_tokens=256"
-VLLM = "gpu_train.py --senior=qwen3-0.6b rollout.engine=vllm rollout.vllm.gpu_memory_utilization=0.4"
+SHARED = "gpu_train.py --steps=3 rollout.max_tokens=256"
+
+
+class Command(NamedTuple):
+    """limit_s: after which it is killed; None = what is left. arguments: of python; {left}, {model}, {data}."""
+
+    limit_s: float | None
+    arguments: str
+
+
 COMMANDS = {
-    "train-0.6b": SMALL,
-    "train-4b": "gpu_train.py",  # about 110 GiB
-    "train-4b-lora": "gpu_train.py --steps=3 rollout.max_tokens=256 model.lora.rank=32",
-    "train-4b-offload": "gpu_train.py --steps=3 rollout.max_tokens=256 parallel.offload_optimizer=true",
-    "compile": f"{SMALL} model.compile=true",
-    "drafts": f"{SMALL} rollout.draft_tokens=auto",
-    "claims": "-m tandemrl experiment paper-claims --device cuda --seeds 0 --out runs/gpu-claims",
-    "smollm2": "-m tandemrl experiment smollm2 --device cuda --workers 6 --out runs/gpu-smollm2",
-    "vllm-exactness": "-m pytest -q -x tests/rollout/vllm/test_exactness.py tests/rollout/vllm/test_drafting.py",
-    "vllm-train": VLLM,
-    "vllm-draft": f"{VLLM} rollout.draft_tokens=auto",
-    "vllm-256": f"{VLLM} --completions=256 rollout.max_rows=256",
-    "vllm-sleep": f"{VLLM} rollout.vllm.sleep=true",
-    "vllm-process": f"{VLLM} rollout.vllm.multiprocess=true",
-    "vllm-quantised": f"{VLLM} rollout.vllm.junior_quantization=fp8",
+    "graph-check": Command(100, "graph_step.py --parts check"),
+    "vllm-speed": Command(300, "vllm_cuda.py --parts speed"),
+    "graph-speed": Command(90, "graph_step.py --parts speed eager profile --seconds 75"),
+    "gsm8k": Command(None, "gsm8k_qwen.py --model {model} --data {data} --work runs/gsm8k_qwen --seconds {left}"),
+    "vllm-train": Command(200, "vllm_cuda.py --parts train"),
+    "vllm-sleep": Command(200, "vllm_cuda.py --parts sleep"),
+    "vllm-exact": Command(240, "vllm_cuda.py --parts exact"),
+    "train-4b-lora": Command(300, f"{SHARED} model.lora.rank=32"),
+    "train-4b-offload": Command(300, f"{SHARED} parallel.offload_optimizer=true"),
+    "train-4b": Command(300, "gpu_train.py"),  # about 110 GiB
+    "compile": Command(300, f"{SHARED} --senior=qwen3-0.6b model.compile=true"),
+    "tests": Command(300, "-m pytest -q tests/test_cuda.py"),
 }
-"""Arguments of python: a script of this folder, or a module. A killed experiment goes on when it is given again."""
+STAGES: list[list[list[str]]] = [
+    [["graph-check"], ["vllm-speed"]],
+    [["graph-speed"]],
+    [["gsm8k"], ["vllm-train", "vllm-sleep", "vllm-exact"]],
+    *([[name]] for name in ("train-4b-lora", "train-4b-offload", "compile", "tests", "train-4b")),
+]
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("names", nargs="*", choices=[*COMMANDS, []], metavar="NAME")
     p.add_argument("--list", action="store_true")
-    p.add_argument("--limit-s", type=float, default=480)
-    options = p.parse_args()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for name in options.names or COMMANDS:
-        done = (file := RESULTS / f"{name}.json").is_file() and json.loads(file.read_text())["exit_code"] == 0
-        if options.list:
-            print(f"{name:18} {'done' if done else '-':5} {COMMANDS[name]}")
-        elif options.names or not done:
-            result = run(COMMANDS[name], options.limit_s)
-            file.write_text(json.dumps(result, indent=1) + "\n")
-            failed += result["exit_code"] != 0
-            print(
-                f"{name}: exit code {result['exit_code']} after {result['seconds']} s {result['output_tail']}",
-                flush=True,
-            )
+    p.add_argument("--seconds", type=float, default=3600, help="for everything")
+    p.add_argument("--model", default="Qwen/Qwen2.5-Coder-0.5B-Instruct", help="of gsm8k")
+    p.add_argument("--data", default="data/gsm8k", help="of gsm8k")
+    p.add_argument("--results", type=Path, default=RESULTS)
+    o = p.parse_args()
+    if o.list:
+        for stage in STAGES:
+            for name in itertools.chain(*stage):
+                done = "done" if (o.results / f"{name}.json").is_file() else "-"
+                print(f"{name:18} {done:5} {COMMANDS[name].arguments}")
+            print()
+        return 0
+    o.results.mkdir(parents=True, exist_ok=True)
+    end, failed = time.monotonic() + o.seconds, 0
+    for stage in [[[name]] for name in o.names] or STAGES:
+        with ThreadPoolExecutor(len(stage)) as pool:
+            failed += sum(pool.map(lambda chain: sum(run(name, end, o) for name in chain), stage))
     return failed
 
 
-def run(command: str, limit_s: float) -> dict:
-    words = shlex.split(command)
+def run(name: str, end: float, o: argparse.Namespace) -> bool:
+    """Whether a command failed. Without ten seconds left, it does not begin."""
+    command, left = COMMANDS[name], end - time.monotonic()
+    if left < 10:
+        print(f"{name}: no time left", flush=True)
+        return False
+    words = shlex.split(command.arguments.format(left=int(left - 5), model=o.model, data=o.data))
     words = words if words[0] == "-m" else [str(HERE / words[0]), *words[1:]]
+    result = measured(words, left if command.limit_s is None else min(left, command.limit_s))
+    (o.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{name}: exit code {result['exit_code']} after {result['seconds']} s {result['output_tail']}", flush=True)
+    return result["exit_code"] != 0
+
+
+def measured(words: Sequence[str], limit_s: float) -> dict:
     start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        printed = output.read()
+    import torch  # after the command has the GPU's memory no more
+
     found = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
-        "command": f"python {command}",
+        "command": shlex.join(["python", *words]),
         "exit_code": process.returncode,
         "seconds": round(time.monotonic() - start, 1),
         "device": found and {"name": found.name, "memory_gib": round(found.total_memory / 2**30, 1)},
         "versions": about(),
-        "lines": [json.loads(line) for line in output.split("\n") if line.startswith("{") and line.endswith("}")],
-        "output_tail": output[-4000:] if process.returncode else "",
+        "lines": [json.loads(line) for line in printed.split("\n") if line.startswith("{") and line.endswith("}")],
+        "output_tail": printed[-4000:] if process.returncode else "",
     }
 
 
