@@ -88,7 +88,6 @@ class Scorer:
     ) -> None:
         if reward.workers is not None and reward.workers < 1:
             raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
-        call_by_name(f"{EQUALITY}:require_math_verify")
         self.functions = dict(functions or {})
         self.timeouts = 0
         self.failures = 0

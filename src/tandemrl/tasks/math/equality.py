@@ -21,13 +21,10 @@ from tandemrl.tasks.math.verify import (
     number,
     numbers_equal,
     relations,
-    require_math_verify,
     rounded,
     verified,
 )
 from tandemrl.tasks.math.words import is_changing, quantity
-
-__all__ = ["equal", "identical", "quick_equal", "require_math_verify"]
 
 ROUNDED = Fraction(1, 100)
 """How far a number may be from its rounding, relatively."""

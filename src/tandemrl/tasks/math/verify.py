@@ -1,16 +1,18 @@
 r"""Values of answers without words: exact numbers, and formulas as math-verify reads them."""
 
-import importlib.util
 import logging
 import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tandemrl.rewards.protocol import GraderError
 from tandemrl.tasks.math.notation import without_thousands
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+"""It warns that its timers are off, which is intended: they use SIGALRM, which only works in a main thread and cannot
+interrupt a long C call."""
 
 
 class NeedsSympy(Exception):
@@ -109,11 +111,8 @@ def relations(text: str) -> set[str]:
 
 
 def verified(gold: str, answer: str) -> bool:
-    """Whether math-verify finds two readable formulas equal. Time and memory are not bounded: see `scoring.Scorer`.
-
-    Raises:
-        GraderError: math-verify is not installed.
-    """
+    """Whether math-verify finds two readable formulas equal. Time and memory are not bounded: see `scoring.Scorer`."""
+    import math_verify
     from sympy import Expr, Float, expand
 
     left, right = _parsed(gold), _parsed(answer)
@@ -125,7 +124,7 @@ def verified(gold: str, answer: str) -> bool:
         difference = expand(a - b)  # math-verify rounds to 6 decimals
         if difference == 0 or (a.is_number and b.is_number and difference.equals(0) is False):
             return bool(difference == 0)
-    return bool(_math_verify().verify(list(left), list(right), timeout_seconds=None, allow_set_relation_comp=True))
+    return bool(math_verify.verify(list(left), list(right), timeout_seconds=None, allow_set_relation_comp=True))
 
 
 def _distance(a: Any, b: Any) -> float | None:
@@ -139,33 +138,17 @@ def _distance(a: Any, b: Any) -> float | None:
         return None
 
 
-def require_math_verify() -> None:
-    """Check that math-verify is installed.
-
-    Raises:
-        GraderError: math-verify, or a package that it needs, is not installed.
-    """
-    for module in ("math_verify", "latex2sympy2_extended", "sympy"):
-        if importlib.util.find_spec(module) is None:
-            raise GraderError(f"grading needs {module}, which is not installed: pip install 'math-verify>=0.9'")
-
-
 @lru_cache(256)
 def _parsed(formula: str) -> Sequence[Any]:
-    """The LaTeX of a formula as sympy objects. math-verify's other reader, for plain arithmetic, would `eval`.
-
-    Its own timers are off, since they use SIGALRM, which only works in a main thread and cannot interrupt a long C
-    call.
-    """
+    """The LaTeX of a formula as sympy objects. math-verify's other reader, for plain arithmetic, would `eval`."""
+    import math_verify
     from sympy import Basic, I
 
-    library = _math_verify()
     for pattern, plain in _FOR_MATH_VERIFY:
         formula = pattern.sub(plain, formula)
-    config = library.LatexExtractionConfig(boxed_match_priority=0)
-    parsed = library.parse(
+    parsed = math_verify.parse(
         f"${formula}$",
-        extraction_config=[config],
+        extraction_config=[math_verify.LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
@@ -191,16 +174,6 @@ def _value(formula: str, symbolic: bool) -> Fraction | None:
         return Fraction(float(parsed[0].evalf(20))) if parsed else None
     except (AttributeError, TypeError, ValueError, OverflowError):
         return None
-
-
-@cache
-def _math_verify() -> Any:
-    require_math_verify()
-    import math_verify
-
-    # It warns once that its timers are off, which is intended here.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
 
 
 def is_balanced(text: str) -> bool:
