@@ -32,10 +32,9 @@ DEFAULTS = ("judge.prompt=tinyv",)
 
 
 class AnswerPair(NamedTuple):
-    """A problem, an answer to be accepted and one to be refused. ``source`` names the data set of the problem."""
+    """A problem, an answer to be accepted and one to be refused."""
 
     row: Row
-    source: str
     right: str
     wrong: str
 
@@ -82,45 +81,46 @@ def bench_verifier(
         ConfigError, DataError, GraderError: as ``score_file``.
     """
     pairs = load_pairs(source)[:limit]
-    terms = terms_of(pairs[0].row, config.reward)
-    judged = any(term.name == "judge" for term in terms)
-    if judged and len(terms) > 1:
-        raise ConfigError("reward.scorers: a sum with a judge in it has no verdict of its own; name the judge alone")
-    if judged and config.judge.prompt != "tinyv":
-        raise ConfigError(
-            f"judge.prompt={config.judge.prompt}: marks whole responses, and these are bare answers; set "
-            "judge.prompt=tinyv, or name a scorer without a judge in reward.scorers"
-        )
-    answers = [(pair.row, answer) for pair in pairs for answer in (pair.right, pair.wrong)]
-    verdicts = _of_judge(answers, config) if judged else _of_scorer(answers, config, stated)
-    both = [*zip(pairs, verdicts[::2], verdicts[1::2], strict=True)]
+    verdicts = _verdicts([(pair.row, answer) for pair in pairs for answer in pair[1:]], config, stated)
+    both = [*zip((pair.row.extra_info["source"] for pair in pairs), verdicts[::2], verdicts[1::2], strict=True)]
     counts = {}
-    for name in (*sorted({pair.source for pair in pairs}), ALL):
-        rights, wrongs = zip(
-            *((right, wrong) for pair, right, wrong in both if name in (pair.source, ALL)), strict=True
-        )
-        lost = (rights + wrongs).count(None)
+    for name in (*sorted({each for each, *_ in both}), ALL):
+        rights, wrongs = zip(*((right, wrong) for each, right, wrong in both if name in (each, ALL)), strict=True)
         found = rights.count(True), wrongs.count(False), rights.count(False), wrongs.count(True)
-        counts[name] = Verdicts(len(rights), *found, lost)
+        counts[name] = Verdicts(len(rights), *found, (rights + wrongs).count(None))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             {
                 "example_id": pair.row.example_id,
-                "source": pair.source,
+                "source": name,
                 "ground_truth": pair.row.ground_truth,
                 "right": {"answer": pair.right, "accepted": right},
                 "wrong": {"answer": pair.wrong, "accepted": wrong},
             }
-            for pair, right, wrong in both
+            for pair, (name, right, wrong) in zip(pairs, both, strict=True)
         ]
         result = {"data": source, "counts": {name: each._asdict() for name, each in counts.items()}, "rows": lines}
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, json.dumps(result, ensure_ascii=False, indent=1) + "\n")
     return counts
 
 
-def _of_judge(answers: Sequence[tuple[Row, str]], config: Config) -> list[bool | None]:
-    """Whether the judge accepts each answer, or None without a verdict."""
+def _verdicts(answers: Sequence[tuple[Row, str]], config: Config, stated: Collection[str] | None) -> list[bool | None]:
+    """Whether the judge or the scorer accepts each answer, or None without a verdict."""
+    names = [term.name for term in terms_of(answers[0][0], config.reward)]
+    if "judge" not in names:
+        with Scorer(config.reward, code=code_scorer(config)) as scorer:
+            scorer.check([row for row, _ in answers], stated=stated)
+            scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in answers])
+        lost = [not score.scored or not score.parts.keys().isdisjoint(("timeout", "failure")) for score in scores]
+        return [None if none else score.parts["acc"] == 1 for score, none in zip(scores, lost, strict=True)]
+    if len(names) > 1:
+        raise ConfigError("reward.scorers: a sum with a judge in it has no verdict of its own; name the judge alone")
+    if config.judge.prompt != "tinyv":
+        raise ConfigError(
+            f"judge.prompt={config.judge.prompt}: marks whole responses, and these are bare answers; set "
+            "judge.prompt=tinyv, or name a scorer without a judge in reward.scorers"
+        )
     pool = judges(config)
     if pool is None:
         raise GraderError(
@@ -129,15 +129,6 @@ def _of_judge(answers: Sequence[tuple[Row, str]], config: Config) -> list[bool |
         )
     marks = pool.marks([(row, answer, answer) for row, answer in answers])
     return [None if mark is None else mark >= config.judge.accept for mark in marks]
-
-
-def _of_scorer(answers: Sequence[tuple[Row, str]], config: Config, stated: Collection[str] | None) -> list[bool | None]:
-    """Whether the scorer accepts each answer, or None without a verdict."""
-    with Scorer(config.reward, code=code_scorer(config)) as scorer:
-        scorer.check([row for row, _ in answers], stated=stated)
-        scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in answers])
-    lost = [not score.scored or not score.parts.keys().isdisjoint(("timeout", "failure")) for score in scores]
-    return [None if none else score.parts["acc"] == 1 for score, none in zip(scores, lost, strict=True)]
 
 
 def load_pairs(source: str) -> list[AnswerPair]:
@@ -166,16 +157,10 @@ def load_pairs(source: str) -> list[AnswerPair]:
 
 
 def _pair(record: Record) -> AnswerPair:
-    fields = flattened(record.fields)
+    each = Record(record.where, flattened(record.fields))
     names = ("source", "question", "ground_truth", "fn_output", "tn_output")
-    for name in names:
-        if not isinstance(text := fields.get(name), str) or not text.strip():
-            raise DataError(f"{record.where}, field {name!r}: expected a non-empty string, found {text!r}")
-    source, question, truth, right, wrong = (str(fields[name]) for name in names)
-    name = fields.get("id", fields.get("index"))
-    if name is None:
-        raise DataError(f"{record.where}, field 'id': missing")
+    source, question, truth, right, wrong = map(each.text, names)
     extra = {"question": question, "source": source}
     messages = ({"role": "user", "content": question},)
-    row = Row(f"{HARD_VERIFY}/{name}", messages, HARD_VERIFY, truth, extra, ability="math")
-    return AnswerPair(row, source, right, wrong)
+    name = f"{HARD_VERIFY}/{each.text('id', 'index')}"
+    return AnswerPair(Row(name, messages, HARD_VERIFY, truth, extra, ability="math"), right, wrong)
