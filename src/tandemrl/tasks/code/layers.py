@@ -34,28 +34,13 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """seccomp's numbers of the processors for which the tables below give system call numbers, in the same order."""
 SYS_PIVOT_ROOT = (155, 41)
 SYS_CLONE3 = (435, 435)
-REFUSED = {
-    "socket": (41, 198),
-    "io_uring_setup": (425, 425),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-}
+_REFUSED = """
+    socket 41 198, io_uring_setup 425 425, unshare 272 97, setns 308 268, ptrace 101 117, process_vm_readv 310 270,
+    process_vm_writev 311 271, pidfd_getfd 438 438, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282,
+    keyctl 250 219, add_key 248 217, request_key 249 218, memfd_create 319 279, memfd_secret 447 447, shmget 29 194,
+    msgget 68 186, semget 64 190, mq_open 240 180
+"""
+REFUSED = {name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _REFUSED.split(","))}
 """System calls that reach the network, other processes or much of the kernel, or take memory that no limit counts."""
 REFUSED_WITH = {
     "prlimit64": ((302, 261), 0, 0xFFFFFFFF),  # limits of another process: it would be the runner

@@ -49,8 +49,6 @@ def build_eurus(
     Raises:
         DataError: the data or the tokenizer is missing or malformed, or a split has another number of rows.
     """
-    if source is not None and not source.is_dir():
-        raise DataError(f"{source}: no such folder; --source takes the folder with train and validation Parquet files")
     short = _at_most(max_tokens, tokenizer) if max_tokens else None
     dropped: Counter[str] = Counter()
     origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
@@ -65,13 +63,9 @@ def build_eurus(
         for key in (f"{split}/math", f"{split}/code"):
             expect(f"{EURUS} {key}", seen[key], expect_rows, key)
 
-    settings = {
-        "tokenizer": tokenizer if max_tokens else None,
-        "max_tokens": max_tokens,
-        "system_prompt": system_prompt,
-    }
     where = provenance([*origins.values()], source, dropped)
-    return write_splits(out, "eurus", {split: kept(split) for split in origins}, where | settings)
+    where |= {"tokenizer": tokenizer if max_tokens else None, "max_tokens": max_tokens, "system_prompt": system_prompt}
+    return write_splits(out, "eurus", {split: kept(split) for split in origins}, where)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 
 from tandemrl.data.loading import parse_row
 from tandemrl.data.parquet import heldout_size, write_splits
-from tandemrl.data.rows import GSM8K, DataError, Row, record_of_row
+from tandemrl.data.rows import GSM8K, Row, record_of_row
 from tandemrl.data.sources import ExpectRows, Origin, expect, provenance, read
 
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
@@ -31,8 +31,6 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
     Raises:
         DataError: a file is missing or malformed, or a split has another number of rows.
     """
-    if source is not None and not source.is_dir():
-        raise DataError(f"{source}: no such folder; --source takes the folder with GSM8K's train and test files")
     origins = {split: Origin(GSM8K, split, "main") for split in GSM8K_ROWS}
     splits: dict[str, list[Row]] = {}
     where = provenance([*origins.values()], source)
@@ -41,11 +39,10 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
         splits[split] = [parse_row(each.fields, each.where, line, split=split) for line, each in records]
         expect(f"{source or GSM8K}, split {split}", len(splits[split]), expect_rows, split)
     train = splits["train"]
-    chosen = set(np.random.default_rng(0).permutation(len(train))[: heldout_size(GSM8K_HELDOUT, len(train))].tolist())
-    parts = {
+    chosen = {*np.random.default_rng(0).permutation(len(train))[: heldout_size(GSM8K_HELDOUT, len(train))].tolist()}
+    splits = {
         "train": [row for i, row in enumerate(train) if i not in chosen],
         "heldout": [row for i, row in enumerate(train) if i in chosen],
         "test": splits["test"],
     }
-    records_of = {split: map(record_of_row, rows) for split, rows in parts.items()}
-    return write_splits(out, GSM8K, records_of, where)
+    return write_splits(out, GSM8K, {split: map(record_of_row, rows) for split, rows in splits.items()}, where)

@@ -56,8 +56,8 @@ def equal(gold: str, answer: str, symbolic: bool = True) -> bool:
     Raises:
         NeedsSympy: it would be needed, and is not to be used.
     """
-    if identical(gold, answer):
-        return True
+    if answer.strip() in (gold.strip(), f"{gold.strip()}."):
+        return answer.strip() != ""
     if _PLAIN_NUMBER.fullmatch(gold) and _PLAIN_NUMBER.fullmatch(answer):  # most are
         return Fraction(gold) == Fraction(answer)
     if max(len(gold), len(answer)) > MAX_CHARS:
@@ -67,12 +67,6 @@ def equal(gold: str, answer: str, symbolic: bool = True) -> bool:
         return False
     gold, answer = clean(gold), clean(answer)
     return not hidden(answer) and _equal(gold, answer, symbolic, MAX_NESTING)
-
-
-def identical(gold: str, answer: str) -> bool:
-    """Whether two answers are the same string, apart from outer spaces and a full stop at the end."""
-    gold, answer = gold.strip(), answer.strip()
-    return answer != "" and answer in (gold, f"{gold}.")
 
 
 _PLAIN_NUMBER = re.compile("-?[0-9]{1,100}", re.ASCII)

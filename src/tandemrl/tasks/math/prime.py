@@ -254,46 +254,40 @@ def _as_interval(answer: str) -> str:
 def _symbols_equal(gold: str, answer: str, symbolic: bool) -> bool:
     if not symbolic:
         raise NeedsSympy
+    from sympy import N
+
     a, b = _formula(answer), _formula(gold)
     if a is None or b is None:
         return False
-    if _is_zero(lambda: a - b, symbolic):
-        return True
-    try:
-        from sympy import N
-
-        return math.isclose(N(a), N(b), rel_tol=TOLERANCE)
-    except Exception:  # sympy's are of many kinds, and all of them mean "not equal" here
-        return False
+    return _is_zero(lambda: a - b, symbolic) or bool(_tried(lambda: math.isclose(N(a), N(b), rel_tol=TOLERANCE)))
 
 
 # ---- sympy ---------------------------------------------------------------------------------------------------------
 
 
+def _tried(compute: Callable[[], Any]) -> Any:
+    """What sympy computes, or None: its exceptions are of many kinds, and all of them mean "not equal" here."""
+    try:
+        return compute()
+    except Exception:
+        return None
+
+
 def _is_zero(difference: Callable[[], Any], symbolic: bool) -> bool:
     if not symbolic:
         raise NeedsSympy
-    try:
-        from sympy import simplify
+    from sympy import simplify
 
-        return bool(simplify(difference()) == 0)
-    except Exception:  # as above
-        return False
+    return bool(_tried(lambda: simplify(difference()) == 0))
 
 
 def _formula(text: str) -> Any:
     """A text as a formula of sympy's, plain or else in LaTeX; None if it is neither. sympy reads LaTeX only with
     antlr4 4.11, which it may have or not, as it is with the published code."""
-    try:
-        return _parsed(text)
-    except Exception:  # as above
-        pass
-    try:
-        from sympy.parsing.latex import parse_latex
+    from sympy.parsing.latex import parse_latex
 
-        return parse_latex(text)
-    except Exception:  # as above
-        return None
+    plain = _tried(lambda: _parsed(text))
+    return _tried(lambda: parse_latex(text)) if plain is None else plain
 
 
 def _parsed(text: str, *, implicit: bool = False) -> Any:

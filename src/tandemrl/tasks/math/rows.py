@@ -62,14 +62,9 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
     Raises:
         DataError: the data is missing or malformed, or another number of rows has an answer.
     """
-    dropped: Counter[str] = Counter()
-    rows: list[dict[str, Any]] = []
-    for record in read(DEEPSCALER, source):
-        record = _unpacked(record)
-        if all(record.fields.get(name) in (None, "") for name in ANSWER):
-            dropped["no answer"] += 1
-        else:
-            rows.append(_boxed(record, "deepscaler", len(rows), ability="math"))
+    records = [_unpacked(record) for record in read(DEEPSCALER, source)]
+    answered = [each for each in records if any(each.fields.get(name) not in (None, "") for name in ANSWER)]
+    rows = [_boxed(each, "deepscaler", index, "math", each.text(*ANSWER)) for index, each in enumerate(answered)]
     expect(str(source or DEEPSCALER.repo), len(rows), expect_rows, "train")
     # What pandas draws with; the numbers of this old generator are frozen for good.
     chosen = np.random.RandomState(0).choice(len(rows), size=heldout_size(DEEPSCALER_HELDOUT, len(rows)), replace=False)
@@ -78,7 +73,8 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
         "train": [row for i, row in enumerate(rows) if i not in held],
         "heldout": [rows[i] for i in chosen.tolist()],
     }
-    return write_splits(out, "deepscaler", splits, provenance([DEEPSCALER], source, dropped))
+    where = provenance([DEEPSCALER], source, {"no answer": len(records) - len(rows)})
+    return write_splits(out, "deepscaler", splits, where)
 
 
 def build_benchmark(
@@ -143,34 +139,29 @@ def _unpacked(record: Record) -> Record:
     return Record(record.where, {**fields, "problem": problem})
 
 
-def _boxed(
-    record: Record, data_source: str, index: int, *, ability: str, answer: str | None = None, **extra: str
-) -> dict[str, Any]:
-    """The row of a maths problem with the boxed instruction.
-
-    Args:
-        answer: the ground truth. None means that of the record.
-    """
+def _boxed(record: Record, data_source: str, index: int, ability: str, answer: str, **extra: str) -> dict[str, Any]:
+    """The row of a maths problem with the boxed instruction."""
     prompt = [{"role": "user", "content": record.text(*PROBLEM) + BOXED_SUFFIX}]
-    truth = record.text(*ANSWER) if answer is None else answer
-    return record_of(data_source, prompt, ability, truth, {"index": index, **extra})
+    return record_of(data_source, prompt, ability, answer, {"index": index, **extra})
 
 
 def _benchmark_row(name: str, record: Record, origin: Origin, index: int) -> dict[str, Any]:
     r"""A row of an evaluation set. The answer of AIME 2024 is the content of the first box in the solution, if there is
     a solution; a row of AMC says which year it is of."""
-    answer, extra = None, {}
+    extra = {}
     if name == "aime24" and "solution" in record.fields:
         boxed = re.search(r"\\boxed\{([^{}]+)\}", record.text("solution"))
         if boxed is None:
             raise DataError(f"{record.where}, field 'solution': no \\boxed{{…}} with the answer")
-        answer = boxed.group(1)
+        answer = boxed[1]
+    else:
+        answer = record.text(*ANSWER)
     if name == "amc23_25":
         subset = _AMC[origin] if origin in _AMC else record.text("subset")
         if subset == "amc24" and record.fields.get("exam"):  # "2024 AMC 12A"; not every copy says so
             subset += f"_{record.text('exam').split()[-1]}"
         extra = {"subset": subset}
-    return _boxed(record, name, index, ability="MATH", answer=answer, **extra)
+    return _boxed(record, name, index, "MATH", answer, **extra)
 
 
 _AMC = {

@@ -1,7 +1,6 @@
 """Predictions in the form that MuSiQue's own evaluation script reads (arXiv:2108.00573), and the scores it gives."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,36 +42,21 @@ def write_predictions(file: str | Path, found: Sequence[Prediction]) -> None:
 
 
 def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, float]:
-    """The scores that MuSiQue's script gives ``predictions(…, rows)``, rounded to three places as there.
-
-    Answer and support scores are means over answerable questions. If some are not (MuSiQue-Full), every id comes twice,
-    once either way; the ``group_*`` scores are means over these pairs, with 0 unless both answerabilities were
-    predicted right.
+    """The scores that MuSiQue's script gives ``predictions(…, rows)``, rounded to three places as there: means.
 
     Raises:
-        DataError: there is no answerable question, an id of MuSiQue-Full does not come once either way, or ground truth
-            or documents of a row are malformed.
+        DataError: a question has no answer (MuSiQue-Full), or ground truth or documents of a row are malformed.
     """
-    answerable = [bool(row.extra_info.get("answerable", True)) for row in rows]
-    sure = [pair for pair, one in zip(zip(found, rows, strict=True), answerable, strict=True) if one]
-    if not sure:
-        raise DataError("MuSiQue's script cannot score these rows: it needs at least one answerable question")
-    answers = [f1(each.predicted_answer, targets(row)) for each, row in sure]
-    exact = [exact_match(each.predicted_answer, targets(row)) for each, row in sure]
-    supports = [
-        set_f1(each.predicted_support_idxs, [index for index, _, supporting in _indices(row) if supporting])
-        for each, row in sure
-    ]
-    scores = {"answer_f1": answers, "answer_em": exact, "support_f1": supports}
-    if len(sure) < len(rows):
-        ways = Counter((each.id, one) for each, one in zip(found, answerable, strict=True))
-        if odd := next((name for name, _ in ways if (ways[name, True], ways[name, False]) != (1, 1)), None):
-            raise DataError(f"MuSiQue's script cannot score these rows: {odd} must be there twice, answerable and not")
-        wrong = {each.id for each, one in zip(found, answerable, strict=True) if each.predicted_answerable != one}
-        for name, values in (("answer", answers), ("support", supports)):
-            scores[f"group_{name}_sufficiency_f1"] = [
-                0.0 if each.id in wrong else value for (each, _), value in zip(sure, values, strict=True)
-            ]
+    if none := next((row.example_id for row in rows if not row.extra_info.get("answerable", True)), None):
+        raise DataError(
+            f"{none} has no answer, and such questions count in pairs: run MuSiQue's script on --predictions"
+        )
+    scores: dict[str, list[float]] = {"answer_f1": [], "answer_em": [], "support_f1": []}
+    for each, row in zip(found, rows, strict=True):
+        scores["answer_f1"].append(f1(each.predicted_answer, targets(row)))
+        scores["answer_em"].append(exact_match(each.predicted_answer, targets(row)))
+        right = [index for index, _, supporting in _indices(row) if supporting]
+        scores["support_f1"].append(set_f1(each.predicted_support_idxs, right))
     return {name: round(sum(values) / len(values), 3) for name, values in scores.items()}
 
 

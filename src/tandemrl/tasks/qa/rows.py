@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandemrl.data.parquet import write_splits
-from tandemrl.data.rows import DataError, record_of
+from tandemrl.data.rows import DataError, object_of, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, copy_of, provenance, split_rows
 
 
@@ -71,15 +71,13 @@ def build_musique(
     if not 0 <= noise_rate <= 1:
         raise DataError(f"noise rate {noise_rate}: must be in [0, 1]")
     dropped: Counter[str] = Counter()
-    numbers = [*MUSIQUE.rows]
 
     def thinned(record: Record, split: str, index: int) -> dict[str, Any]:
         row = _row(record, split, index)
-        noise = np.random.default_rng([seed, numbers.index(split), index])
+        noise = np.random.default_rng([seed, [*MUSIQUE.rows].index(split), index])
         docs = row["extra_info"]["docs"]
-        kept = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
-        dropped["paragraphs"] += len(docs) - len(kept)
-        row["extra_info"]["docs"] = kept
+        row["extra_info"]["docs"] = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
+        dropped["paragraphs"] += len(docs) - len(row["extra_info"]["docs"])
         return row
 
     settings = {"noise_rate": noise_rate, "seed": seed, "dropped": dropped}
@@ -169,11 +167,8 @@ def _documents(record: Record) -> Iterator[dict[str, Any]]:
     if not isinstance(paragraphs, list) or not paragraphs:
         raise DataError(f"{record.where}, field 'paragraphs': expected a list of paragraphs, found {paragraphs!r:.80}")
     for number, paragraph in enumerate(paragraphs):
-        if not isinstance(paragraph, Mapping):
-            raise DataError(
-                f"{record.where}, field 'paragraphs[{number}]': expected an object, found {paragraph!r:.80}"
-            )
-        fields = Record(f"{record.where}, field 'paragraphs[{number}]'", paragraph)
+        where = f"{record.where}, field 'paragraphs[{number}]'"
+        fields = Record(where, object_of(paragraph, where))
         yield {
             "id": fields.text("idx", "id"),
             "title": fields.text("title"),

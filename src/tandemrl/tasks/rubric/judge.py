@@ -312,7 +312,9 @@ class JudgePool:
         mixed = weight * j + (1.0 - weight) * r
         value = {"tinyv_only": j, "mixed": mixed, "addon": 1.0 if r else weight * j}[mode]
         acc = r if self.template.whole else j if mode == "tinyv_only" else max(r, j)
-        parts = _parts(rule) | {"acc": acc, "rule": r, "judge_asked": float(asked)}
+        # A verdict that the rules lost does not count as lost, since the judge is asked.
+        parts = {f"rule_{name}" if name in ("timeout", "failure") else name: part for name, part in rule.parts.items()}
+        parts |= {"acc": acc, "rule": r, "judge_asked": float(asked)}
         if asked and mark is None:
             return Score(0.0, parts | {"unscored": 1.0}, rule.answer)
         return Score(value, parts | ({"judge": j} if asked else {}), rule.answer)
@@ -344,11 +346,11 @@ def other_words(rows: Iterable[Row], config: JudgeConfig) -> str | None:
         JudgeError: as in `template_of`.
     """
     ours, published = (template_of(each).text for each in (config, JudgeConfig(prompt="rrm")))
-    words = [each.strip() for each in re.split(r"\{\{\w+\}\}", ours)]
+    words = re.compile(".*?".join(re.escape(each.strip()) for each in re.split(r"\{\{\w+\}\}", ours)), re.DOTALL)
     chosen = f"judge.template={config.template}" if config.template else f"judge.prompt={config.prompt}"
     asks = config.url is not None or config.model is not None
     for row in rows:
-        if row.data_source == "grade" and not _in_order(row.messages[-1]["content"].strip(), words):
+        if row.data_source == "grade" and not words.match(row.messages[-1]["content"].strip()):
             return (
                 f"row {row.example_id} trains a judge in other words than those of {chosen}; ask the judge in the "
                 "words of its rows: judge.prompt or judge.template=FILE"
@@ -401,13 +403,10 @@ def _after_thinking(text: str) -> str:
 
 
 def _question(row: Row) -> str:
-    question = row.extra_info.get("question")
-    if question:
-        return str(question)
-    for message in reversed(row.messages):
-        if message["role"] == "user":
-            return message["content"]
-    raise DataError(f"row {row.example_id}, field 'extra_info.question': missing, and there is no user message")
+    said = [message["content"] for message in row.messages if message["role"] == "user"]
+    if not (question := row.extra_info.get("question") or (said and said[-1])):
+        raise DataError(f"row {row.example_id}, field 'extra_info.question': missing, and there is no user message")
+    return str(question)
 
 
 def _criteria(row: Row) -> str:
@@ -418,13 +417,3 @@ def _criteria(row: Row) -> str:
             "judge.prompt=reasoning judges without criteria"
         )
     return criteria if isinstance(criteria, str) else json.dumps(criteria, ensure_ascii=False)
-
-
-def _parts(rule: Score) -> dict[str, float]:
-    """The parts of the rules' score. A lost verdict of the rules does not count as lost, since the judge is asked."""
-    return {f"rule_{name}" if name in ("timeout", "failure") else name: value for name, value in rule.parts.items()}
-
-
-def _in_order(text: str, tags: Sequence[str]) -> bool:
-    """Whether a text starts with the first tag and the others follow in order."""
-    return re.match(".*?".join(map(re.escape, tags)), text, re.DOTALL) is not None
