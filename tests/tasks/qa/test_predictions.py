@@ -78,7 +78,7 @@ def test_official_scores_of_the_predictions_by_hand():
 
 def test_a_question_without_an_answer_is_left_to_the_script():
     rows = [replace(ROWS[0], extra_info=ROWS[0].extra_info | {"answerable": False})]
-    with pytest.raises(DataError, match="musique/2hop__1 has no answer.*run MuSiQue's script on --predictions"):
+    with pytest.raises(DataError, match=r"musique/2hop__1 has no answer.*run MuSiQue's script on --predictions"):
         official(predictions([answered(rows[0])], rows), rows)
 
 
