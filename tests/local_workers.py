@@ -14,8 +14,8 @@ from torch import Tensor
 from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
 from tandemrl.rollout.engine import EngineDeadError, EngineError, Request, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.fleet.engine import Weights
-from tandemrl.rollout.fleet.units import Described, Generated, WorkerEngine
+from tandemrl.rollout.fleet.ray_workers import RayWorkers
+from tandemrl.rollout.fleet.units import Described, Generated, Weights, WorkerEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 
 
@@ -50,7 +50,7 @@ def bits(written: list[list[Any]]) -> list[Any]:
     ]
 
 
-class LocalWorkers:
+class LocalWorkers(RayWorkers):
     """``faults``: by the number of a worker, what happens: "does not start"; at its first unit "dies", "dies later"
     (when ``go_on`` is set) or "its engine dies"; or "is stale": it does not load the next weights, or "always stale".
     ``acting``: makes what the authors of a worker take turns with."""

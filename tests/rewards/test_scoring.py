@@ -14,9 +14,9 @@ from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.calls import ChildCalls
-from tandemrl.rewards import routing
+from tandemrl.rewards import routing, scoring
 from tandemrl.rewards.functions import by_name
-from tandemrl.rewards.protocol import GraderError, Score
+from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
 from tandemrl.rewards.scoring import Scorer
 
 BOMB = r"\boxed{\int_0^{999} x^{x^x} dx}"
@@ -40,40 +40,27 @@ UNUSABLE = (
 """What a reward function may not return."""
 TESTS = '{"inputs": ["1"], "outputs": ["1"]}'
 
-WORKER = """
+TASKS = """
 import os, sys, time
-from tandemrl.rewards.worker import serve
 
-def grade(path, gold, answer):
-    if answer == "a > 2":
+def task(what, value=None):
+    if what == "die":
         os._exit(3)
-    if answer == "a > 3":
+    if what == "raise":
         raise MemoryError("too much")
-    if answer == "a > 4":
+    if what == "exit":
         sys.exit(1)
-    if answer == "a > 60" or "+" in answer:
-        time.sleep(float(answer.split()[2]))
-    if answer == "a > 5":
-        print("noise")
-    return answer in ("a > 1", "b > 1") or answer.endswith("+ 1")
-
-serve(grade)
+    if what == "sleep":
+        time.sleep(value)
+    with open("log", "a") as log:
+        log.write(what)
+    print("noise")
+    return [what, value]
 """
 
 
 def row(gold="a > b", source="math500", name="r"):
     return Row(name, ({"role": "user", "content": "?"},), source, gold, {})
-
-
-def boxed(*answers):
-    return [(row(), rf"\boxed{{{answer}}}") for answer in answers]
-
-
-@pytest.fixture
-def worker(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    return (sys.executable, str(script))
 
 
 def in_thread(work):
@@ -132,24 +119,29 @@ def test_pool_and_in_process_scores_agree():
         assert scorer.score(items) == [score_text(*item) for item in items]
 
 
-def test_crashes_and_errors_are_counted_and_scored_zero(worker):
-    answers = (*(f"a > {i}" for i in range(1, 7)), "b > 1")
-    with Scorer(RewardConfig(workers=2), worker=worker) as scorer:
-        scores = scorer.score(boxed(*answers))
-        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-        assert [score.parts.get("failure", 0.0) for score in scores] == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-        assert (scorer.timeouts, scorer.failures) == (0, 3)
+def test_each_task_gets_its_own_outcome_and_equal_ones_are_done_once(tmp_path, monkeypatch):
+    (tmp_path / "tasks_for_tests.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    slow, late = ("sleep", 0.3), ("sleep", 60)
+    asked = [slow, ("die",), ("raise",), ("a", 1), ("exit",), slow, ("b", None), late, late]
+    processes = scoring._Processes(RewardConfig(workers=2, timeout_s=10.0), scoring.WORKER)
+    found = processes.settle([Deferred("symbolic", ("tasks_for_tests:task", *each)) for each in asked])
+    processes.close()
+    assert found == [
+        ["sleep", 0.3],
+        Lost("failure"),
+        Lost("failure", "MemoryError: too much"),
+        ["a", 1],
+        Lost("failure", "SystemExit: 1"),
+        ["sleep", 0.3],
+        ["b", None],
+        Lost("timeout"),
+        Lost("timeout"),
+    ]
+    assert sorted((tmp_path / "log").read_text().replace("sleep", "s")) == ["a", "b", "s"]
 
 
-def test_order_is_kept_when_items_finish_out_of_order(worker):
-    answers = [f"a > {0.2 if i == 0 else 0.001 * i:.3f} + {1 if i % 3 == 0 else 2}" for i in range(12)]
-    with Scorer(RewardConfig(workers=3), worker=worker) as scorer:
-        scores = scorer.score(boxed(*answers))
-    assert [score.answer for score in scores] == answers
-    assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(12)]
-
-
-def test_a_batch_after_an_interrupted_one_gets_none_of_its_answers(worker, monkeypatch):
+def test_a_batch_after_an_interrupted_one_gets_none_of_its_answers(mine, monkeypatch):
     poll = ChildCalls.poll
 
     def interrupted(calls, **how):
@@ -157,29 +149,13 @@ def test_a_batch_after_an_interrupted_one_gets_none_of_its_answers(worker, monke
             poll(calls, wait=False)
         raise KeyboardInterrupt
 
-    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
+    with Scorer(mine) as scorer:
         with monkeypatch.context() as patch:
             patch.setattr(ChildCalls, "poll", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                scorer.score(boxed("a > 1"))
-        assert [score.value for score in scorer.score(boxed("a > 6", "a > 1"))] == [0.0, 1.0]
+                scorer.score([(row("yes", "my/data"), "yes")])
+        assert [score.value for score in scorer.score([(row("yes", "my/data"), t) for t in ("no", "yes")])] == [0, 1]
         assert (scorer.timeouts, scorer.failures) == (0, 0)
-
-
-def test_repeated_answers_are_graded_once_but_counted_each(worker):
-    with Scorer(RewardConfig(workers=1, timeout_s=5.0), worker=worker) as scorer:
-        start = time.monotonic()
-        scores = scorer.score(boxed(*["a > 60"] * 6, "a > 1"))
-        assert time.monotonic() - start < 6 * 5.0
-        assert scorer.timeouts == 6
-        assert [score.parts.get("timeout", 0.0) for score in scores] == [1.0] * 6 + [0.0]
-
-
-def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
-    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
-        with pytest.raises(GraderError, match="none of 2 responses could be scored"):
-            scorer.score(boxed("a > 2", "a > 2"))
-        assert scorer.score(boxed("a > 1"))[0].value == 1.0
 
 
 def test_bad_settings_and_rows_are_refused(monkeypatch):
@@ -231,8 +207,8 @@ def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
     assert batches == [[(r"\boxed{5}", 1.0, "5"), (r"\boxed{2+6}", 1.0, "2+6"), (r"\boxed{six}", 0.0, "six")]]
 
 
-def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
-    with Scorer(RewardConfig(), worker=worker) as scorer:
+def test_what_cannot_be_scored_is_refused_before_anything_is_generated():
+    with Scorer(RewardConfig()) as scorer:
         scorer.check([row("7"), row("x > 3"), row("5", "openai/gsm8k")])
         with pytest.raises(GraderError, match=r"row c: scoring data_source 'taco' needs a sandbox"):
             scorer.check([row(TESTS, "taco", "c")])
@@ -243,7 +219,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
         with pytest.raises(DataError, match="row n: ground truth of countdown must be"):
             scorer.check([row("7", "countdown", "n")])
         assert scorer._processes._calls._processes == []
-    with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
+    with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"})) as scorer:
         with pytest.raises(GraderError, match="no_such_module"):
             scorer.check([row("7", "mine")])
         with pytest.raises(ConfigError, match=r"reward\.scorers\.mine=no_such_module:score: no row matches"):
@@ -289,9 +265,13 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_a_users_scorer_runs_in_a_child_process(mine):
+    threads = "__import__('threading')"  # the main one: functions may use signals
+    main = f"return {threads}.current_thread() is {threads}.main_thread()"
     with Scorer(mine) as scorer:
-        scores = scorer.score([(row("yes", "my/data"), "yes"), (row("yes", "my/data"), "no"), (row("7"), r"\boxed{7}")])
-    assert [score.value for score in scores] == [1.0, 0.0, 1.0]
+        scores = scorer.score(
+            [*((row("yes", "my/data"), text) for text in ("yes", "no", main)), (row("7"), r"\boxed{7}")]
+        )
+    assert [score.value for score in scores] == [1.0, 0.0, 1.0, 1.0]
     assert scores[1].parts["chars"] == 2.0
     assert scores[0].parts["pid"] != os.getpid()
     assert scores[0].answer == "yes" * 9999  # a reply longer than a pipe's buffer arrives whole

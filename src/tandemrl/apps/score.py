@@ -78,7 +78,7 @@ def score_file(
             part = out.with_name(f"{out.name}.part")
             # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
-        grouped = any(map(scorer.grouped, rows))
+        grouped = any(term.grouped for row in rows for term in scorer.terms_of(row))
         lines = _lines(rows, responses, grouped=grouped)
         while read := [*islice(lines, None if grouped else batch)]:
             answers = [(line.row, line.response) for line in read]

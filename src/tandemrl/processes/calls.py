@@ -4,11 +4,16 @@ The caller passes with each call the function that receives its outcome, and the
 own; between polls, nothing runs but the calls.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import pickle
 import selectors
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -17,9 +22,10 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Child
+from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY
 
 START_LIMIT_S = 600.0
 """How long a process may take to start, in which it may load an index or a model."""
@@ -46,33 +52,6 @@ class Outcome(NamedTuple):
 
 Deliver = Callable[[Outcome], None]
 """A function that receives the outcome of a call. It is called during a poll."""
-
-
-@runtime_checkable
-class Caller(Protocol):
-    """Makes calls of a function with one argument, which is pickled."""
-
-    def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
-        """Begin a call, and return at once.
-
-        Calls with the same ``key`` are made in the same process, which can use what it has cached.
-        """
-        ...
-
-    def poll(self, *, wait: bool) -> None:
-        """Deliver the outcomes that are ready.
-
-        Args:
-            wait: wait for at least one outcome, if any call is running.
-
-        Raises:
-            ProcessError: no process can be started.
-        """
-        ...
-
-    def close(self) -> None:
-        """Kill the running calls. No further outcomes are delivered."""
-        ...
 
 
 class ChildCalls:
@@ -103,12 +82,27 @@ class ChildCalls:
         self.close()
 
     def call(self, argument: Any, deliver: Deliver, *, key: str = "", limit_s: float | None = None) -> None:
-        """See `Caller`; ``limit_s`` is that of this call."""
+        """Begin a call, and return at once.
+
+        Calls with the same ``key`` are made in the same process, which can use what it has cached.
+
+        Args:
+            argument: of the function; it is pickled.
+            limit_s: of this call.
+        """
         lane = self._lanes[zlib.crc32(key.encode()) % len(self._lanes)]
         lane.waiting.append(_Call(pickle.dumps(argument), deliver, limit_s or self._limit_s))
         self._feed(lane)
 
     def poll(self, *, wait: bool) -> None:
+        """Deliver the outcomes that are ready.
+
+        Args:
+            wait: wait for at least one outcome, if any call is running.
+
+        Raises:
+            ProcessError: no process can be started.
+        """
         over = list[tuple[_Call, Outcome]]()
         for lane in self._lanes:
             self._feed(lane)
@@ -124,6 +118,7 @@ class ChildCalls:
             call.deliver(outcome)
 
     def close(self) -> None:
+        """Kill the running calls. No further outcomes are delivered."""
         for process in tuple(self._processes):
             self._remove(process)
         shared = deque[_Call]()
@@ -152,7 +147,7 @@ class ChildCalls:
         """Read what processes have written, and continue to send what they have not read yet."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
-                selector.register(process.fileno(), selectors.EVENT_READ, process)
+                selector.register(process.stdout, selectors.EVENT_READ, process)
                 if not process.flush():
                     selector.register(process.stdin, selectors.EVENT_WRITE)
             chosen = [key.data for key, _ in selector.select(timeout) if key.data is not None]
@@ -196,8 +191,8 @@ class ChildCalls:
 
 
 class ThreadCalls:
-    """Makes calls in threads of this process. A late call is given up, but its thread runs on, since nothing can kill
-    it.
+    """As `ChildCalls`, in threads of this process. A late call is given up, but its thread runs on, since nothing can
+    kill it.
 
     Args:
         function: the function that is called; it returns a JSON text.
@@ -246,6 +241,9 @@ class ThreadCalls:
         future.set_result(outcome)
 
 
+Caller = ChildCalls | ThreadCalls
+"""Makes calls of a function with one argument."""
+
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -269,32 +267,80 @@ class _Lane:
     alone: deque[_Call] = field(default_factory=deque)
 
 
-class _Process(Child):
-    """A child process that makes calls.
+class _Process:
+    """The parent's side of a child process.
 
-    asked: since when it has not answered whether it is alive. here: whether it has answered. alone: whether it must run
-    no other call beside its present one.
+    alive: False once the child has closed its output. asked: since when it has not answered whether it is alive. here:
+    whether it has answered. alone: whether it must run no other call beside its present one.
     """
 
     def __init__(self, command: Sequence[str], setup: bytes, lane: _Lane) -> None:
-        super().__init__(command)
+        path = dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipes = self._process.stdin, self._process.stdout
+        self.stdin, self.stdout = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self.stdin, False)
+        self._received, self._unsent = bytearray(), memoryview(b"")
         self.lane = lane
         self.begun: dict[int, _Call] = {}
-        self.ready = self.here = self.alone = False
+        self.alive, self.ready, self.here, self.alone = True, False, False, False
         self.asked: float | None = None
         self._started = time.monotonic()
         self._numbers = itertools.count()
-        self.send(setup)
+        self._send(setup)
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def _send(self, data: bytes) -> None:
+        """Write ``data`` to the child, after what could not be written before."""
+        self._unsent = memoryview(bytes(self._unsent) + data)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what is left, as far as that is possible without waiting. Returns whether all of it is written.
+
+        What a dead child should have got is dropped; the end of its output tells of the death.
+        """
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.stdin, self._unsent) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            self._unsent = memoryview(b"")
+        return True
+
+    def kill(self) -> str:
+        """Kill the process and what it started. Returns the end of its stderr, or its exit status."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for pipe in self._pipes:
+            pipe.close()  # not read to its end: a process that left the group may hold the other one
+        self._process.wait()
+        with self._errors as errors:
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
+            return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
 
     def begin(self, call: _Call) -> None:
         number = next(self._numbers)
         self.begun[number], call.due = call, time.monotonic() + call.limit_s
-        self.send(pickle.dumps((number, call.argument, call.limit_s + ORPHAN_GRACE_S)))
+        self._send(pickle.dumps((number, call.argument, call.limit_s + ORPHAN_GRACE_S)))
 
     def ask(self, now: float) -> None:
         self.asked = now
-        self.send(pickle.dumps(None))
+        self._send(pickle.dumps(None))
 
     @property
     def due(self) -> float | None:
@@ -306,19 +352,23 @@ class _Process(Child):
         return min((begun.due for begun in self.begun.values()), default=None)
 
     def read_replies(self) -> list[tuple[_Call, Outcome]]:
-        """Read which calls are done, with their outcomes."""
-        done = []
+        """Read what is there, and return which calls are done, with their outcomes."""
+        part, done = os.read(self.stdout, 2**16), []
+        self.alive = part != b""
+        self._received += part
+        end = self._received.rfind(b"\n", len(self._received) - len(part)) + 1
+        said, self._received = bytes(self._received[:end]), self._received[end:]
         self.asked = time.monotonic() if self.asked is not None else None  # it says something: it is there
-        for line in self.lines():
+        for line in said.splitlines():
             if line == READY.encode():
                 self.ready = True
             elif line == HERE.encode():
                 self.here = True
             else:
                 try:
-                    said = json.loads(line)
-                    call = self.begun.pop(said.pop("number"), None)
-                    [(how, value)] = said.items()
+                    reply = json.loads(line)
+                    call = self.begun.pop(reply.pop("number"), None)
+                    [(how, value)] = reply.items()
                 except (ValueError, KeyError, AttributeError):  # something else than our code spoke
                     self.alive = False
                     break

@@ -1,24 +1,20 @@
-"""A child process that can be killed. It reads pickles and writes JSON lines.
+"""The side of a child process that makes calls and can be killed. It reads pickles and writes JSON lines.
 
 The parent is trusted; a child that works on hostile input is not. The child is a plain process, not one of
 `multiprocessing`, so it imports neither torch nor the user's main script. It leads a process group of its own, so that
 the processes that it starts end with it.
 """
 
-import contextlib
 import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NoReturn
 
 READY = '"ready"'
@@ -32,81 +28,6 @@ CALLS_AT_ONCE = 32
 def cores() -> int:
     """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Child:
-    """The parent's side of a child process. ``alive`` is False once the child has closed its output."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        path = dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            bufsize=0,
-            start_new_session=True,
-        )
-        self._received = bytearray()
-        self._unsent = memoryview(b"")
-        self.alive = True
-
-    def fileno(self) -> int:
-        """The descriptor of the child's output."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    @property
-    def stdin(self) -> int:
-        """The descriptor of the child's input."""
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
-
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, data: bytes) -> bool:
-        """Write ``data`` to the child, after what could not be written before; see `flush`."""
-        self._unsent = memoryview(bytes(self._unsent) + data)
-        return self.flush()
-
-    def flush(self) -> bool:
-        """Write what is left, and return whether all of it is written.
-
-        After ``os.set_blocking(child.stdin, False)``, only as much is written as is possible without waiting. What a
-        dead child should have got is dropped; `lines` notices the death.
-        """
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self.stdin, self._unsent) :]
-        except BlockingIOError:
-            return False
-        except BrokenPipeError:
-            self._unsent = memoryview(b"")
-        return True
-
-    def lines(self) -> list[bytes]:
-        """Wait for output of the child or for its end, and return the complete lines."""
-        part = os.read(self.fileno(), 2**16)
-        self.alive = part != b""
-        self._received += part
-        end = self._received.rfind(b"\n", len(self._received) - len(part)) + 1
-        said, self._received = bytes(self._received[:end]), self._received[end:]
-        return said.splitlines()
-
-    def kill(self) -> str:
-        """Kill the process and what it started. Returns the end of its stderr, or its exit status."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()  # not read to its end: a process that left the group may hold the other one
-        self._process.wait()
-        with self._errors as errors:
-            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
-            return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
 
 
 class Parent:

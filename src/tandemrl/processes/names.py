@@ -74,26 +74,8 @@ def instantiate(
         error: it cannot be imported or called, a parameter is unknown or missing, or making it failed.
     """
     factory = function_named(path, where, error) if isinstance(path, str) else path
-    given = given_to(factory, where, error, parameters or {}, offered)
-    if isinstance(path, str) and path.startswith("tandemrl."):
-        return factory(**given)
-    try:
-        return factory(**given)
-    except error:
-        raise
-    except Exception as problem:
-        raise error(f"{where}: making it failed: {type(problem).__name__}: {problem}") from problem
-
-
-def given_to(
-    function: Callable[..., Any],
-    where: str,
-    error: type[Exception],
-    parameters: Mapping[str, Any],
-    offered: Mapping[str, Callable[[], Any]],
-) -> dict[str, Any]:
-    """The arguments of a function, as in ``instantiate``."""
-    takes = {name: each for name, each in inspect.signature(function).parameters.items() if each.kind not in _STARRED}
+    parameters, starred = parameters or {}, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    takes = {name: each for name, each in inspect.signature(factory).parameters.items() if each.kind not in starred}
     settable = [name for name in takes if name not in offered or name in parameters]
     for name in parameters:
         if name not in takes:
@@ -104,7 +86,12 @@ def given_to(
     for name, each in takes.items():
         if each.default is each.empty and name not in given and name not in parameters:
             raise error(f"{where}: its parameter {name!r} has no value; give it one in the section's `parameters`")
-    return {**given, **parameters}
-
-
-_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given |= parameters
+    if isinstance(path, str) and path.startswith("tandemrl."):
+        return factory(**given)
+    try:
+        return factory(**given)
+    except error:
+        raise
+    except Exception as problem:
+        raise error(f"{where}: making it failed: {type(problem).__name__}: {problem}") from problem

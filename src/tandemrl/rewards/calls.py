@@ -103,11 +103,6 @@ class Given(NamedTuple):
     keywords: Mapping[str, Any] = {}
     as_messages: Mapping[str, Any] | None = None
 
-    def bound(self, parameters: Mapping[str, Any]) -> "Given":
-        """The same call with values for further parameters."""
-        as_messages = None if self.as_messages is None else {**self.as_messages, **parameters}
-        return Given(self.positional, {**self.keywords, **parameters}, as_messages)
-
 
 class Call(NamedTuple):
     """How a reward function is called."""
@@ -115,8 +110,6 @@ class Call(NamedTuple):
     form: Form = "own"
     options: bool = False
     """Whether a function of the library's own form takes the `RewardConfig` as a third argument of another name."""
-    transcript: str = "no"
-    """Whether ("no", "may", "must") a function of the library's own form takes the transcript."""
     names: tuple[str, ...] = ()
     """The keyword arguments that the function names: `KEYWORDS`, and those of another library."""
     optional: tuple[str, ...] = ()
@@ -127,9 +120,9 @@ class Call(NamedTuple):
     """Whether its annotations ask for messages."""
 
     @property
-    def opened(self) -> bool:
-        """Whether it takes what the chat template wrote of the response."""
-        return "opened" in self.names
+    def transcript(self) -> bool:
+        """Whether it takes the transcript of an episode."""
+        return self.form == "own" and "transcript" in self.names
 
     @property
     def grouped(self) -> bool:
@@ -157,11 +150,10 @@ class Call(NamedTuple):
         form = _foreign(parameters)
         if form == "own":
             names = tuple(each for each in KEYWORDS if each in parameters)
-            reads = "no" if "transcript" not in names else "may" if "transcript" in optional else "must"
             for count in (2, 3):
                 with suppress(TypeError):
                     signature.bind(*[None] * count, **dict.fromkeys(names))
-                    return cls(form, count == 3, reads, names)
+                    return cls(form, count == 3, names, optional)
             raise _no_reward(name, signature)
         kinds = {each: parameter.kind for each, parameter in parameters.items()}
         rest = inspect.Parameter.VAR_KEYWORD in kinds.values()
@@ -194,7 +186,7 @@ class Call(NamedTuple):
         told: dict[str, Any] = {"opened": response.opened, "options": options, "transcript": transcript}
         if self.form == "verl":
             told |= zip(VERL, (row.data_source, response.plain, truth_of(row), dict(row.extra_info)), strict=True)
-        elif self.transcript == "must" and transcript is None:
+        elif self.transcript and "transcript" not in self.optional and transcript is None:
             raise GraderError(
                 f"{name}, row {row.example_id}: it reads the transcript of an episode, and a single response has none; "
                 "set rollout.environment, or give the parameter `transcript` a default"

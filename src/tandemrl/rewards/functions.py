@@ -58,7 +58,7 @@ class Term(NamedTuple):
     @classmethod
     def of(cls, name: str, how: Call, begin: Begin) -> "Term":
         """The term of a user's function."""
-        return cls(name, begin, 1.0, True, how.transcript != "no", how.grouped, how.opened)
+        return cls(name, begin, 1.0, True, how.transcript, how.grouped, "opened" in how.names)
 
 
 def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
@@ -73,10 +73,10 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
         >>> weighted(terms, [Score(1.0, {"acc": 1.0}, "7"), Score(0.5, {"acc": 0.0}, None)])
         Score(value=1.1, parts={'acc': 1.0, 'boxed': 1.0, 'brevity': 0.5}, answer='7')
     """
-    given = [(term, score) for term, score in zip(terms, scores, strict=True) if score is not NO_SCORE]
+    given = [(term, score) for term, score in zip(terms, scores, strict=True) if score != NO_SCORE]
     if not given or (len(terms) == 1 and terms[0].weight == 1.0):
         return scores[0]
-    parts = {f"{term.name}/none": 1.0 for term, score in zip(terms, scores, strict=True) if score is NO_SCORE}
+    parts = {f"{term.name}/none": 1.0 for term, score in zip(terms, scores, strict=True) if score == NO_SCORE}
     terms, scores = zip(*given, strict=True)
     values = {term.name: score.value for term, score in given}
     for score in reversed(scores):
@@ -192,8 +192,8 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Term:
                 raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}{how.remark}")
             return GroupScores([result.score()] * len(items))
 
-        given = how.given(path, items, options, state).bound(parameters)
-        return Deferred("symbolic", (AS_GIVEN, path, given, how.logs, len(items)), then, len(items))
+        given = how.given(path, items, options, state)
+        return Deferred("symbolic", (AS_GIVEN, path, parameters, given, how.logs, len(items)), then, len(items))
 
     return Term.of(path.rpartition(":")[2], how, begin)
 
@@ -201,11 +201,6 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Term:
 def call(path: str, *arguments: Any) -> Any:
     """Call the function ``module:function`` and return its result. A scoring process runs this."""
     return imported(path)(*arguments)
-
-
-def call_as_given(path: str, given: Given, logs: Sequence[str] | None, count: int) -> Any:
-    """`made` with the reward function ``module:function``."""
-    return made(imported(path), given, logs, count)
 
 
 def made(function: Callable[..., Any], given: Given, logs: Sequence[str] | None, count: int) -> Any:
@@ -220,7 +215,12 @@ def made(function: Callable[..., Any], given: Given, logs: Sequence[str] | None,
         raise GraderError(raised(error, function)) from error
 
 
-AS_GIVEN = f"{__name__}:{call_as_given.__name__}"
+def made_in_child(path: str, parameters: Mapping[str, Any], *how: Any) -> Any:
+    """`made` with ``module:function``, which gets its own parameters by keyword."""
+    return made(partial(imported(path), **parameters), *how)
+
+
+AS_GIVEN = f"{__name__}:{made_in_child.__name__}"
 
 
 def imported(path: str) -> Callable[..., Any]:

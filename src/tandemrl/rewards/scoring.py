@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
@@ -114,7 +113,7 @@ class Scorer:
             episodes: whether there will be transcripts.
             kinds: the kinds of all rows that were read. None means those of ``rows``.
             stated: see `routing.check_rewards`.
-            state: see `score`.
+            state: see `graded`.
 
         Raises:
             ConfigError: a pattern, a weight or a function of the rewards is not used.
@@ -130,14 +129,18 @@ class Scorer:
                 if isinstance(pending, Deferred):
                     self._pool(pending.kind, row)
 
-    def score(
+    def score(self, items: Sequence[Answer], *episodes: Any, **how: Any) -> list[Score]:
+        """As `graded`, the scores alone."""
+        return [each.score for each in self.graded(items, *episodes, **how)]
+
+    def graded(
         self,
         items: Sequence[Answer],
         transcripts: Sequence[Transcript | None] | None = None,
         *,
         groups: Sequence[Hashable] | None = None,
         state: TrainerState | None = None,
-    ) -> list[Score]:
+    ) -> list[Graded]:
         """Score each (row, response), in the given order.
 
         Args:
@@ -150,62 +153,25 @@ class Scorer:
             GraderError: a pool or a reward function is broken, a scorer reads transcripts and there are none, or all
                 of at least two items hung or crashed.
         """
-        return [each.score for each in self.graded(items, transcripts, groups=groups, state=state)]
-
-    def graded(
-        self,
-        items: Sequence[Answer],
-        transcripts: Sequence[Transcript | None] | None = None,
-        *,
-        groups: Sequence[Hashable] | None = None,
-        state: TrainerState | None = None,
-    ) -> list[Graded]:
-        """As `score`, with what reward functions logged."""
         episodes = [None] * len(items) if transcripts is None else transcripts
         each = [Item(row, Response.of(text), episode) for (row, text), episode in zip(items, episodes, strict=True)]
-        grade = self._part if self._world is None else self._spread
-        graded = grade(each, [item.row.example_id for item in each] if groups is None else groups, state)
-        if len(graded) > 1 and all(one.lost for one in graded):
-            raise GraderError(
-                f"none of {len(graded)} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; "
-                "raise reward.timeout_s if the machine is slow"
-            )
-        return graded
-
-    def grouped(self, row: Row) -> bool:
-        """Whether a function gets all responses to the row together."""
-        return any(term.grouped for term in self.terms_of(row))
-
-    def _spread(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
-        """The scores of all items, of which each process computes a part."""
-        units: dict[Hashable, list[int]] = {}
-        for i, (item, group) in enumerate(zip(items, groups, strict=True)):
-            units.setdefault((True, group) if self.grouped(item.row) else (False, i), []).append(i)
-
-        def compute(dealt: Sequence[list[int]]) -> list[list[Graded]]:
-            places = [*chain(*dealt)]
-            own = iter(self._part([items[i] for i in places], [groups[i] for i in places], state))
-            return [[next(own) for _ in unit] for unit in dealt]
-
-        scored = self._world.scatter_gather([*units.values()], compute)
-        by_place = dict(zip(chain(*units.values()), chain(*scored), strict=True))
-        graded = [by_place[i] for i in range(len(items))]
-        if self._judge is not None:
-            self._judge.check([each.score for each in graded])
-        return graded
-
-    def _part(self, items: Sequence[Item], groups: Sequence[Hashable], state: TrainerState | None) -> list[Graded]:
-        """The scores of items in which groups are whole."""
-        terms = [self.terms_of(row) for row, *_ in items]
+        keys = [item.row.example_id for item in each] if groups is None else groups
+        terms = [self.terms_of(item.row) for item in each]
         calls: dict[Hashable, tuple[Term, list[int]]] = {}
-        for i, (group, each) in enumerate(zip(groups, terms, strict=True)):
-            for term in each:
-                _, places = calls.setdefault((group if term.grouped else ("alone", i), id(term)), (term, []))
-                places.append(i)
-        settled = self._settled([(term, [items[i] for i in places]) for term, places in calls.values()], state)
-        found, lost = [dict[str, Score]() for _ in items], set[int]()
-        extra, metrics = [dict[str, Any]() for _ in items], [dict[str, list[float]]() for _ in items]
-        for (term, places), (said, gone) in zip(calls.values(), settled, strict=True):
+        for number in range(max(map(len, terms), default=0)):  # calls of one kind in a row: they are dealt out
+            for i, (key, some) in enumerate(zip(keys, terms, strict=True)):
+                for term in some[number : number + 1]:
+                    _, places = calls.setdefault((key if term.grouped else ("alone", i), id(term)), (term, []))
+                    places.append(i)
+
+        def settled(some: Sequence[tuple[Term, list[int]]]) -> list[tuple[GroupScores, bool]]:
+            return self._settled([(term, [each[i] for i in places]) for term, places in some], state)
+
+        dealt = [*calls.values()]
+        told = settled(dealt) if self._world is None else self._world.scatter_gather(dealt, settled)
+        found, lost = [dict[str, Score]() for _ in terms], set[int]()
+        extra, metrics = [dict[str, Any]() for _ in terms], [dict[str, list[float]]() for _ in terms]
+        for (term, places), (said, gone) in zip(dealt, told, strict=True):
             lost |= {*places} if gone else set()
             for i, score in zip(places, said.scores, strict=True):
                 found[i][term.name] = score
@@ -214,11 +180,19 @@ class Scorer:
                     extra[i][f"{term.name}/{column}" if column in extra[i] else column] = value
             for name, logged in said.metrics.items():
                 metrics[places[0]].setdefault(name, []).extend(logged)
-        scores = [weighted(each, [of[term.name] for term in each]) for each, of in zip(terms, found, strict=True)]
+        scores = [weighted(some, [of[term.name] for term in some]) for some, of in zip(terms, found, strict=True)]
         with self._lock:
             self.timeouts += sum("timeout" in score.parts for score in scores)
             self.failures += sum("failure" in score.parts for score in scores)
-        return [Graded(score, i in lost, extra[i], metrics[i]) for i, score in enumerate(scores)]
+        graded = [Graded(score, i in lost, extra[i], metrics[i]) for i, score in enumerate(scores)]
+        if self._world is not None and self._judge is not None:
+            self._judge.check([one.score for one in graded])
+        if len(graded) > 1 and all(one.lost for one in graded):
+            raise GraderError(
+                f"none of {len(graded)} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; "
+                "raise reward.timeout_s if the machine is slow"
+            )
+        return graded
 
     def tried(
         self, row: Row, responses: Callable[[Term], Sequence[Response]], state: TrainerState | None = None

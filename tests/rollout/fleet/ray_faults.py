@@ -18,20 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import psutil
 
 Kind = Literal[
     "worker killed",
     "node killed",
     "node stopped",
-    "node added",
     "driver killed",
-    "object store full",
     "weights lost",
 ]
-STORE_BYTES = 100 * 2**20
-NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES, "include_dashboard": False}
+NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
 NODES = 3
 SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # 127.0.0.1 alone
@@ -131,7 +127,6 @@ class FaultyRun:
         self.cluster, self.config, self.out, self.size = cluster, config, out, workers
         self.stop_s, self.stuck_s = stop_s, stuck_s
         self.here, self.random = config.parent, random.Random(seed)
-        self.held: list[Any] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.drivers = self.allowed = 0
 
@@ -216,14 +211,10 @@ class FaultyRun:
             case "node stopped":
                 node = self.a_node()
                 self.stop([raylet(node), *workers_of(node)])
-            case "node added":
-                self.cluster.add_node(**NODE, num_cpus=1, wait=False)
             case "driver killed":
                 self.driver.kill()
                 self.driver.wait()
                 self.start_driver()
-            case "object store full":
-                self.fill_stores()
             case "weights lost":
                 self.lose.touch()
 
@@ -242,15 +233,6 @@ class FaultyRun:
 
         self.later.append((time.monotonic() + self.stop_s, go_on))
 
-    def fill_stores(self) -> None:
-        """More than a store holds, in use, so that none of it can be moved to a disk: on the driver's node, and on that
-        of a worker. Until the stores are filled the next time."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        there = NodeAffinitySchedulingStrategy(self.a_node().node_id, soft=True)
-        self.held = [fill(), ray.remote(num_cpus=0, scheduling_strategy=there)(Filler).remote()]
-
     # ------------------------------------------------------------------------------------------------------ the cluster
 
     def look_after_nodes(self) -> None:
@@ -264,20 +246,6 @@ class FaultyRun:
                 self.cluster.remove_node(node, allow_graceful=False)
         for _ in range(NODES - len(self.cluster.worker_nodes)):
             self.cluster.add_node(**NODE, num_cpus=1, wait=False)
-
-
-class Filler:
-    """An actor that fills the store of its node."""
-
-    def __init__(self) -> None:
-        self.kept = fill()
-
-
-def fill() -> list[Any]:
-    import ray
-
-    references = [ray.put(np.ones(STORE_BYTES // 5, np.uint8)) for _ in range(6)]
-    return [references, ray.get(references)]
 
 
 def start_s() -> float:

@@ -3,7 +3,7 @@
 A call is split into *units*: fixed sets of keys that are always decoded together, so that a unit has the same bits
 whichever worker generates it, however often. Each is asked for with a reference to its weights and their version, and
 each answer says which version and checksum the worker has. Where the workers are, and who restarts them, is the
-business of the ``Workers`` (``ray_workers``).
+business of ``ray_workers``.
 """
 
 import copy
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,66 +29,22 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.envs.episodes import Episodes
-from tandemrl.rollout.fleet.units import INITIAL, Described, Generated
+from tandemrl.rollout.fleet.ray_workers import RayWorkers
+from tandemrl.rollout.fleet.units import INITIAL, TRIES, Described, Generated, Weights
 from tandemrl.rollout.spread import units_of
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
-TRIES = 4  # of a unit, before the fleet gives up
 COUNTED = ("restarts", "busy_s", "units", "unit_s", "loads", "load_s")
 BEAT_S = 10.0
 """How often rank 0 says that it still waits for workers, at the least."""
 
 
-class Weights(NamedTuple):
-    """Weights of the senior, which workers can load."""
-
-    version: int
-    stored: Any
-    """What ``Workers.put`` returned; None = those that workers start with."""
-    checksum: int | None
-    """None until a worker says it."""
-
-
-@runtime_checkable
-class Workers(Protocol):
-    """Processes that each hold an engine, by number."""
-
-    def start(self) -> list[tuple[Described, str]]:
-        """Start all of them. Returns ``described`` and ``process`` of their ``units.WorkerEngine``.
-
-        Raises:
-            EngineError: one does not start.
-        """
-        ...
-
-    def ask(self, number: int, weights: Weights, requests: Sequence[Request], turns: bool) -> Generated:
-        """What ``units.WorkerEngine.generate`` of a worker returns.
-
-        Raises:
-            EngineDeadError: the worker fails; after a restart it may be asked again.
-            EngineError: it is silent, however often it is restarted.
-        """
-        ...
-
-    def restart(self, number: int) -> None: ...
-
-    def put(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Keep weights for all workers, as long as there is a reference to what this returns."""
-        ...
-
-    def end(self) -> None:
-        """End all workers. What is still asked for fails."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class FleetEngine:
     """The workers of a fleet as one engine. Several threads may call ``generate``; their units are served in order.
 
-    The weights are sent once, into ``Workers.put``. ``fingerprint`` is of what was sent, and nothing is accepted from a
-    worker unless what it has loaded, read back, has the same fingerprint.
+    The weights are sent once, into ``RayWorkers.put``. ``fingerprint`` is of what was sent, and nothing is accepted
+    from a worker unless what it has loaded, read back, has the same fingerprint.
 
     Of several processes, rank 0 has the workers. All make the same calls, and get the same completions. While rank 0
     waits for workers, it tells the others so: no collective takes longer than ``parallel.timeout_s`` because a rollout
@@ -103,7 +59,7 @@ class FleetEngine:
         EngineError: a worker does not start, or has another engine.
     """
 
-    def __init__(self, workers: Workers | None, *, size: int, unit_groups: int, world: World | None = None) -> None:
+    def __init__(self, workers: RayWorkers | None, *, size: int, unit_groups: int, world: World | None = None) -> None:
         self._workers, self._size, self._unit_groups = workers, size, unit_groups
         self._world = world = world or World()
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="fleet")

@@ -22,8 +22,7 @@ from tandemrl.config.hints import pip_install
 from tandemrl.processes.world import environment
 from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.fleet.engine import TRIES, Weights
-from tandemrl.rollout.fleet.units import Described, Generated, WorkerEngine
+from tandemrl.rollout.fleet.units import TRIES, Described, Generated, Weights, WorkerEngine
 
 PART_BYTES = 2**28  # what is copied at once on the way of the weights
 LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
@@ -83,7 +82,7 @@ class RayWorker:
 
 
 class RayWorkers:
-    """``Workers`` on Ray.
+    """Processes on Ray that each hold an engine, by number.
 
     Args:
         make: makes the engine of a worker there. It is pickled.
@@ -159,11 +158,22 @@ class RayWorkers:
         return True
 
     def start(self) -> list[tuple[Described, str]]:
+        """Start all of them. Returns ``described`` and ``process`` of their ``units.WorkerEngine``.
+
+        Raises:
+            EngineError: one does not start.
+        """
         threads = torch.get_num_threads()
         self._actors = [self._actor.remote([self._make], sys.path, threads) for _ in range(self._size)]
         return [self._result(actor, actor.describe.remote(), tries=1) for actor in self._actors]
 
     def ask(self, number: int, weights: Weights, requests: Sequence[Request], turns: bool) -> Generated:
+        """What ``units.WorkerEngine.generate`` of a worker returns.
+
+        Raises:
+            EngineDeadError: the worker fails; after a restart it may be asked again.
+            EngineError: it is silent, however often it is restarted.
+        """
         actor = self._actors[number]
         asked = actor.generate.remote(weights.version, weights.stored or [], requests, turns)
         told: Generated = self._result(actor, asked, tries=TRIES)
@@ -186,9 +196,11 @@ class RayWorkers:
         self._ray.kill(self._actors[number], no_restart=False)
 
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> list[Any]:
+        """Keep weights for all workers, as long as there is a reference to what this returns."""
         return [self._ray.put(part) for part in parts_of(weights, PART_BYTES)]
 
     def end(self) -> None:
+        """End all workers. What is still asked for fails."""
         for actor in self._actors:
             self._ray.kill(actor)
 

@@ -24,6 +24,17 @@ from tandemrl.types import Transcript
 
 INITIAL = -1
 """The version of the weights that workers start with."""
+TRIES = 4  # of a unit, before the fleet gives up
+
+
+class Weights(NamedTuple):
+    """Weights of the senior, which workers can load."""
+
+    version: int
+    stored: Any
+    """What ``RayWorkers.put`` returned; None = those that workers start with."""
+    checksum: int | None
+    """None until a worker says it."""
 
 
 class Described(NamedTuple):
