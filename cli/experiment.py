@@ -28,12 +28,12 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda, for everything.")
 
 def _add(experiment: Experiment) -> None:
     """Add the command of an experiment. Its options are those that apply to it."""
-    name, pairs, known = experiment.name, ", ".join(experiment.family), ", ".join(arm.name for arm in experiment.arms)
+    name, known = experiment.name, ", ".join(arm.name for arm in experiment.arms)
 
     def run(
         overrides: Overrides = None,
         out: Out = None,
-        pair: Annotated[list[str] | None, typer.Option(help=f"{pairs}; repeatable.")] = None,
+        pair: Annotated[list[str] | None, typer.Option(help=f"In place of {experiment.pairs[0]}; repeatable.")] = None,
         seeds: Seeds = None,
         arms: Annotated[str | None, typer.Option(help=f"Train only some of {known}; commas between them.")] = None,
         problems: Problems = None,
@@ -66,6 +66,8 @@ for each in EXPERIMENTS.values():
 
 @app.command()
 def retrievers(
+    models: Annotated[list[str], typer.Option("--model", help="A folder or hub id; repeatable.")],
+    data: Annotated[list[str], typer.Option(help="Questions: a file or source; repeatable.")],
     overrides: Overrides = None,
     out: Out = None,
     retrievers: Annotated[
@@ -75,14 +77,8 @@ def retrievers(
             help="bm25, golden, semantic, hybrid or hops; repeatable, each is compared with the first.",
         ),
     ] = None,
-    models: Annotated[
-        list[str] | None, typer.Option("--model", help="A folder or hub id, in place of tiny pairs; repeatable.")
-    ] = None,
     junior: Annotated[str | None, typer.Option(help="The junior of every --model.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Questions for every --model.")] = None,
     config: Annotated[str | None, typer.Option(help="The config of every evaluation.")] = None,
-    pairs: Annotated[list[str] | None, typer.Option("--pair", help="hops, hops_jargon; repeatable.")] = None,
-    seeds: Seeds = None,
     problems: Problems = None,
     samples: Samples = None,
     device: Device = None,
@@ -99,7 +95,7 @@ def retrievers(
     typer.echo(f"report: {folder}/report.html")
 
 
-def _given(*, seeds: str | None, **options: Any) -> dict[str, Any]:
+def _given(*, seeds: str | None = None, **options: Any) -> dict[str, Any]:
     """The options that were given, as an experiment takes them.
 
     Raises:

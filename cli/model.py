@@ -1,9 +1,10 @@
 """``tandemrl model``."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,18 +35,14 @@ def tiny(
     from tandemrl.tasks.generated.rows import AGENTS
 
     out = out or Path(f"runs/tiny-{pair}" if pair in AGENTS else "runs/tiny")
-    with _shown(f"warm start of the {pair} pair", out) as progress:
-        manifest = build_tiny_pair(out, pair=pair, seed=seed, train=train, progress=progress)
-    base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
-    typer.echo(f"{out}: {manifest['parameters']:,} parameters, {manifest['vocab_size']} tokens, {base}")
+    _build(partial(build_tiny_pair, seed=seed, train=train), pair, out)
 
 
 @app.command()
 def smollm2(
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for senior/, junior/ and manifest.json; default runs/smollm2-pair."),
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for senior/, junior/ and manifest.json.")] = Path(
+        "runs/smollm2-pair"
+    ),
     pair: Annotated[str, typer.Option(help="Which pair: word_problems or word_problems_terse.")] = "word_problems",
     seed: Annotated[int, typer.Option(help="Seed of data and order.")] = 0,
 ) -> None:
@@ -56,11 +53,7 @@ def smollm2(
     """
     from tandemrl.apps.experiments.pretrained import build_pretrained_pair
 
-    out = out or Path("runs/smollm2-pair")
-    with _shown(f"warm start of the {pair} pair", out) as progress:
-        manifest = build_pretrained_pair(out, pair=pair, seed=seed, progress=progress, say=typer.echo)
-    base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
-    typer.echo(f"{out}: {manifest['parameters']:,} parameters, from the {manifest['source']}, {base}")
+    _build(partial(build_pretrained_pair, seed=seed, say=typer.echo), pair, out)
 
 
 @app.command("warm-start")
@@ -105,6 +98,14 @@ def warm_start(
             progress=progress,
         )
     typer.echo(f"{out}: {steps} steps on {rows:,} solutions ({left_out:,} left out), loss {loss:.3f}")
+
+
+def _build(build: Callable[..., dict[str, Any]], pair: str, out: Path) -> None:
+    with _shown(f"warm start of the {pair} pair", out) as progress:
+        manifest = build(out, pair=pair, progress=progress)
+    source = f", from the {manifest['source']}" if "source" in manifest else ""
+    base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
+    typer.echo(f"{out}: {manifest['parameters']:,} parameters, {manifest['vocab_size']:,} tokens{source}, {base}")
 
 
 @contextmanager

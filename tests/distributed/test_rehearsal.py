@@ -12,13 +12,13 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedMo
 from helpers import _build, _common
 from processes import run
 from tandemrl.apps.planning import rehearsal
-from tandemrl.apps.planning.ledger import storage_bytes
 from tandemrl.apps.planning.rehearsal import (
     Rehearsal,
     Role,
     Work,
     batch_of,
     rehearse,
+    storage_bytes,
 )
 from tandemrl.config import Config, load
 from tandemrl.models.critic import load_critic, packed_values, token_values

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from tandemrl.apps.experiments import experiment as experiments
 from tandemrl.apps.experiments.arms import BASE, GRPO, TANDEM, Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
-from tandemrl.apps.experiments.experiment import Job, run_experiment
-from tandemrl.apps.experiments.families import PAIRS, WORDED
+from tandemrl.apps.experiments.experiment import PAIRS, WORDED, Job, run_experiment
 from tandemrl.apps.experiments.pair import PairError
 from tandemrl.cli.main import app
 from tandemrl.evals.compare import compare

@@ -38,7 +38,6 @@ def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Benchmark:
     rows = [line | {"extra_info": {"docs": docs, "n_hops": 1, "index": i}} for i in range(3)]
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Benchmark(
-        ("hops", "golden"),
         models=(f"{out}/one", f"{out}/two"),
         data=(f"{out}/rows.jsonl",),
         overrides=SMALL,

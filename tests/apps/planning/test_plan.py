@@ -13,8 +13,18 @@ from typer.testing import CliRunner
 from runs import UNDECIDED, launch_of
 from tandemrl.apps.experiments.agents import hops_tokenizer
 from tandemrl.apps.experiments.tiny import SHAPE, WARM_STARTS
-from tandemrl.apps.planning.architectures import architecture, packaged
-from tandemrl.apps.planning.plan import DEVICES, GIB, Plan, PlanError, hours_of, kv_bytes, parameters, plan
+from tandemrl.apps.planning.plan import (
+    DEVICES,
+    GIB,
+    Plan,
+    PlanError,
+    architecture,
+    hours_of,
+    kv_bytes,
+    packaged,
+    parameters,
+    plan,
+)
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.models.attention import ModelError

@@ -8,11 +8,6 @@ from typing import Any, NamedTuple
 BASE = "base"
 """The arm of the model before training, as ``report.records`` has it; this module is to import nothing heavy."""
 
-WORDED = ("plain", "jargon", "jargon_two_tokenizers", "repair")
-AGENTS = ("hops", "hops_jargon")
-PRETRAINED = ("word_problems", "word_problems_terse")
-"""The pairs by family: tiny ones that write solutions, tiny ones that search, and those of a pretrained model."""
-
 
 class ExperimentError(RuntimeError):
     """An experiment cannot be run, or parts of it failed. The message names them."""
@@ -74,12 +69,6 @@ class Experiment:
         """The experiment as it is after writing it to JSON and reading it back."""
         fields = asdict(self) | {"arms": [arm._asdict() for arm in self.arms]}
         return {key: value for key, value in json.loads(json.dumps(fields)).items() if key != "summary"}
-
-    @property
-    def family(self) -> tuple[str, ...]:
-        """The pairs that it can be run with."""
-        known = (WORDED, AGENTS, PRETRAINED)
-        return next((family for family in known if self.pairs[0] in family), self.pairs)
 
 
 GRPO = Arm("grpo", "GRPO", ("selection.strategy=solo", "model.junior=null"))

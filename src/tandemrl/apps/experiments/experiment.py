@@ -26,13 +26,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from tandemrl import evals
 from tandemrl.apps import report
+from tandemrl.apps.experiments import pretrained, tiny
 from tandemrl.apps.experiments.arms import Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
-from tandemrl.apps.experiments.families import PAIRS
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.warm_start import note_of
 from tandemrl.apps.report.records import BASE, JUNIOR
@@ -41,6 +42,9 @@ from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.files import versions, write_text
 from tandemrl.processes.child import cores
+from tandemrl.tasks.generated import hops
+from tandemrl.tasks.generated.synthetic import repairs, uses_jargon
+from tandemrl.tasks.generated.word_problems import uses_shorthand
 from tandemrl.training.loop import train
 from tandemrl.training.tracking import time_left
 
@@ -57,6 +61,60 @@ OF_TASK = (
 """How the keys begin whose overrides hold for the evaluations of an experiment, too."""
 EXTENSIBLE = ("seeds", "pairs", "arms", "contrasts")
 """What may be added to an experiment that is there."""
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+class Family(NamedTuple):
+    """How the pairs of a family are built and measured.
+
+    build: puts a pair into a folder, unless it is there, and returns its manifest; it is called with ``pair``, ``seed``
+    and ``steps``, ``device`` and ``progress``. identity: what the manifest says of how a pair was built, from the first
+    three of these. measures: what its solo texts and its handoff texts say beside the
+    measures of every pair. evaluation_rows: how many texts
+    an evaluation writes at once on a CPU; on a GPU, eight times as many. memory_gb: what a process that builds, trains
+    or evaluates needs at most.
+    """
+
+    build: Callable[..., dict[str, Any]]
+    identity: Callable[..., dict[str, Any]]
+    measures: Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+    evaluation_rows: int
+    memory_gb: float
+
+
+def worded_measures(solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
+    """The share of solo texts that use jargon, and the number of repairing lines per handoff text."""
+    return {"jargon_rate": fmean(map(uses_jargon, solo)), "handoff/repairs": fmean(map(repairs, handoff))}
+
+
+def agents_measures(solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
+    """The share of solo texts that use jargon."""
+    return {"jargon_rate": fmean(map(hops.uses_jargon, solo))}
+
+
+def shorthand_measures(solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
+    """The share of solo texts that are in shorthand."""
+    return {"shorthand_rate": fmean(map(uses_shorthand, solo))}
+
+
+# Of tiny models, large batches cost memory only.
+WORDED = Family(tiny.build_tiny_pair, tiny.pair_identity, worded_measures, evaluation_rows=1024, memory_gb=1.0)
+AGENTS = WORDED._replace(measures=agents_measures)
+PRETRAINED = Family(
+    pretrained.build_pretrained_pair,
+    pretrained.pretrained_identity,
+    shorthand_measures,
+    evaluation_rows=64,
+    memory_gb=7.0,
+)
+
+PAIRS: dict[str, Family] = {
+    **{pair: AGENTS if pair in hops.PAIRS else WORDED for pair in tiny.WARM_STARTS},
+    **dict.fromkeys(pretrained.STEPS, PRETRAINED),
+}
+"""The family of each pair."""
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -220,9 +278,8 @@ def collect_results(
     names = (BASE, *(arm.name for arm in experiment.arms))
     rows: list[dict[str, Any]] = [
         {"pair": pair, "seed": job.seed, "arm": arm} | _row(job, job.home(out) / "eval", arm)
-        for arms in (names, (JUNIOR,))
         for pair in experiment.pairs
-        for arm in arms
+        for arm in (*names, JUNIOR)
         for job in accepted
         if job.pair == pair
     ]
@@ -286,9 +343,9 @@ def _row(job: Job, home: Path, arm: str) -> dict[str, float]:
     if arm == JUNIOR:
         own = {name: ("junior", metric) for name, (p, metric) in MEASURES.items() if p in ("pass-at-k", "legibility")}
         return measured(home / BASE, own)
-    solo, handoff = (evals.read_result(home / arm / f"{phase}.json") for phase in ("pass-at-k", "handoff"))
-    texts = ([each.text for each in evals.read_samples(home / arm / found["samples"])] for found in (solo, handoff))
-    return measured(home / arm, MEASURES) | PAIRS[job.pair].measures(solo["metrics"]["macro"], *texts)
+    files = (evals.read_result(home / arm / f"{phase}.json")["samples"] for phase in ("pass-at-k", "handoff"))
+    texts = ([each.text for each in evals.read_samples(home / arm / file)] for file in files)
+    return measured(home / arm, MEASURES) | PAIRS[job.pair].measures(*texts)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,16 +37,10 @@ RECIPE = WarmStart(
 """What both stages have in common. Their steps are in ``STEPS``."""
 
 
-class Steps(NamedTuple):
-    """How many steps on plain solutions make the junior, and how many on the pair's solutions then make the senior."""
-
-    junior: int
-    senior: int
-
-
-STEPS: dict[str, Steps] = {PLAIN: Steps(10, 10), "word_problems_terse": Steps(20, 40)}
-"""The steps of each pair. After ten SmolLM2 solves about a sixth of the problems, after twenty a third to a half. A
-longer warm start makes its texts more alike, and groups of rollouts then differ less in reward."""
+STEPS: dict[str, tuple[int, int]] = {PLAIN: (10, 10), "word_problems_terse": (20, 40)}
+"""For each pair, how many steps on plain solutions make the junior, and how many on the pair's then make the senior.
+After ten SmolLM2 solves about a sixth of the problems, after twenty a third to a half. A longer warm start makes its
+texts more alike, and groups of rollouts then differ less in reward."""
 
 
 def build_pretrained_pair(
@@ -83,27 +77,25 @@ def build_pretrained_pair(
     if (stored := finished(out, identity)) is not None:
         return stored
     fetched = smollm2.fetch(say)
-    counts = _steps(pair, steps)
+    of_junior, of_senior = (identity["recipe"][name]["steps"] for name in ("junior", "senior"))
     with threads(RECIPE.threads):
         model, tokenizer = load_trainable(fetched.folder, device=device)
         junior: list[PreTrainedModel] = []
 
         def note(step: int, total: int, loss: float) -> None:
-            if step == counts.junior:
+            if step == of_junior:
                 junior.append(copy.deepcopy(model).eval())
             if progress is not None:
                 progress(step, total, loss)
 
-        solved = (
-            solved_rows(_rows(each), tokenizer, source=each, max_prompt_tokens=MAX_PROMPT_TOKENS)
+        plain, own = (
+            shuffled(solved_rows(_rows(each), tokenizer, source=each, max_prompt_tokens=MAX_PROMPT_TOKENS), seed)
             for each in (PLAIN, pair)
         )
-        plain, own = (shuffled(each, seed) for each in solved)
         # The senior goes on with the problems that follow the junior's, in its own style.
-        before = counts.junior * RECIPE.batch_size
+        before = of_junior * RECIPE.batch_size
         lessons = itertools.chain(itertools.islice(plain, before), itertools.islice(own, before, None))
-        recipe = replace(RECIPE, steps=sum(counts))
-        loss = warm_start(model, lessons, recipe, progress=note)
+        loss = warm_start(model, lessons, replace(RECIPE, steps=of_junior + of_senior), progress=note)
         base = _skill(model, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
     manifest = identity | {
         "source": fetched.source,
@@ -118,31 +110,27 @@ def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> di
     Raises:
         DataError: the pair is unknown.
     """
+    if pair not in STEPS:
+        raise DataError(f"unknown pretrained pair {pair!r}; known: {', '.join(STEPS)}")
 
-    def fingerprint(of: str) -> str:
+    def part(of: str, own: int) -> dict[str, Any]:
         texts = [(row.messages, row.extra_info[SOLUTION]) for row in _rows(of)]
-        return hashlib.sha256(repr(texts).encode()).hexdigest()
+        return {"steps": steps or own, "text_sha256": hashlib.sha256(repr(texts).encode()).hexdigest()}
 
-    counts = _steps(pair, steps)
+    of_junior, of_senior = STEPS[pair]
     common = asdict(RECIPE)
     del common["steps"], common["vocab_size"]  # of a model that is trained from nothing
     recipe = common | {
         "model": smollm2.NAME,
         "rows": ROWS,
         "max_prompt_tokens": MAX_PROMPT_TOKENS,
-        "junior": {"steps": counts.junior, "text_sha256": fingerprint(PLAIN)},
-        "senior": {"steps": counts.senior, "text_sha256": fingerprint(pair)},
+        "junior": part(PLAIN, of_junior),
+        "senior": part(pair, of_senior),
     }
     return json.loads(json.dumps({"schema": 1, "pair": pair, "seed": seed, "recipe": recipe}))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _steps(pair: str, steps: int | None) -> Steps:
-    if pair not in STEPS:
-        raise DataError(f"unknown pretrained pair {pair!r}; known: {', '.join(STEPS)}")
-    return STEPS[pair] if steps is None else Steps(steps, steps)
 
 
 def _rows(pair: str) -> list[Row]:
@@ -156,12 +144,12 @@ def _skill(
 ) -> dict[str, float]:
     """What the models can do alone before reinforcement learning."""
     written, of_junior = (solo_texts(model, tokenizer, rows, seed, max_tokens=MAX_TOKENS) for model in (senior, junior))
-    right, of_junior_right = (
-        [gsm8k(row, text, RewardConfig()).value == 1 for row, text in zip(rows, texts, strict=True)]
-        for texts in (written, of_junior)
-    )
+
+    def accuracy(texts: Sequence[str]) -> float:
+        return fmean(gsm8k(row, text, RewardConfig()).value == 1 for row, text in zip(rows, texts, strict=True))
+
     return {
-        "solo/pass@1": fmean(right),
-        "junior/solo/pass@1": fmean(of_junior_right),
+        "solo/pass@1": accuracy(written),
+        "junior/solo/pass@1": accuracy(of_junior),
         "shorthand/rate": fmean(map(uses_shorthand, written)),
     }

@@ -61,6 +61,8 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.04,
 }
 """The fields of the Qwen3 configuration. The vocabulary is the tokenizer's."""
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""At temperature 1, from the whole distribution."""
 
 Part = Stage | Literal["junior"]
 """What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
@@ -250,25 +252,12 @@ def train_tokenizer(
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """An untrained Qwen3 in float32."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-        **SHAPE,
-    )
+    ends: Any = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(vocab_size=len(tokenizer), bos_token_id=None, dtype="float32", **ends, **SHAPE)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    model.generation_config = GenerationConfig(**SAMPLING, **ends)
     return model
 
 
@@ -286,10 +275,9 @@ def solo_texts(
         return_dict=True,
     )
     prompts = encoded.to(model.device)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written: Any = model.generate(**prompts, **sampling, max_new_tokens=max_tokens)  # type: ignore[operator]
+        written: Any = model.generate(**prompts, **SAMPLING, max_new_tokens=max_tokens)  # type: ignore[operator]
     return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -4,21 +4,24 @@ The memory of the training pass is found by a rehearsal (``rehearsal``), that of
 numbers are of rank 0, which has the most where something cannot be divided evenly, and for sequences of full length.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.rehearsal import Role, Work, rehearse, rehearse_prefill
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.evals import profile_of
 from tandemrl.files import LineError, read_json_lines
+from tandemrl.models.attention import ModelError
+from tandemrl.models.loading import check_folder, is_local, refusal
 from tandemrl.models.trainable import self_paired
 from tandemrl.processes.world import World, imagined_world
 from tandemrl.rollout.kv_cache import PREFILL_TOKENS, roomy
@@ -47,6 +50,12 @@ BLOCK = 16
 """How many tokens a block of vLLM's KV cache holds."""
 LOGITS = 4
 """How many float32 copies of a decoding step's logits are alive together."""
+
+ARCHITECTURES = Path(__file__).with_name("architectures.json")
+"""Describes by hub id the models that packaged configs name, and their relatives: the numbers that decide their shapes,
+from the ``config.json`` that each model's authors publish beside the weights. ``runs/tiny``, ``runs/tiny-hops`` and
+``runs/tiny-calculator`` are pairs that ``tandemrl model tiny`` makes, ``runs/smollm2-pair`` is that of ``tandemrl model
+smollm2``."""
 
 Phase = Literal["all the time", "while rollouts are generated", "during the update"]
 """When memory is needed."""
@@ -79,7 +88,7 @@ class Plan(NamedTuple):
     """The plan of one process.
 
     memory: the bytes of each of its devices; None if they are not checked. cache: that of a rollout worker, if there
-    are any. tokens: the most in a micro-batch. notes: remarks on what is unusual but not wrong.
+    are any. tokens: the most in a micro-batch.
     """
 
     ranks: int
@@ -88,7 +97,6 @@ class Plan(NamedTuple):
     items: list[Item]
     cache: Cache
     tokens: int
-    notes: list[str]
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -136,7 +144,6 @@ class Plan(NamedTuple):
             yield f"  {_gib(peak):>11}  at most on the device{_of(where)}; limit: {limit}"
         yield f"engine: {self.cache.rows:,} rows of {self.cache.length:,} tokens in {_gib(self.cache.size)} of KV cache"
         yield f"update: micro-batches of at most {self.tokens:,} tokens"
-        yield from (f"note: {note}" for note in self.notes)
 
 
 def _gib(size: float) -> str:
@@ -188,7 +195,6 @@ def _plan(config: Config, world: World, device: str) -> Plan:
         shapes["junior"] = partner
     vocabulary = min(shape.get_text_config().vocab_size for shape in shapes.values())
     options = forward_options(config, sampling_of(rollout), vocabulary, world)
-    note = "model.activation_offload: activations are planned as if they stayed on the device"
 
     longest, per_update = config.longest_sequence, (train.mini_batch_prompts or train.prompts_per_step)
     sequences = math.ceil(per_update * rollout.group_size / world.data_size)
@@ -212,7 +218,8 @@ def _plan(config: Config, world: World, device: str) -> Plan:
         else:  # in a backward, or in an optimiser step, for which the state comes back from the host
             most = max(found.activations, found.optimizer if off_state else 0)
             busiest = max(busiest, found.gradients + most)
-    items.append(Item(UPDATE, "gradients and activations of a micro-batch", busiest))
+    stay = " (model.activation_offload: planned as if they stayed on the device)" * model.activation_offload
+    items.append(Item(UPDATE, f"gradients and activations of a micro-batch{stay}", busiest))
     for name, shape, dtype in _frozen(config, shapes["senior"], partner, world):
         frozen = rehearse(Role("frozen", dtype), shape, config, world, work, options)
         items.append(Item(ALWAYS, f"{name}: weights, {dtype}", frozen.weights))
@@ -225,7 +232,7 @@ def _plan(config: Config, world: World, device: str) -> Plan:
     if rollout.workers:
         where = "a rollout worker's device"
     items += [item._replace(where=item.where or where) for item in engine]
-    return Plan(world.size, device, DEVICES[device], items, cache, tokens, [note] * model.activation_offload)
+    return Plan(world.size, device, DEVICES[device], items, cache, tokens)
 
 
 def _frozen(
@@ -305,6 +312,36 @@ def _vllm(
         on_it = weights["junior"] + blocks * BLOCK * kept["junior"] + logits
         items.append(Item(phase, "engine, junior: weights and KV cache", on_it, apart))
     return items, Cache(rows, length, size)
+
+
+@cache
+def packaged() -> dict[str, dict[str, Any]]:
+    """The ``config.json`` fields of each packaged model, by hub id or default folder of `tandemrl model`."""
+    return dict(json.loads(ARCHITECTURES.read_text()))
+
+
+def architecture(path: str) -> PretrainedConfig:
+    """The configuration of a model. Nothing is downloaded.
+
+    Args:
+        path: a model's folder or hub id. A model on this machine takes precedence over a packaged one.
+
+    Raises:
+        ModelError: the model is neither on this machine nor packaged.
+    """
+    known = packaged().get(path)
+    if known is not None and not Path(path).is_dir():
+        return AutoConfig.for_model(**known)
+    try:
+        check_folder(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        if is_local(path):
+            raise refusal("model", path, error) from None
+        raise ModelError(
+            f"{path}: its config.json is neither on this machine nor packaged; put it into a folder and name that, or "
+            f"plan with one of {', '.join(packaged())}"
+        ) from None
 
 
 def parameters(shape: PretrainedConfig) -> int:

@@ -7,20 +7,20 @@ and one of four is what each further layer adds.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
-from tandemrl.apps.planning.architectures import with_layers
-from tandemrl.apps.planning.ledger import Ledger, storage_bytes
 from tandemrl.config import Config
 from tandemrl.models.attention import ATTENTION
 from tandemrl.models.batching import pack
@@ -219,6 +219,62 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
     return pack([rollout(number, length) for number, length in enumerate(work.lengths)])
 
 
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Ledger(TorchDispatchMode):
+    """A context that looks at every dispatched operation.
+
+    peak: the greatest number of bytes in storages that were made inside, without those of ``disregard``. Memory that a
+    kernel allocates and frees by itself, such as its workspace, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, ref[torch.UntypedStorage]] = {}
+        self._disregarded: set[int] = set()
+
+    def disregard(self, tensors: Iterable[Tensor]) -> None:
+        """Stop counting the storages of ``tensors``, which are counted elsewhere."""
+        self._disregarded |= {id(storage) for storage in storages(tensors)}
+
+    def begin(self) -> None:
+        """Start counting anew. Storages that are alive stay known."""
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # distributed: their parts come by themselves
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        more = False
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                storage = leaf.untyped_storage()
+                if id(storage) not in self._live:
+                    more = True
+                    self._live[id(storage)] = ref(storage, partial(self._forget, id(storage)))
+        if more:  # summed up anew: storages are resized without any operation, as FSDP frees what it has gathered
+            held = (storage() for key, storage in self._live.items() if key not in self._disregarded)
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in held if storage is not None))
+        return result
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._live.pop(key, None)
+        self._disregarded.discard(key)
+
+
+def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The storages behind tensors, each once. For distributed tensors they are those of the local parts."""
+    locals_ = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors)
+    return list({id(storage): storage for storage in (local.untyped_storage() for local in locals_)}.values())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The number of bytes in the storages behind tensors."""
+    return sum(storage.nbytes() for storage in storages(tensors))
+
+
 # ---------------------------------------------------------------------------------------------------- layer after layer
 
 
@@ -227,7 +283,7 @@ def _extrapolated(run: Callable[[PretrainedConfig], Sequence[int]], configuratio
     layers = int(configuration.get_text_config().num_hidden_layers)
     if layers <= MORE or not _alike(configuration):
         return [*run(copy.deepcopy(configuration))]
-    few, more = (run(with_layers(configuration, count)) for count in (FEW, MORE))
+    few, more = (run(_with_layers(configuration, count)) for count in (FEW, MORE))
     return [one + (layers - FEW) * (other - one) for one, other in zip(few, more, strict=True)]
 
 
@@ -239,3 +295,12 @@ def _alike(configuration: PretrainedConfig) -> bool:
     return (
         all(each == shapes[0] for each in shapes) and len(set(getattr(configuration, "layer_types", None) or [0])) == 1
     )
+
+
+def _with_layers(configuration: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The same model with its first ``layers`` decoder layers."""
+    values = configuration.to_dict()
+    values["num_hidden_layers"] = layers
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:layers]
+    return type(configuration).from_dict(values)

@@ -120,6 +120,12 @@ class Setting:
     contrasts: list[ContrastRecord] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
 
+    def arm(self, name: str) -> ArmRecord:
+        """The arm of this name, which is added if there is none."""
+        if all(arm.name != name for arm in self.arms):
+            self.arms.append(ArmRecord(name, name))
+        return next(arm for arm in self.arms if arm.name == name)
+
 
 class Records(NamedTuple):
     """Everything found below a folder. ``experiment`` is the content of its ``experiment.json``, or {}."""
@@ -129,57 +135,42 @@ class Records(NamedTuple):
     experiment: dict[str, Any]
 
 
-Key = tuple[str, ...]
-"""The path of an arm or a setting: the names of its folders, without seeds."""
+class _Settings(dict[tuple[str, ...], Setting]):
+    """The settings by the path of their folders without seeds, each of which is there once it is asked for."""
 
+    def __missing__(self, key: tuple[str, ...]) -> Setting:
+        return self.setdefault(key, Setting("/".join(key)))
 
-@dataclass(slots=True)
-class _Found:
-    """What was read so far, by its place."""
-
-    settings: dict[Key, Setting] = field(default_factory=dict)
-    arms: dict[Key, ArmRecord] = field(default_factory=dict)
-    titles: dict[str, str] = field(default_factory=dict)
-
-    def setting(self, key: Key) -> Setting:
-        return self.settings.setdefault(key, Setting("/".join(key)))
-
-    def arm(self, key: Key) -> ArmRecord:
-        if key not in self.arms:
-            self.arms[key] = ArmRecord(key[-1], key[-1])
-            self.setting(key[:-1]).arms.append(self.arms[key])
-        return self.arms[key]
-
-    def add_results(self, file: Path, key: Key) -> None:
-        """Add the content of a ``results.json``. ``key`` is its folder, relative to the report's."""
+    def add_results(self, file: Path, key: tuple[str, ...]) -> dict[str, str]:
+        """Add the content of a ``results.json``, and return the titles of its arms. ``key`` is its folder's."""
         content = _read_json(file)
-        self.titles |= _titles(content.get("experiment") or {})
 
-        def place(entry: Mapping[str, Any]) -> Key:
-            return (*key, str(entry["pair"])) if "pair" in entry else key
+        def setting(entry: Mapping[str, Any]) -> Setting:
+            return self[(*key, str(entry["pair"])) if "pair" in entry else key]
 
         try:
             for entry in content.get("rows", []):
                 measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
-                self.arm((*place(entry), str(entry["arm"]))).extra[str(entry["seed"])] = measures
+                setting(entry).arm(str(entry["arm"])).extra[str(entry["seed"])] = measures
             for entry in content.get("contrasts", []):  # as of ``compare.to_json``, with the arms' names as A and B
                 phase, metric, a, b = (str(entry[name]) for name in ("phase", "metric", "A", "B"))
                 each = ContrastRecord(phase, metric, a, b, Interval(**entry["difference"]))
-                self.setting(place(entry)).contrasts.append(each)
+                setting(entry).contrasts.append(each)
             for entry in content.get("claims", []):
                 claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), entry["verdict"])
-                self.setting(place(entry)).claims.append(claim)
+                setting(entry).claims.append(claim)
         except (KeyError, TypeError) as error:
             raise ReportError(f"{file}: not the results of an experiment: {error!r} in {entry!r:.200}") from None
+        return _titles(content.get("experiment") or {})
 
-    def ordered(self) -> list[Setting]:
+    def ordered(self, titles: Mapping[str, str]) -> list[Setting]:
         """The settings that have arms, with arms and runs in order, and all titles."""
-        for arm in self.arms.values():
-            arm.title = self.titles.get(arm.name, arm.name)
-            arm.runs.sort(key=lambda run: natural(run.seed))
-        for setting in self.settings.values():
+        for setting in self.values():
             setting.arms.sort(key=lambda arm: _rank(arm.name))
-        return sorted((each for each in self.settings.values() if each.arms), key=lambda each: natural(each.name))
+            for arm in setting.arms:
+                arm.title = titles.get(arm.name, arm.name)
+                arm.runs.sort(key=lambda run: natural(run.seed))
+        return sorted((each for each in self.values() if each.arms), key=lambda each: natural(each.name))
 
 
 def with_junior(arms: Sequence[ArmRecord]) -> list[ArmRecord]:
@@ -209,30 +200,30 @@ def discover(folder: str | Path) -> Records:
     root = Path(folder)
     if not root.is_dir():
         raise ReportError(f"{root}: no such folder{hint(root) or '; name one with runs or evaluations'}")
-    found, places = _Found(), dict[tuple[object, ...], Path]()
+    settings, titles, places = _Settings(), dict[str, str](), dict[tuple[object, ...], Path]()
     for path in _files(root):
         parts = path.parent.relative_to(root).parts
         if path.name == "results.json":
-            found.add_results(path, parts)
+            titles |= settings.add_results(path, parts)
             continue
         key, seed = _place(parts, root)
+        key = key if path.name == "metrics.jsonl" or path.stem in PHASES else (*key, path.stem)
+        arm = settings[key[:-1]].arm(key[-1])
         if path.name == "metrics.jsonl":
             what = "run"
-            found.arm(key).runs.append(_read_run(path, seed))
+            arm.runs.append(_read_run(path, seed))
         else:
-            key = key if path.stem in PHASES else (*key, path.stem)
             result = read_result(path)
             what = str(result["phase"])
-            found.arm(key).evaluations.append(EvaluationRecord(path, seed, what, result))
+            arm.evaluations.append(EvaluationRecord(path, seed, what, result))
         if (first := places.setdefault((key, seed, what), path)) is not path:
             raise ReportError(f"{first} and {path} are the same arm and seed; move one of them elsewhere")
     if not places:
         raise ReportError(f"{root}: no run (metrics.jsonl) and no evaluation (PHASE.json) below it")
     experiment = _read_json(root / "experiment.json") if (root / "experiment.json").is_file() else {}
-    found.titles |= _titles(experiment)
-    for setting in found.settings.values():
+    for setting in settings.values():
         setting.arms = [arm for arm in setting.arms if arm.runs or arm.evaluations]
-    return Records(root, found.ordered(), experiment)
+    return Records(root, settings.ordered(titles | _titles(experiment)), experiment)
 
 
 def read_results(file: str | Path) -> list[Setting]:
@@ -241,9 +232,8 @@ def read_results(file: str | Path) -> list[Setting]:
     Raises:
         ReportError: the file cannot be read; the message names the entry.
     """
-    found = _Found()
-    found.add_results(Path(file), ())
-    return found.ordered()
+    settings = _Settings()
+    return settings.ordered(settings.add_results(Path(file), ()))
 
 
 def _read_run(file: Path, seed: str) -> RunRecord:
