@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -36,21 +37,6 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look at the hub for the models of these tests, which are names only."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-class Recorder:
-    """Stands for the function behind a command: remembers how it was called."""
-
-    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
-        self.result, self.error = result, error
-        self.arguments: tuple[Any, ...] = ()
-        self.keywords: dict[str, Any] = {}
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        self.arguments, self.keywords = arguments, keywords
-        if self.error is not None:
-            raise self.error
-        return self.result
 
 
 def test_every_command_has_an_example_that_its_options_allow() -> None:
@@ -90,10 +76,8 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
     [
         (["train", "-c", "nope", "--dry-run"], "error: config 'nope' not found; packaged configs: "),
         (["train"], "error: give --config: a YAML file or one of the packaged configs, which are c"),
-        (["train", "-c", "quickstart", "train.steps=ten"], "error: train.steps=ten: expected a whole number"),
         (["train", "-c", "quickstart", "--resume", "nope"], "error: --resume nope: no such folder; expected auto, "),
         (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
-        (["data", "show", "nope.jsonl"], "nope.jsonl"),
         (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "nowhere: no such folder; --source takes"),
         (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
         (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),
@@ -116,7 +100,7 @@ def test_errors_of_the_library_are_the_users_and_others_are_bugs(monkeypatch: py
     from tandemrl.rollout.engine import EngineError
 
     def outcome(error: Exception, *options: str) -> Result:
-        monkeypatch.setattr(tandemrl.training.loop, "train", Recorder(error=error))
+        monkeypatch.setattr(tandemrl.training.loop, "train", Mock(side_effect=error))
         return run(*options, "train", "-c", "quickstart")
 
     assert refused(outcome(EngineError("no\n  room"))) == "error: no room"
@@ -125,16 +109,6 @@ def test_errors_of_the_library_are_the_users_and_others_are_bugs(monkeypatch: py
     )
     assert isinstance(outcome(ZeroDivisionError("bug")).exception, ZeroDivisionError)
     assert isinstance(outcome(EngineError("x"), "--debug").exception, EngineError)
-
-
-def test_the_library_runs_as_a_module_and_prints_no_traceback() -> None:
-    def module(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run([sys.executable, "-m", "tandemrl", *arguments], capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
-    code, said = module("train", "--config", "nope")
-    assert (code, said.startswith("error: config 'nope' not found"), len(said.splitlines())) == (2, True, 1)
-    assert "Traceback" in module("--debug", "train", "--config", "nope")[1]
 
 
 PRESSED = """
@@ -200,13 +174,13 @@ RESULT = {
 def test_a_profile_replaces_the_sampling_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
-    evaluate = Recorder({"pass-at-k": RESULT})
+    evaluate = Mock(return_value={"pass-at-k": RESULT})
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     command = ["eval", "pass-at-k", "--model", "M", "--config", "deepscaler_tandem"]
     assert run(*command).exit_code == 0
-    assert (evaluate.arguments[0].eval.profile, evaluate.arguments[0].eval.max_tokens) == ("custom", 3000)
+    assert (evaluate.call_args.args[0].eval.profile, evaluate.call_args.args[0].eval.max_tokens) == ("custom", 3000)
     assert run(*command, "--profile", "paper").exit_code == 0
-    assert (evaluate.arguments[0].eval.profile, evaluate.arguments[0].eval.unread) == ("paper", ())
+    assert (evaluate.call_args.args[0].eval.profile, evaluate.call_args.args[0].eval.unread) == ("paper", ())
     result = run(*command, "--profile", "paper", "eval.max_tokens=9")
     assert result.exit_code != 0
     assert "eval.profile=paper: must be custom with eval.max_tokens=9" in result.output
@@ -220,11 +194,11 @@ def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytes
         "pass-at-k": {"metrics": RESULT["metrics"] | {"by_set": {name: {"pass@1": 0.5} for name in legible}}},
         "legibility": {"metrics": {"macro": {"cross_entropy": 0.25, "problems": 4}, "by_set": legible}},
     }
-    evaluate = Recorder(phases)
+    evaluate = Mock(return_value=phases)
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     result = run("eval", "all", "--model", "M", "--junior", "J", "--data", "a")
     assert result.exit_code == 0, result.output
-    assert evaluate.keywords["phases"] is None
+    assert evaluate.call_args.kwargs["phases"] is None
     lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
     assert "pass-at-k pass@1 0.5000 0.5000 0.5000 [0.250, 0.750]" in lines
     assert "legibility cross_entropy 0.2500 0.2500 0.2500" in lines
@@ -240,13 +214,13 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
     from helpers import prepared, qwen3
     from tandemrl.config import load, to_yaml
 
-    evaluate = Recorder({"pass-at-k": RESULT})
+    evaluate = Mock(return_value={"pass-at-k": RESULT})
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
 
     def evaluated(model: Path, *options: str) -> tuple[Any, str]:
         result = run("eval", "pass-at-k", "--model", str(model), *options)
         assert result.exit_code == 0, result.output
-        return evaluate.arguments[0], " ".join(result.output.split())
+        return evaluate.call_args.args[0], " ".join(result.output.split())
 
     model = tmp_path / "run" / "hf" / "best"
     own = prepared(qwen3())
@@ -277,20 +251,6 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
     (model / "generation_config.json").unlink()
     settings = evaluated(model, "--data", "d")[0].eval
     assert (settings.temperature, settings.top_k, settings.max_tokens) == (1.0, 0, 2048)
-
-
-def test_data_build_writes_files_that_data_show_reads(tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    for split, count in (("train", 3), ("test", 1)):
-        lines = [json.dumps({"question": f"{split} {i}?", "answer": f"so\n#### {i}"}) for i in range(count)]
-        (raw / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    build = ["data", "build", "gsm8k", "--source", str(raw), "--out", str(tmp_path / "out")]
-    assert "expected 7473" in refused(run(*build))
-    result = run(*build, "--expect-rows", "0")
-    assert result.exit_code == 0, result.output
-    assert "train: 2 rows" in result.output
-    assert "ground truth: " in run("data", "show", str(tmp_path / "out" / "train.parquet")).output
 
 
 def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path) -> None:
@@ -333,16 +293,12 @@ def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Pat
     copies, out = tmp_path / "copies", tmp_path / "eval"
     copies.mkdir()
     line = json.dumps({"problem": "1+1?", "question": "1+1?", "answer": 2, "solution": r"\boxed{2}", "exam": "12A"})
-    names = ("aime24", "aime25", "aime_2026", "amc23", "2024_AMC12", "amc12-2025-non-figure", "MATH-500")
-    for name in (*names, "minervamath", "olympiad"):
+    for name in ("aime24", "aime25", "aime_2026", "MATH-500", "minervamath", "olympiad"):
         (copies / f"{name}.jsonl").write_text(f"{line}\n")
-    build = ["data", "build", "eval-all", "--out", str(out), "--source", str(copies)]
+    build = ["data", "build", "eval-all", "--out", str(out), "--source", str(copies), "--skip", "amc23_25"]
     assert "aime24: 1 rows, expected 30" in refused(run(*build))
-    result = run(*build, "--skip", "minerva", "--expect-rows", "0")
-    assert result.exit_code == 0, result.output
-    built = ["aime24", "aime25", "aime26", "amc23_25", "math500", "olympiad"]
-    assert sorted(path.name for path in out.iterdir()) == built
-    assert all(sorted(p.name for p in (out / name).iterdir()) == ["manifest.json", "test.parquet"] for name in built)
+    assert run(*build, "--skip", "minerva", "--expect-rows", "0").exit_code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["aime24", "aime25", "aime26", "math500", "olympiad"]
 
     one = ["data", "build", "minerva", "--out", str(tmp_path), "--expect-rows", "0", "--source"]
     rows = run(*one, str(copies / "minervamath.jsonl")).output.splitlines()
@@ -360,9 +316,6 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
     result = run(*index)
     assert result.exit_code == 0, result.output
     assert f"2 documents in {tmp_path / 'index'}" in result.output
-    from tandemrl.rollout.envs.bm25 import Corpus
-
-    assert [document.id for document in Corpus(tmp_path / "index").search("dog", 2)] == ["b"]
 
 
 def test_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,32 +366,28 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     wordless = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2}, unk_token="<s>"))
     PreTrainedTokenizerFast(tokenizer_object=wordless, unk_token="<s>").save_pretrained(tmp_path / "wordless")
 
-    def check(senior: str, junior: str) -> tuple[int, str, dict[str, list[str]]]:
+    def check(senior: str, junior: str, last: str = "ready") -> dict[str, list[str]]:
         result = run("check", "--senior", str(tmp_path / senior), "--junior", str(tmp_path / junior))
         rows = ([cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line)
-        return result.exit_code, result.output.splitlines()[-1], {row[0].split(" ")[0]: row[1:] for row in rows}
+        assert (result.exit_code, result.output.splitlines()[-1]) == (int(last != "ready"), last)
+        return {row[0].split(" ")[0]: row[1:] for row in rows}
 
-    code, last, lines = check("letters", "letters")
-    assert (code, last) == (0, "ready")
+    lines = check("letters", "letters")
     assert lines["senior"] == lines["junior"] == ["27 tokens begin a word; a word begins inside of 0", ""]
     assert lines["pair"][0].startswith("one vocabulary of ")
     assert {"word", "before_word", "solo", "rollout.draft_tokens=4"} <= set(lines["works"][0].split(", "))
 
-    code, last, lines = check("letters", "more")
-    assert (code, last) == (0, "ready")
+    lines = check("letters", "more")
     assert lines["junior"][0] == "27 tokens begin a word; a word begins inside of 1"
     assert lines["pair"][0].startswith("two vocabularies: 1 entries differ, the first is 'x y'")
     assert lines["works"][0] == "before_word, turn, alternating_turns, solo, rollout.engine=vllm"
     assert "no: selection.strategy=word: must be before_word" in lines["selection.strategy=word"][0]
     assert "two vocabularies: a junior drafts tokens of the senior's" in lines["rollout.draft_tokens=4"][0]
 
-    code, last, lines = check("wordless", "wordless")
-    assert (code, last) == (0, "ready")
+    lines = check("wordless", "wordless")
     assert "word" not in lines["works"][0].split(", ")
     assert lines["selection.strategy=word"][0].startswith("no: tokenizer ")
-    code, last, lines = check("letters", "nowhere")
-    assert (code, last) == (1, f"not ready: junior {tmp_path / 'nowhere'}")
-    assert "pair" not in lines
+    assert "pair" not in check("letters", "nowhere", f"not ready: junior {tmp_path / 'nowhere'}")
     assert run("check", "--senior", str(tmp_path / "letters")).output.count("27 tokens begin a word") == 2
     assert run("check", "--junior", str(tmp_path / "letters")).exit_code == 2
 

@@ -202,6 +202,11 @@ def test_a_text_is_marked(pair_page: Any, pair: Path, solver: Duo) -> None:
     page.click("#start")
     finished(page)
     assert page.inner_text("#verdict") == f"✓ Correct: {answer}"
+    page.set_viewport_size({"width": 390, "height": 844})  # of a telephone: the result is on its first screen
+    page.evaluate("scrollTo(0, 0)")
+    ends = "['verdict', 'text', 'more'].map(id => document.getElementById(id).getBoundingClientRect().bottom)"
+    assert page.evaluate(ends) == sorted(page.evaluate(ends))
+    assert page.evaluate(ends)[1] < 844
     page.fill("#seed", str(next(seed for seed in solved if not solved[seed])))
     page.click("#start")
     finished(page)

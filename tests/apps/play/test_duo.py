@@ -24,10 +24,7 @@ def duo() -> Duo:
 
 
 def longer(draft: Draft, piece: Piece) -> Draft:
-    tokens = tuple(token.id for token in piece.tokens)
-    return replace(
-        draft, tokens=(*draft.tokens, *tokens), authors=(*draft.authors, *(token.author for token in piece.tokens))
-    )
+    return draft.longer([token.id for token in piece.tokens], [token.author for token in piece.tokens])
 
 
 @pytest.mark.parametrize("strategy", ["word", "before_word", "sentence", "bernoulli", "solo"])

@@ -12,22 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from clients import authors, strategy_of, written
 from pairs import CONTEXT, VLLM, greedy_gaps, models, reference
 from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import artefacts
 from helpers import save_speaker
-from real_model import smollm2
-from tandemrl.models.loading import load_model
 from tandemrl.rollout.engine import Completion, Request, Sampling
-from tandemrl.rollout.schedule import schedule_of
-from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo
 from tandemrl.selection.draws import mix64
-from tandemrl.training.checkpoint.export import export_hf
 
 pytest.importorskip("openai", reason="the tests ask by OpenAI's client")
 
@@ -188,38 +181,3 @@ def test_a_published_template_tells_of_tools_and_its_calls_are_read(engine: str,
     assert json.loads("".join(piece.arguments or "" for piece in streamed)) == {"at": ["é", "😀 42"]}
     assert not any(part.delta.content for part in parts)
     assert [part.finish_reason for part in parts if part.finish_reason] == ["tool_calls"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=VLLM)])
-def test_a_pretrained_pair_answers_as_the_models_do(engine: str, tmp_path: Path) -> None:
-    """Greedy chats with SmolLM2 and a junior with some noise in its matrices: in tandem, and with the senior alone."""
-    folder, junior = smollm2(), load_model(smollm2())
-    words, noise = AutoTokenizer.from_pretrained(folder), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in junior.parameters():
-            if parameter.ndim == 2:
-                parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
-    export_hf(junior, words, tmp_path / "junior")
-    question = [{"role": "user", "content": "List three colours."}]
-    prompt: Any = words.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    strategy = schedule_of(SERVED, words, junior.config.vocab_size).strategy(1)
-    request = Request(tuple(prompt), (mix64(8),), Sampling(max_tokens=24, temperature=0.0), strategy)
-    [[expected]] = TorchEngine(load_model(folder), junior, words).generate([request])
-    del junior
-    plain, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor([prompt])
-    alone = plain.generate(ids, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(ids))
-    del plain
-    options = ["selection.max_gap_tokens=4"]
-    with serving(engine, folder, tmp_path / "junior", tmp_path / "log", *options, context=256) as server:
-        client = openai_client(server)
-        create = partial(
-            client.chat.completions.create, model=client.model, messages=question, max_tokens=24, temperature=0, seed=8
-        )
-        [choice] = create().choices
-        [by_senior] = create(extra_body={"tandem": {"solo": "senior"}}).choices
-    assert choice.token_ids == expected.tokens.tolist()
-    assert choice.authorship == expected.author.tolist()
-    assert set(choice.authorship) == {0, 1}
-    assert choice.message.content == words.decode(expected.tokens, skip_special_tokens=True)
-    assert by_senior.token_ids == alone[0, len(prompt) :].tolist() != choice.token_ids
