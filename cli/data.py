@@ -68,10 +68,10 @@ def serve(
     from tandemrl.config.hints import pip_install
 
     try:
-        from tandemrl.apps.serve import corpus
+        from tandemrl.apps.serve.corpus import serve as serve_index
     except ImportError as error:
         raise ConfigError(f"tandemrl data serve: {error.name} is missing; {pip_install('serve')}") from None
-    corpus.serve(index, host=host, port=port)
+    serve_index(index, host=host, port=port)
 
 
 OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {

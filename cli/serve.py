@@ -17,7 +17,9 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="vllm or torch, as rollout.engine. Default: vllm where it is installed.")
     ] = None,
-    context: Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and response; default: all.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and response; default: the models'.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     allowed_host: Annotated[

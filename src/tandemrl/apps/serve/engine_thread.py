@@ -116,7 +116,8 @@ class EngineThread:
                 {key for job in wanted if wanted[job] == whether for request in job.requests for key in request.keys}
                 for whether in (False, True)
             )
-            self.engine.abort(lost - kept)
+            if unwanted := lost - kept:
+                self.engine.abort(unwanted)
 
 
 def _of_engine(error: Exception) -> EngineError:
