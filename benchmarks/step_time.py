@@ -228,7 +228,7 @@ class Stopwatch(Tracker):
     """Times the steps of the library's own loop, each from the start of its rollouts to the first thing it records."""
 
     def __init__(self, folder: str, config: Config, wait: Callable[[], None]) -> None:
-        super().__init__(folder, config, quiet=True)
+        super().__init__(replace(config, output_dir=folder), quiet=True)
         self.wait = wait
         self.steps: list[dict[str, float]] = []
         self.waited = 0.0

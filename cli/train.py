@@ -137,6 +137,7 @@ def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Col
         stated: the keys that the user typed; see ``Preflight``.
     """
     from dataclasses import fields
+    from functools import partial
 
     from tandemrl.cli.errors import is_users, one_line
     from tandemrl.cli.lines import echo
@@ -144,10 +145,6 @@ def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Col
     from tandemrl.training import checkpoint
     from tandemrl.training.arguments import with_records
     from tandemrl.training.preflight import Doubt, NotHereError, Preflight
-
-    def start() -> str:
-        checkpoint.check_resume(resume, config.output_dir)
-        return checkpoint.check_folder(config, resume, accepted)
 
     def functions() -> str:
         none: dict[str, Any] = {field.name: None for field in fields(config.functions)}
@@ -157,7 +154,7 @@ def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Col
     size = launched()
     problems: dict[str, str] = {}  # what is wrong -> the first subject that it was found in
     checks = {
-        "--resume": start,
+        "--resume": partial(checkpoint.check_folder, config, resume, accepted),
         "functions": functions,
         **Preflight(config, downloads=False, processes=size if size > 1 else None, stated=stated).checks,
     }

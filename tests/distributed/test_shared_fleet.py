@@ -5,10 +5,12 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import local_workers
 import runs
@@ -37,16 +39,32 @@ def shared() -> tuple[FleetEngine, World]:
     return FleetEngine(workers, size=2, unit_groups=2, world=world), world
 
 
+class Ahead(AsyncRollouts):
+    """Three steps ahead, of made-up requests and without a policy."""
+
+    def __init__(self, fleet: FleetEngine) -> None:
+        train = SimpleNamespace(async_steps=3, prompts_per_step=1)
+        sampler = SimpleNamespace(next=lambda count: [0])
+        run: Any = SimpleNamespace(
+            setup=SimpleNamespace(config=SimpleNamespace(train=train)),
+            models=SimpleNamespace(engine=fleet, policy=nn.Module()),
+            progress=SimpleNamespace(sampler=sampler, rollouts_in_flight=[]),
+        )
+        super().__init__(run, None, None)  # type: ignore[arg-type]
+
+    def generate(self, step: int, examples: Any, drawn: int = 0, engine: Any = None) -> Any:
+        return engine.generate(asked(step))
+
+
 def rolled_out() -> dict[str, Any]:
     """In one of the processes: rollouts of three steps at once, with the weights of now; then newer weights."""
     fleet, world = shared()
     assert isinstance(fleet, Engine)
     found: dict[str, Any] = {"first": bits(fleet.generate(asked(0)))}
-    write = lambda engine, step, examples: engine.generate(asked(step))  # noqa: E731
-    with AsyncRollouts(lambda: [0], write, [], fleet, lambda: lambda _: {}, ahead=3) as rollouts:  # type: ignore[arg-type]
+    with Ahead(fleet) as rollouts:
         rollouts.start_until(1, 3)
         found["checksum"] = sync_weights(learnt(models()[0]), fleet, version=4)
-        found |= {f"step {step}": bits(rollouts.take(step)) for step in (1, 2, 3)}  # type: ignore[arg-type]
+        found |= {f"step {step}": bits(rollouts.take(step)[0]) for step in (1, 2, 3)}  # type: ignore[arg-type]
     found["after"] = bits(fleet.generate(asked(4)))
     found["passes"] = fleet.passes
     try:
@@ -78,17 +96,18 @@ def failed_before() -> dict[str, Any]:
     """In one of the processes: steps 1 to 3, of which step 2 fails before it generates."""
     fleet, _ = shared()
 
-    def generate(engine: Any, step: int, examples: list[int], drawn: int = 0) -> Any:
-        if step == 2:
-            raise EngineError("row 7 cannot begin")
-        return [c.tokens.tolist() for c in flat(engine.generate(asked(step)))]
+    class Failing(Ahead):
+        def generate(self, step: int, *given: Any, **options: Any) -> Any:
+            if step == 2:
+                raise EngineError("row 7 cannot begin")
+            return [c.tokens.tolist() for c in flat(super().generate(step, *given, **options))]
 
     found: dict[str, Any] = {}
-    with AsyncRollouts(lambda: [0], generate, [], fleet, lambda: lambda _: {}, ahead=3) as rollouts:
+    with Failing(fleet) as rollouts:
         rollouts.start_until(1, 3)
         for step in (1, 2, 3):
             try:
-                found[f"step {step}"] = rollouts.take(step)
+                found[f"step {step}"], _ = rollouts.take(step)
             except EngineError as error:
                 found[f"step {step}"] = str(error)
     fleet.close()

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tandemrl.config import load
+from tandemrl.training.checkpoint import check_folder
 from tandemrl.training.checkpoint import identity as module
 from tandemrl.training.checkpoint.storage import CheckpointError
 
@@ -23,4 +25,4 @@ def test_repaired_code_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(CheckpointError, match=r"another data.train; a resume would mix runs$"):
         module.check_same_identity(RUN, before | {"data.train": "e"}, path, ["reward"])
     with pytest.raises(CheckpointError, match=r"--accept-changed data.train: expected one of reward, "):
-        module.check_accepted(["data.train"])
+        check_folder(load(), "auto", ["data.train"])

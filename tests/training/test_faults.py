@@ -85,7 +85,7 @@ MEMORY = [
 @pytest.mark.parametrize("phase", ["rollout", "update/forward_backward", "eval", "sync", ""])
 def test_out_of_memory_names_what_to_change(error: Exception, phase: str) -> None:
     assert is_out_of_memory(error)
-    explanation = explained(error, step=7, phase=phase, world=World(), timeout_s=60.0)
+    explanation = explained(error, step=7, phase=phase, world=World())
     assert isinstance(explanation, OutOfMemoryError)
     assert str(explanation).startswith(f"step 7, {phase or 'between phases'}: out of memory.")
     assert LESS_MEMORY[phase.partition("/")[0] or "update"] in str(explanation)
@@ -104,20 +104,20 @@ LOST = [
 def test_a_lost_process_is_named_with_the_phase(error: Exception) -> None:
     assert is_lost_process(error)
     assert not is_out_of_memory(error)
-    explanation = explained(error, step=3, phase="rollout", world=World(rank=1, size=4), timeout_s=90.0)
+    explanation = explained(error, step=3, phase="rollout", world=World(rank=1, size=4, timeout_s=90.0))
     assert isinstance(explanation, LostProcessError)
     assert str(explanation).startswith("step 3, rollout: process 1 of 4 lost another one")
     assert "parallel.timeout_s=90" in str(explanation)
-    assert explained(error, step=3, phase="rollout", world=World(), timeout_s=90.0) is error  # nobody to lose
+    assert explained(error, step=3, phase="rollout", world=World()) is error  # nobody to lose
 
 
 def test_other_errors_stay_what_they_are_and_say_where() -> None:
     ours = EngineError("weights did not reach the engine")
-    explanation = explained(ours, step=2, phase="sync", world=World(), timeout_s=1.0)
+    explanation = explained(ours, step=2, phase="sync", world=World())
     assert explanation is ours
     assert str(explanation) == "step 2, sync: weights did not reach the engine"
     bug = KeyError("name")
-    assert explained(bug, step=2, phase="", world=World(size=2), timeout_s=1.0) is bug
+    assert explained(bug, step=2, phase="", world=World(size=2)) is bug
     assert bug.__notes__ == ["step 2, between phases"]
     assert not is_out_of_memory(ours)
     assert not is_lost_process(ValueError("gloo: connection closed"))

@@ -15,7 +15,7 @@ from tandemrl.models.attention import PackedLayout
 from tandemrl.models.forward import packed_logits
 from tandemrl.training import update as update_module
 from tandemrl.training.build import build
-from tandemrl.training.experience import add_group_advantages, add_logprobs, make_experience, pack_mini_batches
+from tandemrl.training.experience import add_group_advantages, add_scores, make_experience, pack_mini_batches
 from tandemrl.training.gates import TrainError
 from tandemrl.training.profiling import Clock
 from tandemrl.training.state import Run
@@ -65,8 +65,7 @@ def updated(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(update_module, "optimizer_step", optimizer_step)
     experience = make_experience(setup, groups)
-    mini_batches = pack_mini_batches(setup, experience)
-    mini_batches = add_logprobs(setup, models, mini_batches, "old_logprobs")
+    mini_batches = add_scores(setup, models, pack_mini_batches(setup, experience))
     mini_batches = add_group_advantages(setup, mini_batches, experience, 0.0)
     metrics = update_module.update(setup, models, mini_batches, 1, Clock())
     read = sorted(row for mini in mini_batches for m in mini.micro for row in m.rows.tolist())

@@ -52,7 +52,7 @@ def test_it_warns_after_three_such_steps_and_then_more_seldom() -> None:
     ],
 )
 def test_the_reason_follows_from_the_metrics(changed: dict[str, float], reason: str) -> None:
-    assert reason in cause(FLAT | changed, load(overrides=["rollout.max_tokens=64"]), GRPO)
+    assert reason in cause(FLAT | changed, load(overrides=["rollout.max_tokens=64"]))
 
 
 def test_such_a_run_says_so(tiny_pair: Path, tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from tandemrl.training.build import build
 from tandemrl.training.checkpoint import restore
 from tandemrl.training.experience import (
     add_gae_advantages,
-    add_logprobs,
-    add_values,
+    add_scores,
     make_experience,
     pack_mini_batches,
 )
@@ -87,10 +86,7 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
     head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
     made = rollouts_of(run, senior=0.5)
     experience = make_experience(setup, [Group(str(i), tuple(made[2 * i : 2 * i + 2])) for i in (0, 1)])
-    mini_batches = pack_mini_batches(setup, experience)
-    for channel in ("old_logprobs", "ref_logprobs"):
-        mini_batches = add_logprobs(setup, models, mini_batches, channel)  # type: ignore[arg-type]
-    mini_batches = add_values(setup, models, mini_batches)
+    mini_batches = add_scores(setup, models, pack_mini_batches(setup, experience))
     filled, measured = add_gae_advantages(setup, mini_batches, experience, progress.kl_coef)
 
     models.policy.save_pretrained(tmp_path / "policy")

@@ -9,9 +9,13 @@ import pytest
 from rich.console import Console
 
 from runs import lines
-from tandemrl.config import load
+from tandemrl.config import Config, load
 from tandemrl.training.tracking import Tracker, TrackingError
 from tandemrl.types import Rollout
+
+
+def settings(folder: Path, *overrides: str) -> Config:
+    return load(overrides=[f"output_dir={folder}", *overrides])
 
 
 class WordTokenizer:
@@ -31,7 +35,7 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
 
 
 def test_metrics_are_one_line_per_step_on_disk_before_the_step_returns(tmp_path: Path) -> None:
-    with Tracker(tmp_path, load(), quiet=True) as tracker:
+    with Tracker(settings(tmp_path), quiet=True) as tracker:
         tracker.step(1, {"reward/mean": 0.5, "loss": float("nan")})
         assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "loss": None}]
         tracker.step(2, {"reward/mean": np.float32(0.25)})
@@ -39,7 +43,7 @@ def test_metrics_are_one_line_per_step_on_disk_before_the_step_returns(tmp_path:
 
 
 def test_every_rollout_is_recorded_whatever_is_shown(tmp_path: Path) -> None:
-    with Tracker(tmp_path, load(overrides=["train.log_samples=0"]), quiet=True) as tracker:
+    with Tracker(settings(tmp_path, "train.log_samples=0"), quiet=True) as tracker:
         tracker.samples(5, [rollout(0), rollout(1)], WordTokenizer())
     records = lines(tmp_path / "samples.jsonl")
     assert [(record["step"], record["index"], record["text"]) for record in records] == [
@@ -57,7 +61,7 @@ def test_markup_in_a_completion_is_text(tmp_path: Path) -> None:
             return "[red]x[/nope]"
 
     screen, text = console()
-    with Tracker(tmp_path, load(), console=screen) as tracker:
+    with Tracker(settings(tmp_path), console=screen) as tracker:
         tracker.samples(1, [rollout()], Tokenizer())
     assert "[red]x[/nope]" in text.getvalue()
 
@@ -68,7 +72,7 @@ def test_a_full_disk_is_what_the_run_ends_with(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with (
         pytest.raises(TrackingError, match=r"metrics\.jsonl: No space left on device; free the disk and resume"),
-        Tracker(tmp_path, load(), quiet=True) as tracker,
+        Tracker(settings(tmp_path), quiet=True) as tracker,
     ):
         tracker.step(1, {"loss": 1.0})
     assert json.loads((tmp_path / "stopped.json").read_text())["reason"].startswith("TrackingError: ")
@@ -78,10 +82,10 @@ def test_a_full_disk_is_what_the_run_ends_with(tmp_path: Path) -> None:
 
 def test_wandb_shows_the_steps_of_metrics_jsonl_after_a_resume(tmp_path: Path) -> None:
     wandb, group = pytest.importorskip("wandb", reason="needs the wandb extra"), f"{tmp_path.name}"
-    offline = load(overrides=["train.wandb=offline"])
+    offline = settings(tmp_path, "train.wandb=offline")
     runs = []
     for step in (1, 2):
-        with Tracker(tmp_path, offline, quiet=True) as tracker:
+        with Tracker(offline, quiet=True) as tracker:
             assert wandb.run is not None
             assert wandb.run.group == group
             runs.append(wandb.run.id)
@@ -98,17 +102,17 @@ def test_wandb_online_without_a_key_names_what_to_do(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(TrackingError, match=r"train\.wandb=online: .*; train\.wandb=offline needs no key"):
-        Tracker(tmp_path / "run", load(overrides=["train.wandb=online"]), quiet=True)
+        Tracker(settings(tmp_path / "run", "train.wandb=online"), quiet=True)
 
 
 def test_a_run_that_fails_leaves_the_reason_until_it_goes_on(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, load(), quiet=True)
+    tracker = Tracker(settings(tmp_path), quiet=True)
     tracker.step(1, {"loss": 0.0})
     with pytest.raises(ValueError, match="no"), tracker:
         raise ValueError("no\nmore")
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 1, "reason": "ValueError: no more"}
-    with Tracker(tmp_path, load(), quiet=True, record=False):
+    with Tracker(settings(tmp_path), quiet=True, record=False):
         assert (tmp_path / "stopped.json").exists()
-    with Tracker(tmp_path, load(), quiet=True):
+    with Tracker(settings(tmp_path), quiet=True):
         assert not (tmp_path / "stopped.json").exists()
     assert not (tmp_path / "stopped.json").exists()

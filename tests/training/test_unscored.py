@@ -29,7 +29,7 @@ from tandemrl.training.experience import (
     MiniBatch,
     add_gae_advantages,
     add_group_advantages,
-    add_values,
+    add_scores,
     make_experience,
     pack_mini_batches,
 )
@@ -66,7 +66,7 @@ def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) 
     setup, models, _ = run
 
     def update_policy(_: Any, models: Any, mini: MiniBatch, *args: Any, **options: Any) -> dict[str, float]:
-        for _, batch in mini.micro:
+        for _, batch, _ in mini.micro:
             for i in range(batch.num_sequences):
                 mask = batch.sequence_ids == i
                 written = mask & (batch.author >= 0)
@@ -76,9 +76,8 @@ def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(update_module, "update_policy", update_policy)
     monkeypatch.setattr(update_module, "update_critic", lambda *args: {})
     experience = make_experience(setup, groups)
-    mini_batches = pack_mini_batches(setup, experience)
+    mini_batches = add_scores(setup, models, pack_mini_batches(setup, experience))
     if models.critic is not None:
-        mini_batches = add_values(setup, models, mini_batches)
         mini_batches, _ = add_gae_advantages(setup, mini_batches, experience, 0.0)
     else:
         mini_batches = add_group_advantages(setup, mini_batches, experience, 0.0)

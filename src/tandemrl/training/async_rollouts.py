@@ -13,11 +13,9 @@ since then, for which importance sampling corrects. At most k + 1 copies exist: 
 during that forward pass.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
@@ -27,15 +25,18 @@ import torch
 from transformers import PreTrainedModel
 
 from tandemrl.data.messages import Transcript
-from tandemrl.data.rows import Prompt
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.sharding import swapped_weights, trained_parts
+from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.groups import rollout_of
-from tandemrl.training.gates import check_mismatch
-from tandemrl.training.state import RunSetup
+from tandemrl.rollout.partner import check_untranslatable
+from tandemrl.training.gates import TrainError, check_draws, check_mismatch, check_starts
+from tandemrl.training.profiling import Clock, Profiler
+from tandemrl.training.state import Run, RunSetup
+from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import logprob_mismatch
 from tandemrl.types import Author, Metrics
 
@@ -56,68 +57,73 @@ class AsyncRollouts:
     """Rollouts step by step. Call ``take(step)`` in every step, and then ``start_until(step + k)`` to overlap.
 
     Args:
-        draw: returns the numbers of the examples of a step.
-        generate: lets an engine generate the completions of (engine, step, numbers of the examples). After
-            ``start_until`` it runs in a thread.
-        prompts: the prompts, by number of the example.
-        engine: the engine that generates the completions. It is aborted if the rollouts are no longer needed.
-        snapshot: called before ``start_until`` lets the engine generate, when trainer and engine have the same weights.
-            It returns the function that later compares the completions with these weights.
-        ahead: ``train.async_steps``.
+        run: the run. Its engine is aborted if the rollouts are no longer needed.
+        tracker, profiler: for the progress of each step's rollouts and the trace of one.
     """
 
-    def __init__(
-        self,
-        draw: Callable[[], list[int]],
-        generate: Callable[..., CompletionBatch],
-        prompts: Sequence[Prompt],
-        engine: Engine,
-        snapshot: Callable[[], Compare],
-        ahead: int = 1,
-    ) -> None:
-        self._draw, self._generate, self._prompts, self._engine = draw, generate, prompts, engine
-        self._snapshot = snapshot
-        self._taken: tuple[Compare, CompletionBatch] | None = None
-        self._threads = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="rollout")
-        self._pending: deque[_Pending] = deque()
-        self._waited_s = 0.0
+    def __init__(self, run: Run, tracker: Tracker, profiler: Profiler) -> None:
+        self._setup, self._models, self._progress = run.setup, run.models, run.progress
+        self._tracker, self._profiler, self._engine = tracker, profiler, run.models.engine
+        self._threads = ThreadPoolExecutor(max(1, self._setup.config.train.async_steps), thread_name_prefix="rollout")
+        self._pending = deque(map(self._restored, self._progress.rollouts_in_flight))
         self._counted = self._counts()
 
-    def take(self, step: int) -> CompletionBatch:
+    def take(self, step: int) -> tuple[CompletionBatch, Compare | None]:
         """The rollouts of ``step``: those that ``start_until`` began, or new ones.
 
+        With the former comes a function that measures the mismatch between trainer and engine, with the weights that
+        wrote them. All processes must call it; it raises a TrainError if the mismatch is too large.
+
         Raises:
             EngineError, TrainError: the rollouts failed.
         """
-        self._taken = None
         if not self._pending:
-            return self.generate(step, self._draw())
+            return self.generate(step, self._draw()), None
         pending = self._pending.popleft()
         assert pending.step == step
-        batch = self._result(pending)
-        self._taken = pending.compare, batch
-        return batch
+        return self._result(pending), pending.compare
 
-    def generate(self, step: int, examples: list[int], drawn: int = 0) -> CompletionBatch:
-        """Generate rollouts of ``step`` now, with the weights that the engine has. ``drawn``: see ``collect.generate``.
+    def generate(self, step: int, examples: list[int], drawn: int = 0, engine: Engine | None = None) -> CompletionBatch:
+        """Complete each prompt ``rollout.group_size`` times under the strategy of the step, with the weights that the
+        engine has.
+
+        Args:
+            examples: numbers of the examples in the training data.
+            drawn: see ``collect.generate``.
+            engine: another engine.
 
         Raises:
             EngineError, TrainError: the rollouts failed.
         """
-        with self._waiting():
-            return self._generate(self._engine, step, examples, drawn=drawn)
+        setup, config = self._setup, self._setup.config
+        strategy, size = setup.schedule.strategy(step), config.rollout.group_size
+        check_starts(strategy, setup.options, step)
+        advance_bar = self._tracker.rollout_progress(step, len(examples) * size)
+        with self._profiler.trace("rollout", step) as count_call:
 
-    def mismatch(self) -> Metrics | None:
-        """The mismatch between trainer and engine on the rollouts that were taken last, with the weights that wrote
-        them. None if these are the trainer's present weights.
+            def progress(tokens: int) -> None:
+                advance_bar(tokens)
+                count_call(tokens)
 
-        Raises:
-            TrainError: the mismatch is too large.
-        """
-        if self._taken is None:
-            return None
-        (compare, batch), self._taken = self._taken, None
-        return compare(batch)
+            completions = collect.generate(
+                engine or self._engine,
+                [(example, setup.prompts[example]) for example in examples],
+                strategy=strategy,
+                sampling=setup.sampling,
+                group_size=size,
+                seed=config.train.seed,
+                step=step,
+                drawn=drawn,
+                episode_runner=setup.episode_runner,
+                progress=progress,
+            )
+        reasons = [c.stop_reason for group in completions.completions for c in group]
+        check_untranslatable(reasons, config.selection.max_untranslatable, TrainError)
+        check_draws(completions.draws, setup.schedule.prob_senior(step), size if strategy.shared_draws else 1)
+        return completions
+
+    def _draw(self) -> list[int]:
+        return self._progress.sampler.next(self._setup.config.train.prompts_per_step)
 
     def start_until(self, first: int, last: int) -> None:
         """Begin the rollouts of the steps from ``first`` to ``last`` that are not begun, each in a thread.
@@ -125,12 +131,13 @@ class AsyncRollouts:
         Unless the engine is a fleet, it must not be used otherwise until ``wait`` returns.
         """
         steps = range(self._pending[-1].step + 1 if self._pending else first, last + 1)
-        compare = self._snapshot() if steps else None
+        if not steps:
+            return
+        compare = snapshot_policy(self._setup, self._models.policy)
         for step in steps:
-            assert compare is not None
             examples, engine = self._draw(), self._engine
             own = engine.snapshot() if isinstance(engine, FleetEngine) else engine
-            batch = None if own is None else self._threads.submit(self._generate, own, step, examples)
+            batch = None if own is None else self._threads.submit(self.generate, step, examples, engine=own)
             self._pending.append(_Pending(step, examples, batch, compare))
 
     def wait(self) -> None:
@@ -138,45 +145,37 @@ class AsyncRollouts:
         for pending in self._pending:
             self._result(pending)
 
-    def fleet_metrics(self, step: int, batch: CompletionBatch) -> Metrics:
+    def fleet_metrics(self, step: int, batch: CompletionBatch, clock: Clock) -> Metrics:
         """How old the rollouts of a step are, and what trainer and workers did since the last call; nothing without
         workers.
 
-        The trainer waits for rollouts in ``take``, ``generate``, ``wait`` and ``state_dict``.
+        Args:
+            clock: that of the step. The trainer waits for rollouts in its phases ``rollout`` and ``resample``.
         """
-        if not isinstance(self._engine, FleetEngine):
-            return {}
         before, self._counted = self._counted, self._counts()
+        if not self._counted:
+            return {}
         new = {name: value - before[name] for name, value in self._counted.items()}
         ages = [step - 1 - completion.policy_version for group in batch.completions for completion in group]
         means = {f"fleet/{each}_s": new[f"{each}_s"] / new[f"{each}s"] for each in ("unit", "load") if new[f"{each}s"]}
+        waited_s = clock.seconds["rollout"] + clock.seconds.get("resample", 0.0)
         return {
             "fleet/staleness": float(np.mean(ages)),
-            "fleet/idle_trainer": new["waited_s"] / max(new["wall_s"], 1e-9),
+            "fleet/idle_trainer": waited_s / clock.total(),
             "fleet/idle_workers": new["idle_s"] / max(new["worker_s"], 1e-9),
             "fleet/restarts": new["restarts"],
             **means,
         }
 
     def _counts(self) -> dict[str, float]:
-        fleet = self._engine.counts() if isinstance(self._engine, FleetEngine) else {}
-        return fleet | {"wall_s": time.monotonic(), "waited_s": self._waited_s}
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        begun = time.monotonic()
-        try:
-            yield
-        finally:
-            self._waited_s += time.monotonic() - begun
+        return self._engine.counts() if isinstance(self._engine, FleetEngine) else {}
 
     def _result(self, pending: _Pending) -> CompletionBatch:
         """Wait for the rollouts of a thread."""
-        with self._waiting():
-            if isinstance(self._engine, FleetEngine):
-                return cast(CompletionBatch, self._engine.told(pending.batch))
-            assert pending.batch is not None
-            return pending.batch.result()
+        if isinstance(self._engine, FleetEngine):
+            return cast(CompletionBatch, self._engine.told(pending.batch))
+        assert pending.batch is not None
+        return pending.batch.result()
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The rollouts that are finished but not taken, as plain values.
@@ -202,15 +201,13 @@ class AsyncRollouts:
             "completions": [[_plain(completion) for completion in group] for group in batch.completions],
         }
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what ``state_dict`` returned."""
-        for each in state:
-            prompts = [self._prompts[i] for i in each["examples"]]
-            completions = [[_completion(line) for line in group] for group in each["completions"]]
-            done: Future[CompletionBatch] = Future()
-            done.set_result(CompletionBatch(prompts, completions, Draws(*each["draws"]), Passes(*each["passes"])))
-            compare = partial(_known, each["mismatch"])
-            self._pending.append(_Pending(each["step"], list(each["examples"]), done, compare))
+    def _restored(self, each: Mapping[str, Any]) -> _Pending:
+        """What ``state_dict`` returned of the rollouts of a step."""
+        prompts = [self._setup.prompts[i] for i in each["examples"]]
+        completions = [[_completion(line) for line in group] for group in each["completions"]]
+        done: Future[CompletionBatch] = Future()
+        done.set_result(CompletionBatch(prompts, completions, Draws(*each["draws"]), Passes(*each["passes"])))
+        return _Pending(each["step"], list(each["examples"]), done, partial(_known, each["mismatch"]))
 
     def __enter__(self) -> Self:
         return self
@@ -242,8 +239,8 @@ def _completion(line: Mapping[str, Any]) -> Completion:
     return Completion(**values)
 
 
-def snapshot_policy(setup: RunSetup, policy: PreTrainedModel, engine: Engine) -> Compare:
-    """Keep a copy of the policy's weights, which the engine has, too.
+def snapshot_policy(setup: RunSetup, policy: PreTrainedModel) -> Compare:
+    """Keep a copy of the policy's weights, when the engine has them, too.
 
     Returns:
         a function that takes the completions which these weights wrote, and returns the metrics of

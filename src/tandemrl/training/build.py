@@ -99,18 +99,10 @@ def build(
     with ExitStack() as unfinished:
         unfinished.callback(models.engine.close)
         (prompts, dropped), sampling = preflight.prompts, sampling_of(config.rollout)
-        vocabulary = models.engine.vocabulary
+        options = forward_options(config, sampling, models.engine.vocabulary, world)
         starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
         # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
-        measure = partial(
-            self_difference,
-            models.policy,
-            prompts,
-            options=forward_options(config, sampling, vocabulary, world),
-            dtype=getattr(torch, model.dtype),
-            world=world,
-            device=device,
-        )
+        measure = partial(self_difference, models.policy, prompts, options, getattr(torch, model.dtype), world, device)
         setup = RunSetup(
             config=config,
             recipe=preflight.trained_recipe,
@@ -121,13 +113,11 @@ def build(
             heldout=preflight.heldout.prompts,
             monitored=preflight.monitored.prompts,
             sampling=sampling,
-            vocabulary=vocabulary,
+            options=options._replace(starts=starts, removed=removed),
             scorer=scorer,
             episode_runner=preflight.episode_runner,
             environment_id=preflight.environment_id,
             judge=None if judge is None else judge.judge.model,
-            starts=starts,
-            removed=removed,
             mismatch_limit=mismatch_limit(config, measure),
             device=device,
             world=world,

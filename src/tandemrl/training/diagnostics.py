@@ -68,17 +68,15 @@ def no_signal_warning(config: Config, recipe: Recipe) -> Callable[[Metrics], str
         if len(shares) % AFTER or times & (times - 1):
             return None
         amount = "hardly anything" if any(shares) else "nothing"
-        return f"  {amount} to learn from the rewards of the last {len(shares)} steps: {cause(metrics, config, recipe)}"
+        return f"  {amount} to learn from the rewards of the last {len(shares)} steps: {cause(metrics, config)}"
 
     return warning
 
 
-def cause(metrics: Mapping[str, Any], config: Config, recipe: Recipe) -> str:
+def cause(metrics: Mapping[str, Any], config: Config) -> str:
     """Why the rewards of a step teach nothing, and what to do about it, as far as its metrics tell."""
     if metrics.get("reward/unscored") == 1:
         return "the judge scored no text: see its output"
-    if config.rollout.group_size == 1 and recipe.grouped:
-        return "rollout.group_size=1: a group of one has nothing to compare with; use 2 or more, or loss.recipe=ppo"
     mean, right = metrics.get("reward/mean") or 0.0, metrics.get("reward/acc") or 0.0
     found, cut = metrics.get("reward/answer_present"), metrics.get("response/truncated") or 0.0
     rewards = f"every reward is {mean:g}" if metrics.get("reward/std") == 0 else f"the mean reward is {mean:.3f}"

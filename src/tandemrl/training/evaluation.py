@@ -11,7 +11,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.evals import Sample
 from tandemrl.selection import solo
 from tandemrl.training import checkpoint
-from tandemrl.training.state import Best, Run
+from tandemrl.training.state import Best, Run, trainer_state
 from tandemrl.training.tracking import write_eval_texts
 from tandemrl.types import Metrics, Rollout
 
@@ -77,7 +77,8 @@ def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], step: 
         seed=settings.seed,
         episode_runner=setup.episode_runner,
     )
-    marked = evals.grade(generated, prompts, setup.scorer, setup.trainer_state(step))
+    state = trainer_state(setup.config, len(setup.prompts), step)
+    marked = evals.grade(generated, prompts, setup.scorer, state)
     metrics = evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"]["reward"] = metrics["macro"]["score"]
     return evals.EvalResult(metrics, marked)

@@ -7,10 +7,12 @@ explained variance, whitening) is summed over the ranks.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tandemrl import losses
 from tandemrl.config import Config
@@ -59,10 +61,12 @@ class Experience(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some rollouts of the step, by their numbers, and the batch that they are packed into."""
+    """Some rollouts of the step, by their numbers, the batch that they are packed into, and the weight of every token
+    in the loss."""
 
     rows: Tensor
     batch: Batch
+    weights: Tensor
 
 
 class MiniBatch(NamedTuple):
@@ -153,7 +157,8 @@ def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
             # a rank without work still joins the collectives
             batch = pack([chosen[k] for k in own], setup.device) if own else pack_tokens([[0]], setup.device)
             batch = batch if setup.config.loss.word_ends else replace(batch, word_ends=None)
-            micro.append(MicroBatch(rows[own or [0]], batch))
+            weights = losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
+            micro.append(MicroBatch(rows[own or [0]], batch, weights))
         # Every process has all rollouts, so that nothing needs to be added up over them.
         counts = (
             losses.totals(experience.weights[used], experience.response_tokens[used])
@@ -172,54 +177,48 @@ def fill_channels(mini_batches: MiniBatches, channels: Callable[[MicroBatch], di
 
 
 @torch.no_grad()
-def add_logprobs(
-    setup: RunSetup,
-    models: Models,
-    mini_batches: MiniBatches,
-    channel: Literal["old_logprobs", "ref_logprobs", "junior_logprobs"],
-) -> MiniBatches:
-    """Fill a channel of the mini-batches with log-probs of all response tokens.
-
-    They are those of the policy before its first update, of the reference or of the junior.
-    """
-    model = {"old_logprobs": models.policy, "ref_logprobs": models.reference, "junior_logprobs": models.junior}[channel]
-    assert model is not None
-    if channel == "junior_logprobs" and model is models.reference:
-        return fill_channels(mini_batches, lambda m: {channel: m.batch.ref_logprobs})
-    bare = channel == "ref_logprobs" and model is models.policy
-
-    def scored(m: MicroBatch) -> dict[str, Any]:
-        scores = setup.scores(model, m.batch, m.batch.author >= 0)
-        if m.batch.word_ends is None or channel == "junior_logprobs":
-            return {channel: scores.logprobs}
-        return {channel: scores.logprobs, "word_ends": replace(m.batch.word_ends, **{channel: scores.end_logprobs})}
-
-    with adapter_free(model) if bare else nullcontext():
-        return fill_channels(mini_batches, scored)
+def add_scores(setup: RunSetup, models: Models, mini_batches: MiniBatches) -> MiniBatches:
+    """Fill the channels of the mini-batches that the run needs: log-probs of all response tokens, which are those of
+    the policy before its first update, of the reference and of the junior, and ``old_values``, the critic's values of
+    all trained tokens before its first update."""
+    config, critic = setup.config, models.critic
+    # Else the log-probs of the one forward pass of the update are also those before it.
+    again = len(mini_batches) > 1 or config.loss.kl_in_reward or config.model.lora.dropout > 0
+    readers = {
+        "old_logprobs": models.policy if again else None,
+        "ref_logprobs": models.reference,
+        "junior_logprobs": models.junior,
+    }
+    for channel, model in readers.items():
+        if channel == "junior_logprobs" and model is not None and model is models.reference:
+            mini_batches = fill_channels(mini_batches, lambda m: {"junior_logprobs": m.batch.ref_logprobs})
+        elif model is not None:
+            bare = channel == "ref_logprobs" and model is models.policy
+            with adapter_free(model) if bare else nullcontext():
+                mini_batches = fill_channels(mini_batches, partial(_logprobs, setup, model, channel))
+    if critic is None:
+        return mini_batches
+    return fill_channels(mini_batches, lambda m: {"old_values": setup.values(critic, m.batch, m.weights > 0)})
 
 
-@torch.no_grad()
-def add_values(setup: RunSetup, models: Models, mini_batches: MiniBatches) -> MiniBatches:
-    """Fill ``old_values`` of the mini-batches with the critic's values of all trained tokens, before its first
-    update."""
-    critic = models.critic
-    assert critic is not None
-    return fill_channels(
-        mini_batches, lambda m: {"old_values": setup.values(critic, m.batch, weights_of(setup, m.batch) > 0)}
-    )
+def _logprobs(setup: RunSetup, model: PreTrainedModel, channel: str, m: MicroBatch) -> dict[str, Any]:
+    scores = setup.scores(model, m.batch, m.batch.author >= 0)
+    if m.batch.word_ends is None or channel == "junior_logprobs":
+        return {channel: scores.logprobs}
+    return {channel: scores.logprobs, "word_ends": replace(m.batch.word_ends, **{channel: scores.end_logprobs})}
 
 
 def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experience) -> Experience:
     """The experience with the KL of every rollout, gathered from all data ranks."""
     kl = torch.zeros(len(experience.rollouts), device=setup.device)
-    for rows, batch in (m for mini in mini_batches for m in mini.micro):
-        kl[rows] += losses.sequence_sum(*token_kl(setup, batch), num_sequences=batch.num_sequences)
+    for m in (m for mini in mini_batches for m in mini.micro):
+        kl[m.rows] += losses.sequence_sum(*token_kl(m), num_sequences=m.batch.num_sequences)
     return experience._replace(kl=setup.world.data_sum(kl).cpu())
 
 
-def token_kl(setup: RunSetup, batch: Batch) -> tuple[Tensor, Tensor]:
+def token_kl(m: MicroBatch) -> tuple[Tensor, Tensor]:
     """w·k1 of every token and every end of a word, the KL penalty before its coefficient; and their sequences."""
-    batch, weights, _ = losses.with_word_ends(batch, weights_of(setup, batch))
+    batch, weights, _ = losses.with_word_ends(m.batch, m.weights)
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights), batch.sequence_ids
@@ -257,10 +256,10 @@ def add_gae_advantages(
     if not flat:
         return mini_batches, {}
     parts = []
-    for rows, b in flat:
+    for m in flat:
+        rows, b, weight = m
         assert b.old_values is not None
-        weight = weights_of(setup, b)
-        penalty = kl_coef * token_kl(setup, b)[0] if loss.kl_in_reward else None
+        penalty = kl_coef * token_kl(m)[0] if loss.kl_in_reward else None
         outcomes = experience.rewards[rows].to(setup.device)
         earned = losses.token_rewards(outcomes, b.author, b.sequence_ids, penalty=penalty)
         advantage, target = losses.gae(earned, b.old_values, weight > 0, b.sequence_ids, gamma=loss.gamma, lam=loss.lam)
@@ -273,8 +272,3 @@ def add_gae_advantages(
     channels = zip(advantages.split(sizes), returns.split(sizes), strict=True)
     filled = fill_channels(mini_batches, lambda m: dict(zip(("advantages", "returns"), next(channels), strict=True)))
     return filled, {"value/explained_variance": explained}
-
-
-def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
-    """The weight of every token in the loss."""
-    return losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)

@@ -67,7 +67,6 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         self._restore()
-        self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._restore()
@@ -134,12 +133,11 @@ def is_lost_process(error: BaseException) -> bool:
     return "gloo" in str(error) and _LOST.search(str(error)) is not None
 
 
-def explained(error: Exception, *, step: int, phase: str, world: World, timeout_s: float) -> Exception:
+def explained(error: Exception, *, step: int, phase: str, world: World) -> Exception:
     """The error to raise instead of one that ended a step. It names the step, the phase and the setting to change.
 
     Args:
         phase: where the error came from, outermost phase first, such as ``update/forward_backward``.
-        timeout_s: ``parallel.timeout_s``, for the message.
 
     Returns:
         an error of this module if the cause is known, else ``error`` itself with a note of where it happened.
@@ -152,8 +150,8 @@ def explained(error: Exception, *, step: int, phase: str, world: World, timeout_
     if world.size > 1 and is_lost_process(error):
         return LostProcessError(
             f"{where}: process {world.rank} of {world.size} lost another one: it died, and its own message says why, "
-            f"or it did not come within parallel.timeout_s={timeout_s:g}. Start the run again to resume from the last "
-            f"checkpoint; torchrun --max-restarts does so by itself. ({first})"
+            f"or it did not come within parallel.timeout_s={world.timeout_s:g}. Start the run again to resume from the "
+            f"last checkpoint; torchrun --max-restarts does so by itself. ({first})"
         )
     if type(error).__module__.startswith("tandemrl.") and len(error.args) == 1:  # shown as one line, without notes
         error.args = (f"{where}: {error}",)
@@ -163,12 +161,12 @@ def explained(error: Exception, *, step: int, phase: str, world: World, timeout_
 
 
 @contextmanager
-def explain_errors(step: int, clock: Clock, world: World, timeout_s: float) -> Iterator[None]:
+def explain_errors(step: int, clock: Clock, world: World) -> Iterator[None]:
     """A context that raises the ``explained`` form of an error inside it."""
     try:
         yield
     except Exception as error:
-        explanation = explained(error, step=step, phase=clock.where, world=world, timeout_s=timeout_s)
+        explanation = explained(error, step=step, phase=clock.where, world=world)
         if explanation is error:
             raise
         raise explanation from error

@@ -63,20 +63,17 @@ def check_draws(draws: Draws, prob_senior: float | None, copies: int = 1) -> Non
         )
 
 
-def check_starts(strategy: Strategy, starts: Tensor | None, removed: Tensor | None, step: int) -> None:
+def check_starts(strategy: Strategy, options: ForwardOptions, step: int) -> None:
     """Check that the strategy of a step has the same tables as that of the first step, which are those of the trainer.
 
     Args:
-        starts, removed: those of the trainer.
+        options: the trainer's.
 
     Raises:
         TrainError: it has others.
     """
-    for table, first in ((strategy.starts, starts), (strategy.removed, removed)):
-        same = table is first is None or (
-            table is not None and first is not None and torch.equal(table.cpu(), first.cpu())
-        )
-        if not same:
+    for table, first in ((strategy.starts, options.starts), (strategy.removed, options.removed)):
+        if (table is None) != (first is None) or (table is not None and not torch.equal(table.cpu(), first.cpu())):
             raise TrainError(
                 f"step {step}: its strategy has other starts or removed ids than that of step 1; give all the same"
             )
@@ -110,7 +107,6 @@ def mismatch_limit(config: Config, measure: Callable[[], float]) -> float:
 def self_difference(
     policy: PreTrainedModel,
     prompts: Sequence[Prompt],
-    *,
     options: ForwardOptions,
     dtype: torch.dtype,
     world: World,

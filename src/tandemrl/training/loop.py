@@ -8,7 +8,6 @@ phases; each of them is a function of another module.
 import faulthandler
 from collections.abc import Collection, Mapping
 from contextlib import closing, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,22 +25,21 @@ from tandemrl.selection import Strategy
 from tandemrl.tasks.rubric.server import judge_server
 from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config, resolve_arguments
-from tandemrl.training.async_rollouts import AsyncRollouts, snapshot_policy
+from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
 from tandemrl.training.diagnostics import watcher
 from tandemrl.training.evaluation import evaluate, truncated_at_eval
 from tandemrl.training.experience import (
     add_gae_advantages,
     add_group_advantages,
-    add_logprobs,
     add_reward_kl,
-    add_values,
+    add_scores,
     make_experience,
     pack_mini_batches,
 )
 from tandemrl.training.faults import Signals, Stopped, explain_errors, signal_anywhere
 from tandemrl.training.profiling import Clock, Profiler
-from tandemrl.training.rollouts import check_scored, generate, resample, rollout_metrics, score
+from tandemrl.training.rollouts import check_scored, resample, rollout_metrics, score
 from tandemrl.training.state import Models, Run
 from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, update
@@ -97,9 +95,7 @@ def train(
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
     where, accepted = (resume, ()) if isinstance(resume, str) else resume
-    checkpoint.check_resume(where, require_config(config).output_dir)
-    checkpoint.check_accepted(accepted)
-    if config.train.threads:
+    if require_config(config).train.threads:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         use_deterministic_kernels()
@@ -116,15 +112,8 @@ def train(
             config, silent = run.setup.config, quiet or not world.main
             with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
                 checkpoint.restore(run, where, accepted)
-                tracker = Tracker(
-                    config.output_dir,
-                    config,
-                    done=run.progress.step,
-                    console=console,
-                    quiet=silent,
-                    record=world.main,
-                )
-                with tracker:
+                done = run.progress.step
+                with Tracker(config, done=done, console=console, quiet=silent, record=world.main) as tracker:
                     loop(run, tracker)
                     if world.main:
                         tracker.say(f"done: {config.output_dir}")
@@ -141,28 +130,17 @@ def loop(run: Run, tracker: Tracker) -> None:
     folder = Path(config.output_dir, "profile") if train.profile else None
     profiler = Profiler(folder, setup.device, traces=world.main, step=min(done + 2, train.steps))
     warnings_of = watcher(config, setup.recipe, len(setup.heldout))
-    draw = partial(progress.sampler.next, train.prompts_per_step)
-    write = partial(generate, setup, tracker, profiler)
-    ahead = AsyncRollouts(
-        draw,
-        write,
-        setup.prompts,
-        models.engine,
-        lambda: snapshot_policy(setup, models.policy, models.engine),
-        train.async_steps,
-    )
-    with ahead as rollouts, Signals() as signals:
-        rollouts.load_state_dict(progress.rollouts_in_flight)
+    with AsyncRollouts(run, tracker, profiler) as rollouts, Signals() as signals:
         if done == 0 and setup.heldout and train.eval_first:
             clock = profiler.clock()
-            with explain_errors(0, clock, world, config.parallel.timeout_s):
+            with explain_errors(0, clock, world):
                 with clock("eval"):
                     metrics = evaluate(run, 0)
                 tracker.step(0, metrics | {"time/eval": clock.seconds["eval"]})
                 say_best(run, tracker, 0)
         for step in range(done + 1, train.steps + 1):
             clock = profiler.clock()
-            with explain_errors(step, clock, world, config.parallel.timeout_s):
+            with explain_errors(step, clock, world):
                 metrics = train_step(run, step, rollouts, tracker, profiler, clock)
                 stop = signal_anywhere(signals.received, world)
                 progress.step = step
@@ -192,11 +170,11 @@ def train_step(
     learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
 
     with clock("rollout"):
-        completions = rollouts.take(step)
+        completions, compare = rollouts.take(step)
     mismatch: Metrics | None = None  # of older weights' rollouts; that of fresh ones is measured by the update
     if train.async_steps:
         with clock("gate"):
-            mismatch = rollouts.mismatch()
+            mismatch = None if compare is None else compare(completions)
         if not last:
             with clock("sync"):
                 sync_if_stale(models, version=step - 1)
@@ -214,15 +192,7 @@ def train_step(
         experience = make_experience(setup, groups)
         mini_batches = pack_mini_batches(setup, experience)
         with clock("logprobs"):
-            # Else the log-probs of the one forward pass of the update are also those before it.
-            if len(mini_batches) > 1 or loss.kl_in_reward or config.model.lora.dropout > 0:
-                mini_batches = add_logprobs(setup, models, mini_batches, "old_logprobs")
-            if models.reference is not None:
-                mini_batches = add_logprobs(setup, models, mini_batches, "ref_logprobs")
-            if models.junior is not None:
-                mini_batches = add_logprobs(setup, models, mini_batches, "junior_logprobs")
-            if models.critic is not None:
-                mini_batches = add_values(setup, models, mini_batches)
+            mini_batches = add_scores(setup, models, mini_batches)
         metrics = experience.metrics | {"lr": learning_rate(train, step, train.lr)}
         if loss.kl_in_reward:
             experience = add_reward_kl(setup, mini_batches, experience)
@@ -250,7 +220,7 @@ def train_step(
     if evaluates:
         with clock("eval"):
             metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)
-    metrics |= rollouts.fleet_metrics(step, completions)
+    metrics |= rollouts.fleet_metrics(step, completions, clock)
     tracker.samples(step, written, setup.tokenizer)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     say_best(run, tracker, step)

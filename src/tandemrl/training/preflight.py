@@ -23,7 +23,7 @@ from tandemrl.config.hints import no_folder, pip_install
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import DataError, Prompt, Row
-from tandemrl.evals import EvalError, profile_of, sampling_for
+from tandemrl.evals import profile_of, sampling_for
 from tandemrl.evals.files import digests
 from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
@@ -520,10 +520,7 @@ class Preflight:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         observed = config.response_tokens - config.rollout.max_tokens
         tokens = len(longest.tokens)
-        try:
-            sampling_for(profile, longest)
-        except EvalError as error:
-            raise ConfigError(str(error)) from None
+        sampling_for(profile, longest)
         new = profile.longest(tokens) + observed - tokens
         named = f"the {new} of a response (eval.profile={config.eval.profile})"
         fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"

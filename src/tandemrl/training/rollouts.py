@@ -1,4 +1,4 @@
-"""The rollouts of a step: generated, replaced where they teach nothing (dynamic sampling), and measured."""
+"""The rollouts of a step: scored, replaced where they teach nothing (dynamic sampling), and measured."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,65 +7,19 @@ from itertools import chain
 import numpy as np
 
 from tandemrl.rewards.protocol import NO_SCORE
-from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import LOST, Draws, Engine, Passes
+from tandemrl.rollout.engine import LOST, Draws, Passes
 from tandemrl.rollout.groups import score_rollouts
-from tandemrl.rollout.partner import check_untranslatable
-from tandemrl.training.gates import TrainError, check_draws, check_starts
-from tandemrl.training.profiling import Profiler
-from tandemrl.training.state import Run, RunSetup
-from tandemrl.training.tracking import Tracker
+from tandemrl.training.gates import TrainError
+from tandemrl.training.state import Run, RunSetup, trainer_state
 from tandemrl.types import Author, Group, Metrics, Rollout, taken_over
-
-
-def generate(
-    setup: RunSetup,
-    tracker: Tracker,
-    profiler: Profiler,
-    engine: Engine,
-    step: int,
-    examples: list[int],
-    drawn: int = 0,
-) -> CompletionBatch:
-    """Let the engine complete each prompt ``rollout.group_size`` times under the strategy of the step.
-
-    Args:
-        examples: numbers of the examples in the training data.
-        drawn: see ``collect.generate``.
-    """
-    config, strategy = setup.config, setup.schedule.strategy(step)
-    check_starts(strategy, setup.starts, setup.removed, step)
-    advance_bar = tracker.rollout_progress(step, len(examples) * config.rollout.group_size)
-    with profiler.trace("rollout", step) as count_call:
-
-        def progress(tokens: int) -> None:
-            advance_bar(tokens)
-            count_call(tokens)
-
-        completions = collect.generate(
-            engine,
-            [(example, setup.prompts[example]) for example in examples],
-            strategy=strategy,
-            sampling=setup.sampling,
-            group_size=config.rollout.group_size,
-            seed=config.train.seed,
-            step=step,
-            drawn=drawn,
-            episode_runner=setup.episode_runner,
-            progress=progress,
-        )
-    reasons = [c.stop_reason for group in completions.completions for c in group]
-    check_untranslatable(reasons, config.selection.max_untranslatable, TrainError)
-    copies = config.rollout.group_size if strategy.shared_draws else 1
-    check_draws(completions.draws, setup.schedule.prob_senior(step), copies)
-    return completions
 
 
 def score(setup: RunSetup, completions: CompletionBatch, step: int) -> list[Group]:
     """Score the completions of a step."""
     ends = () if setup.episode_runner is None else setup.episode_runner.ends
-    return score_rollouts(completions, setup.scorer, setup.tokenizer, ends=ends, state=setup.trainer_state(step - 1))
+    state = trainer_state(setup.config, len(setup.prompts), step - 1)
+    return score_rollouts(completions, setup.scorer, setup.tokenizer, ends=ends, state=state)
 
 
 def check_scored(setup: RunSetup, completions: CompletionBatch, groups: Sequence[Group]) -> None:

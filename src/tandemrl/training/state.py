@@ -65,7 +65,7 @@ def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: 
 
 
 def trainer_state(config: Config, prompts: int, done: int) -> TrainerState:
-    """How far a run with so many prompts is after ``done`` steps."""
+    """How far a run with so many prompts is after ``done`` steps, for reward functions."""
     train, epoch = config.train, config.train.prompts_per_step / prompts
     return TrainerState(done, train.steps, done * epoch, math.ceil(train.steps * epoch))
 
@@ -88,8 +88,9 @@ class RunSetup:
     monitored: list[Prompt]
     """The problems that are evaluated beside them and decide nothing."""
     sampling: Sampling
-    vocabulary: int
-    """How many token ids the engine samples from."""
+    options: ForwardOptions
+    """The options for scoring tokens under the sampling distribution of the rollouts. ``starts`` and ``removed`` are
+    those of the strategy, the same in every step."""
     scorer: Scorer
     episode_runner: EpisodeRunner | None
     """Where the authors take turns with an environment. None if a response is a single turn."""
@@ -97,23 +98,10 @@ class RunSetup:
     """What identifies that environment and the contents that it searches (see ``Preflight``); empty without one."""
     judge: str | None
     """The name of the model that judges responses. None without a judge."""
-    starts: Tensor | None
-    removed: Tensor | None
-    """``Strategy.starts`` and ``removed``, on ``device``, which are the same in every step."""
     mismatch_limit: float
     """Above this mean difference of trainer and engine, in nats per senior token, the run stops (see ``gates``)."""
     device: torch.device
     world: World
-
-    def trainer_state(self, done: int) -> TrainerState:
-        """How far the run is after ``done`` steps, for reward functions."""
-        return trainer_state(self.config, len(self.prompts), done)
-
-    @property
-    def forward_options(self) -> ForwardOptions:
-        """The options for scoring tokens under the sampling distribution of the rollouts."""
-        options = forward_options(self.config, self.sampling, self.vocabulary, self.world)
-        return options._replace(starts=self.starts, removed=self.removed)
 
     @property
     def coefficients(self) -> Coefficients:
@@ -130,11 +118,11 @@ class RunSetup:
 
     def scores(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> Scores:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
-        return token_scores(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
+        return token_scores(model, batch, select=select, options=self.options, shards=self.world.shards)
 
     def values(self, critic: Trained, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""
-        return token_values(critic.module, batch, select=select, options=self.forward_options, shards=self.world.shards)
+        return token_values(critic.module, batch, select=select, options=self.options, shards=self.world.shards)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,6 @@ from rich.progress import (
 )
 
 from tandemrl.config import Config, to_dict
-from tandemrl.config.hints import pip_install
 from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import Sample
 from tandemrl.files import read_json_lines, write_text
@@ -54,8 +53,8 @@ class Tracker:
     """Writes the record of one run into ``output_dir`` and shows it. If the run ends early, the record says why.
 
     Args:
-        output_dir: the folder of the run, to whose files lines are appended (see ``checkpoint`` for a resume).
-        config: the config, of which train.{steps, wandb, log_samples} and rollout.max_tokens are read.
+        config: the config, of which output_dir, train.{steps, wandb, log_samples} and rollout.max_tokens are read.
+            Lines are appended to the files in the folder (see ``checkpoint`` for a resume).
         done: the last step of the record.
         console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
         quiet: print nothing.
@@ -67,7 +66,6 @@ class Tracker:
 
     def __init__(
         self,
-        output_dir: str | Path,
         config: Config,
         *,
         done: int = 0,
@@ -77,23 +75,22 @@ class Tracker:
     ) -> None:
         self._config = config
         self._console = Console(quiet=True) if quiet else console or Console(highlight=False)
-        folder = Path(output_dir)
+        folder = Path(config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._ending = folder / STOPPED if record else None
         if self._ending is not None:
             self._ending.unlink(missing_ok=True)
         self._wandb = _start_wandb(folder, config) if record else None
         self._metrics, self._samples = (
-            open(folder / f"{name}.jsonl", "a", encoding="utf-8") if record else None  # noqa: SIM115 - closed in close()
+            open(folder / f"{name}.jsonl", "a", encoding="utf-8") if record else None  # noqa: SIM115 - closed in __exit__
             for name in ("metrics", "samples")
         )
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         hidden = quiet or not self._console.is_terminal
         self._progress = Progress(*columns, console=self._console, transient=True, disable=hidden)
         self._bars: dict[int, TaskID] = {}
-        self._step = done
+        self._begun = self._step = done
         self._started = time.perf_counter()
-        self._first_step: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +102,13 @@ class Tracker:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARS]
             with suppress(OSError):  # the error itself is what matters
                 write_text(self._ending, json.dumps({"step": self._step, "reason": reason}) + "\n")
-        self.close(failed=kind is not None)
+        self._progress.stop()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(kind is not None))
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                with suppress(OSError) if error is not None else nullcontext():  # it shall not hide the error
+                    file.close()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (non-finite values as null) and print its summary line."""
@@ -118,10 +121,8 @@ class Tracker:
         now = time.perf_counter()
         if step == 0:  # an evaluation, whose time says nothing about that of steps
             self._started = now
-        elif self._first_step is None:
-            self._first_step = step
-        done = 1 if self._first_step is None else step - self._first_step + 1
-        self.say(summary_line(step, self._config.train.steps, values, (now - self._started) / done))
+        pace_s = (now - self._started) / max(1, step - self._begun)
+        self.say(summary_line(step, self._config.train.steps, values, pace_s))
         for finished in [each for each in list(self._bars) if each <= step]:  # rollouts a step ahead may add one
             self._progress.remove_task(self._bars.pop(finished))
 
@@ -139,7 +140,9 @@ class Tracker:
 
         _write(self._samples, [line(rollout) for rollout in rollouts])
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
-        shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
+        every = self._config.train.eval_every
+        shows = step == self._begun + 1 or (every > 0 and step % every == 0)
+        shown = one_per_prompt[: self._config.train.log_samples] if shows else []
         if shown:
             self._console.print(sample_table(step, shown, tokenizer))
         if shown and self._wandb is not None:
@@ -174,25 +177,6 @@ class Tracker:
     def say(self, line: str) -> None:
         """Print one plain line."""
         self._console.print(line, markup=False, soft_wrap=True)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Remove the progress bars and close the files. It may be called twice.
-
-        Args:
-            failed: an error ends the run. What cannot be written then, as on a full disk, does not hide it.
-        """
-        self._progress.stop()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=int(failed))
-            self._wandb = None
-        for file in (self._metrics, self._samples):
-            if file is not None:
-                with suppress(OSError) if failed else nullcontext():
-                    file.close()
-
-    def _is_table_step(self, step: int) -> bool:
-        every = self._config.train.eval_every
-        return step == self._first_step or self._first_step is None or (every > 0 and step % every == 0)
 
 
 def write_eval_texts(folder: Path, step: int, samples: Mapping[str, Sequence[Sample]]) -> None:
@@ -272,12 +256,8 @@ def _start_wandb(folder: Path, config: Config) -> Any:
     mode = config.train.wandb
     if mode == "disabled":
         return None
-    try:
-        import wandb
-    except ImportError:
-        raise TrackingError(
-            f"train.wandb needs Weights & Biases: {pip_install('wandb')}, or train.wandb=disabled"
-        ) from None
+    import wandb  # preflight has found it
+
     name, record = folder.resolve().name, folder / "metrics.jsonl"
     try:
         run = wandb.init(

@@ -16,7 +16,7 @@ from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, val
 from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
 from tandemrl.processes.world import World
-from tandemrl.training.experience import MiniBatch, MiniBatches, weights_of
+from tandemrl.training.experience import MiniBatch, MiniBatches
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
 from tandemrl.training.profiling import Clock
 from tandemrl.training.state import Models, RunSetup, move_state
@@ -80,8 +80,7 @@ def update_policy(
     difference: list[Tensor] = []
     loss_sum = torch.zeros((), device=setup.device)
     sums: dict[str, Tensor] = {}
-    for _, batch in mini.micro:
-        weight = weights_of(setup, batch)
+    for _, batch, weight in mini.micro:
         senior = batch.author == Author.SENIOR
         select = (weight > 0) | senior | ((batch.author >= 0) & (coefficients.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
@@ -125,10 +124,9 @@ def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock
     critic, coefficients = models.critic, setup.coefficients
     assert critic is not None
     loss_sum = torch.zeros((), device=setup.device)
-    for _, batch in mini.micro:
+    for _, batch, weight in mini.micro:
         assert batch.old_values is not None
         assert batch.returns is not None
-        weight = weights_of(setup, batch)
         values = setup.values(critic, batch, weight > 0)
         loss = reduce(
             value_loss(values, batch.old_values, batch.returns, clip=setup.config.loss.value_clip),

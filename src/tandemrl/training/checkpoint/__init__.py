@@ -7,9 +7,7 @@ hash differs, a metrics.jsonl or samples.jsonl that is shorter than it was, and 
 """
 
 from tandemrl.training.checkpoint.identity import Resume as Resume
-from tandemrl.training.checkpoint.identity import check_accepted as check_accepted
 from tandemrl.training.checkpoint.runs import check_folder as check_folder
-from tandemrl.training.checkpoint.runs import check_resume as check_resume
 from tandemrl.training.checkpoint.runs import export as export
 from tandemrl.training.checkpoint.runs import restore as restore
 from tandemrl.training.checkpoint.runs import save as save

@@ -86,16 +86,6 @@ class Resume(NamedTuple):
     accept_changed: tuple[str, ...] = ()
 
 
-def check_accepted(names: Collection[str]) -> None:
-    """Refuse names that are none of `CODE`.
-
-    Raises:
-        CheckpointError: one is not.
-    """
-    if unknown := sorted(set(names) - set(CODE)):
-        raise CheckpointError(f"--accept-changed {unknown[0]}: expected one of {', '.join(CODE)}")
-
-
 def check_same_identity(
     run: Run, before: Mapping[str, str], path: Path, accepted: Collection[str] = ()
 ) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from tandemrl.config.hints import hint
 from tandemrl.files import recover, versions, write_text
 from tandemrl.training.checkpoint import storage
 from tandemrl.training.checkpoint.export import export_hf, model_card
-from tandemrl.training.checkpoint.identity import check_same_config, check_same_identity, identity
+from tandemrl.training.checkpoint.identity import CODE, check_same_config, check_same_identity, identity
 from tandemrl.training.checkpoint.storage import CheckpointError, DamagedError
 from tandemrl.training.state import Best, Run, move_state
 
@@ -64,7 +64,7 @@ def export(run: Run, name: str, step: int) -> None:
     export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
 
 
-def check_resume(resume: str, output_dir: str | Path) -> str:
+def check_resume(resume: str, output_dir: str | Path) -> None:
     """Check the value of ``--resume``: auto, never, or the folder of a checkpoint.
 
     Raises:
@@ -72,7 +72,7 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
     """
     folder = Path(resume)
     if resume in ("auto", "never") or storage.is_checkpoint(folder):
-        return resume
+        return
     newest = storage.latest(output_dir)
     near = hint(folder) if newest is None else f"; did you mean {newest}?"
     what = "not a checkpoint" if folder.exists() else "no such folder"
@@ -94,9 +94,16 @@ def check_folder(config: Config, resume: str, accepted: Collection[str] = ()) ->
 
     Functions that are passed, and the steps that ``train.epochs`` makes, are known later, and compared by ``restore``.
 
+    Args:
+        resume, accepted: see ``Resume``.
+
     Raises:
-        CheckpointError: the run there has another config, or ``resume`` is ``never`` and there is a run.
+        CheckpointError: the run there has another config, or ``resume`` is ``never`` and there is a run; or there is
+            no such checkpoint, or nothing of an accepted name.
     """
+    check_resume(resume, config.output_dir)
+    if unknown := sorted(set(accepted) - set(CODE)):
+        raise CheckpointError(f"--accept-changed {unknown[0]}: expected one of {', '.join(CODE)}")
     path, before = start_of(config.output_dir, resume)
     if before is None:
         return f"{config.output_dir} holds no run: a new one"

@@ -393,7 +393,7 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], *, alone: bool) -> 
                 assert isinstance(entry, TensorStorageMetadata)
                 targets[key] = state.setdefault(model[name], {})[moment] = _like(model[name], entry)
         states.append((optimizer, state))
-    missing, more = set(targets) - set(stored), {key for key in stored if key.split("/", 1)[0] in parts} - set(targets)
+    missing, more = set(targets) - set(stored), set(stored) - set(targets)
     if missing or more:
         raise CheckpointError(
             f"{folder.parent}: does not fit the model: missing {_listed(missing)}; not in the model or its optimiser "
