@@ -111,7 +111,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         init_s = time.perf_counter() - start
         start = time.perf_counter()
         wait = wait_for_turn if options.turns else lambda: None
-        with Stopwatch(folder, run.setup.config, wait) as tracker, run.setup.scorer:
+        with Stopwatch(run.setup.config, wait) as tracker, run.setup.scorer:
             loop(run, tracker)
         train_s = time.perf_counter() - start
 
@@ -227,8 +227,8 @@ class DigitScorer(Scorer):
 class Stopwatch(Tracker):
     """Times the steps of the library's own loop, each from the start of its rollouts to the first thing it records."""
 
-    def __init__(self, folder: str, config: Config, wait: Callable[[], None]) -> None:
-        super().__init__(replace(config, output_dir=folder), quiet=True)
+    def __init__(self, config: Config, wait: Callable[[], None]) -> None:
+        super().__init__(config, quiet=True)
         self.wait = wait
         self.steps: list[dict[str, float]] = []
         self.waited = 0.0

@@ -102,7 +102,7 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
         shard_of_one = damaged / "tensors" / "__1_0.distcp"
         shard_of_one.write_bytes(shard_of_one.read_bytes()[:-1] + b"x")
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: not as it was written"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: .*not as it was written"):
         checkpoint.load_parts(damaged, parts, world)
 
     world = init_world(TP, torch.device("cpu"))

@@ -8,7 +8,7 @@ import pytest
 
 from tandemrl.config import load
 from tandemrl.training.checkpoint import check_folder
-from tandemrl.training.checkpoint import identity as module
+from tandemrl.training.checkpoint import runs as module
 from tandemrl.training.checkpoint.storage import CheckpointError
 
 RUN: Any = SimpleNamespace(setup=SimpleNamespace(world=SimpleNamespace(main=True)))

@@ -185,13 +185,13 @@ def _defined_in(engine: EngineFactory) -> str:
             f"engine={engine!r:.100}: pass the class, or a function that makes one of what its parameters name, such "
             "as senior, junior and tokenizer: the run loads the models"
         )
-    while isinstance(engine, partial):
-        engine = engine.func
     return _where(engine)
 
 
 def _where(thing: Any) -> str:
     """Where a function, a class or an object's class was defined, as ``module:name``."""
+    while isinstance(thing, partial):
+        thing = thing.func
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -238,5 +238,4 @@ def describe(function: Any) -> str:
         return ", ".join(f"{name}={describe(each)}" for name, each in function.items())
     if isinstance(function, partial):
         return f"partial({describe(function.func)})"
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    return _where(function).replace(":", ".")

@@ -98,7 +98,7 @@ def build(
     models = build_models(preflight, policy, first, world, engine)
     with ExitStack() as unfinished:
         unfinished.callback(models.engine.close)
-        (prompts, dropped), sampling = preflight.prompts, sampling_of(config.rollout)
+        (prompts, _), sampling = preflight.prompts, sampling_of(config.rollout)
         options = forward_options(config, sampling, models.engine.vocabulary, world)
         starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
         # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
@@ -109,14 +109,11 @@ def build(
             schedule=schedule,
             tokenizer=tokenizer,
             prompts=prompts,
-            dropped=dropped,
-            heldout=preflight.heldout.prompts,
-            monitored=preflight.monitored.prompts,
+            preflight=preflight,
             sampling=sampling,
             options=options._replace(starts=starts, removed=removed),
             scorer=scorer,
             episode_runner=preflight.episode_runner,
-            environment_id=preflight.environment_id,
             judge=None if judge is None else judge.judge.model,
             mismatch_limit=mismatch_limit(config, measure),
             device=device,

@@ -11,7 +11,8 @@ from tandemrl.data.rows import Prompt
 from tandemrl.evals import Sample
 from tandemrl.selection import solo
 from tandemrl.training import checkpoint
-from tandemrl.training.state import Best, Run, trainer_state
+from tandemrl.training.preflight import trainer_state
+from tandemrl.training.state import Best, Run
 from tandemrl.training.tracking import write_eval_texts
 from tandemrl.types import Metrics, Rollout
 
@@ -28,7 +29,7 @@ def evaluate(run: Run, step: int) -> Metrics:
     setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    heldout = evaluate_solo(run, setup.heldout, ks, step)
+    heldout = evaluate_solo(run, setup.preflight.heldout.prompts, ks, step)
     macro, samples = heldout.metrics["macro"], {"eval": heldout.samples}
     at_k = f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     rewards = _rewards(heldout.samples)
@@ -40,17 +41,11 @@ def evaluate(run: Run, step: int) -> Metrics:
     if progress.best is None or best.values[best.by] >= progress.best.values[best.by] - EQUAL:
         progress.best = best
         checkpoint.export(run, "best", step)
-    names = [
-        *(f"pass@{k}" for k in ks),
-        "reward",
-        "length",
-        "truncation_rate",
-        *("em", "f1"),
-        *(["unscored"] if setup.judge is not None else []),
-    ]
+    names = [*(f"pass@{k}" for k in ks), "reward", "length", "truncation_rate", "em", "f1"]
+    names += [] if setup.judge is None else ["unscored"]
     metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
-    if setup.monitored:
-        watched = evaluate_solo(run, setup.monitored, ks, step)
+    if monitored := setup.preflight.monitored.prompts:
+        watched = evaluate_solo(run, monitored, ks, step)
         samples["monitor"], macro = watched.samples, watched.metrics["macro"]
         metrics |= {f"monitor/{name}": macro[name] for name in names if name in macro}
         for source, values in watched.metrics["by_set"].items():

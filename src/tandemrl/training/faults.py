@@ -85,11 +85,6 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not from Python
 
 
-def signal_anywhere(received: int, world: World) -> int:
-    """The signal that any process of the world has received, or 0. All processes then stop after the same step."""
-    return max(world.gather(received))
-
-
 # --------------------------------------------------------------------------------------------------------------- errors
 
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory", re.IGNORECASE)
@@ -161,10 +156,10 @@ def explained(error: Exception, *, step: int, phase: str, world: World) -> Excep
 
 
 @contextmanager
-def explain_errors(step: int, clock: Clock, world: World) -> Iterator[None]:
-    """A context that raises the ``explained`` form of an error inside it."""
+def explain_errors(step: int, clock: Clock, world: World) -> Iterator[Clock]:
+    """A context of a step with its clock, which raises the ``explained`` form of an error inside it."""
     try:
-        yield
+        yield clock
     except Exception as error:
         explanation = explained(error, step=step, phase=clock.where, world=world)
         if explanation is error:

@@ -123,8 +123,9 @@ def self_difference(
         options: the distribution that tokens are drawn from.
         dtype, device: in which and on which the model computes.
     """
-    rows = _shortest([prompt.tokens[-SELF_TOKENS:] for prompt in prompts], SELF_TOKENS)
-    batch = pack_tokens(rows, device)
+    rows = sorted((prompt.tokens[-SELF_TOKENS:] for prompt in prompts), key=len)
+    most = max(2, int((np.cumsum([*map(len, rows)]) <= SELF_TOKENS).sum()))
+    batch = pack_tokens(rows[:most], device)
     places = batch.lengths[batch.sequence_ids] - batch.positions <= SELF_TAIL
     spans = np.split(np.arange(len(batch.tokens)), batch.lengths.cumsum(0)[:-1].tolist())
     logits, head = with_gathered_parameters(packed_logits, policy), policy.get_output_embeddings()
@@ -155,12 +156,6 @@ def self_difference(
     return float(np.max(world.gather(expected)))  # NaN if any is
 
 
-def _shortest(rows: Sequence[Sequence[int]], budget: int) -> list[Sequence[int]]:
-    """The shortest of some token sequences, at least two, that have at most ``budget`` tokens together."""
-    chosen = sorted(rows, key=len)
-    return chosen[: max(2, int((np.cumsum([*map(len, chosen)]) <= budget).sum()))]
-
-
 def check_mismatch(limit: float, mean_abs: float) -> None:
     """Check that trainer and engine agree on the log-probs of senior tokens.
 
@@ -176,16 +171,4 @@ def check_mismatch(limit: float, mean_abs: float) -> None:
             f"trainer and engine differ by {mean_abs:.3g} nats per senior token on average (limit {limit:.3g}): stale "
             "or wrong weights, another temperature or truncation, or a numerical fault. Raise "
             "train.max_logprob_mismatch only if the difference is understood."
-        )
-
-
-def check_gradient_norm(part: str, norm: float, loss: float) -> None:
-    """Check that the norm of a gradient is finite, before the optimiser steps.
-
-    Raises:
-        TrainError: it is not; the weights are unchanged.
-    """
-    if not math.isfinite(norm):
-        raise TrainError(
-            f"the gradient norm of the {part} is {norm} (loss {loss}): stopped before it reached the weights"
         )

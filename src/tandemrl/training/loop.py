@@ -37,7 +37,7 @@ from tandemrl.training.experience import (
     make_experience,
     pack_mini_batches,
 )
-from tandemrl.training.faults import Signals, Stopped, explain_errors, signal_anywhere
+from tandemrl.training.faults import Signals, Stopped, explain_errors
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.rollouts import check_scored, resample, rollout_metrics, score
 from tandemrl.training.state import Models, Run
@@ -129,20 +129,19 @@ def loop(run: Run, tracker: Tracker) -> None:
     sync_weights(models.policy, models.engine, version=done)
     folder = Path(config.output_dir, "profile") if train.profile else None
     profiler = Profiler(folder, setup.device, traces=world.main, step=min(done + 2, train.steps))
-    warnings_of = watcher(config, setup.recipe, len(setup.heldout))
+    heldout = setup.preflight.heldout.prompts
+    warnings_of = watcher(config, setup.recipe, len(heldout))
     with AsyncRollouts(run, tracker, profiler) as rollouts, Signals() as signals:
-        if done == 0 and setup.heldout and train.eval_first:
-            clock = profiler.clock()
-            with explain_errors(0, clock, world):
+        if done == 0 and heldout and train.eval_first:
+            with explain_errors(0, profiler.clock(), world) as clock:
                 with clock("eval"):
                     metrics = evaluate(run, 0)
                 tracker.step(0, metrics | {"time/eval": clock.seconds["eval"]})
                 say_best(run, tracker, 0)
         for step in range(done + 1, train.steps + 1):
-            clock = profiler.clock()
-            with explain_errors(step, clock, world):
+            with explain_errors(step, profiler.clock(), world) as clock:
                 metrics = train_step(run, step, rollouts, tracker, profiler, clock)
-                stop = signal_anywhere(signals.received, world)
+                stop = max(world.gather(signals.received))  # all stop after the same step
                 progress.step = step
                 for line in warnings_of(metrics):
                     tracker.say(line)
@@ -166,7 +165,7 @@ def train_step(
     setup, models, progress = run
     config, train, loss = setup.config, setup.config.train, setup.config.loss
     last = step == train.steps
-    evaluates = bool(setup.heldout) and (last or step % train.eval_every == 0)
+    evaluates = bool(setup.preflight.heldout.prompts) and (last or step % train.eval_every == 0)
     learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
 
     with clock("rollout"):
@@ -236,8 +235,8 @@ def opening_lines(run: Run) -> list[str]:
         lines.append(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
     if progress.accepted:
         lines.append(f"code changed in the run (--accept-changed): {', '.join(progress.accepted)}")
-    if setup.dropped:
-        lines.append(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
+    if dropped := setup.preflight.prompts[1]:
+        lines.append(f"data.train: {dropped} rows are longer than data.max_prompt_tokens and were left out")
     if config.model.lora.rank and not models.engine.info.adapters:
         lines.append("model.lora: the engine's senior has weights of its own; they are sent merged")
     return lines

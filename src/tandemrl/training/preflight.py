@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,7 +61,6 @@ from tandemrl.tasks.code.sandbox import Sandbox
 from tandemrl.tasks.code.tests import Stdin
 from tandemrl.tasks.rubric.judge import HttpJudge, Judge, other_words
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.state import trainer_state
 
 _T = TypeVar("_T")
 
@@ -115,13 +115,12 @@ class Preflight:
         models = {"model.senior": model.senior, "model.junior": loaded, "model.critic": model.critic}
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
-        named = {key: path for key, path in models.items() if path is not None}
         acted_in = self.environment is not None or config.rollout.environment_kind.turns
         return {
             "processes": self.mesh,
             "model.device": lambda: str(resolve_device(model.device)),
             "packages": self.packages,
-            **{key: partial(self.model, key, path) for key, path in named.items()},
+            **{key: partial(self.model, key, path) for key, path in models.items() if path is not None},
             "vocabularies": self.vocabularies,
             **({} if endpoint.url is None else {"model.junior_endpoint.url": self.junior_served}),
             "loss.recipe": lambda: self.trained_recipe.name,
@@ -184,24 +183,16 @@ class Preflight:
         return tried_recipe(self.recipe, self.config)
 
     @cached_property
-    def signed_environment(self) -> Environment | None:
-        """The environment that was passed or that the config names, signed before it is used (see `signature`)."""
-        made = make_environment(self.config) if self.environment is None else self.environment
-        if made is not None:
-            signature(made)
-        return made
-
-    @cached_property
     def environment_id(self) -> dict[str, str]:
         """What a resumed run must have in common with its past: the environment, and the contents that it searches."""
-        if self.signed_environment is None:
+        if self.episode_runner is None:
             return {}
         retrieval = self.config.retrieval
         searched = digests([each for each in (retrieval.model, retrieval.index) if each])
         contents = {"retrieval": ", ".join(searched.values())} if searched else {}
         if self.config.rollout.environment_kind.searches and is_own(retrieval.retriever):
             contents["retriever"] = signature(import_object(retrieval.retriever))
-        return {"environment": signature(self.signed_environment), **contents}
+        return {"environment": signature(self.episode_runner.environment), **contents}
 
     @cached_property
     def episode_runner(self) -> EpisodeRunner | None:
@@ -215,12 +206,14 @@ class Preflight:
         if self.environment is not None:
             check(config, Facts(acted_in=True))
             check(config)  # with room for what it says
-        if self.signed_environment is None:
+        environment = make_environment(config) if self.environment is None else self.environment
+        if environment is None:
             check(config, Facts(one_turn=True))
             return None
+        signature(environment)  # before it is used
         caller = make_caller(config) if self.environment is None else None
         return EpisodeRunner(
-            self.signed_environment,
+            environment,
             self.tokenizer,
             config.rollout,
             caller=caller,
@@ -533,6 +526,12 @@ class Preflight:
                     f"row {row.example_id}: its {tokens} tokens and {budget} exceed the {what} of "
                     f"{key}, {limit} tokens; {fix}"
                 )
+
+
+def trainer_state(config: Config, prompts: int, done: int) -> TrainerState:
+    """How far a run with so many prompts is after ``done`` steps, for reward functions."""
+    train, epoch = config.train, config.train.prompts_per_step / prompts
+    return TrainerState(done, train.steps, done * epoch, math.ceil(train.steps * epoch))
 
 
 def _tried(

@@ -11,7 +11,8 @@ from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Draws, Passes
 from tandemrl.rollout.groups import score_rollouts
 from tandemrl.training.gates import TrainError
-from tandemrl.training.state import Run, RunSetup, trainer_state
+from tandemrl.training.preflight import trainer_state
+from tandemrl.training.state import Run, RunSetup
 from tandemrl.types import Author, Group, Metrics, Rollout, taken_over
 
 
@@ -84,7 +85,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         "reward/mean": float(rewards.mean()),
         "reward/std": 0.0 if len(set(rewards.tolist())) == 1 else float(rewards.std()),  # exactly, though sums round
         **{f"reward/{name}": _mean_part(name, scored) for name in parts},
-        **{f"logged/{name}": float(np.mean(values)) for name, values in _logged(groups).items()},
+        **{f"logged/{name}": _mean_logged(name, groups) for group in groups for name in group.logged},
         "reward/unscored": 1 - len(scored) / len(rollouts),
         "tandem/senior_frac": senior / max(1, int(response.sum())),
         **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
@@ -107,10 +108,9 @@ def _mean_part(name: str, scored: Sequence[Rollout]) -> float:
     return float(np.mean([r.reward_parts.get(name, 0.0) for r in scored if f"{name}/none" not in r.reward_parts]))
 
 
-def _logged(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """What reward functions logged, by name (TRL's ``log_metric``)."""
-    names = dict.fromkeys(name for group in groups for name in group.logged)
-    return {name: [x for group in groups for x in group.logged.get(name, ())] for name in names}
+def _mean_logged(name: str, groups: Sequence[Group]) -> float:
+    """The mean of what reward functions logged by this name (TRL's ``log_metric``)."""
+    return float(np.mean([x for group in groups for x in group.logged.get(name, ())]))
 
 
 def pass_metrics(passes: Passes) -> Metrics:

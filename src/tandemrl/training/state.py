@@ -3,7 +3,6 @@
 ``build`` makes all three from a config; ``checkpoint`` saves and restores what changes.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,11 +21,11 @@ from tandemrl.models.forward import Scores, token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
 from tandemrl.processes.world import World
-from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.schedule import Schedule
+from tandemrl.training.preflight import Preflight
 from tandemrl.types import Batch, Metrics
 
 
@@ -64,12 +63,6 @@ def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: 
     )
 
 
-def trainer_state(config: Config, prompts: int, done: int) -> TrainerState:
-    """How far a run with so many prompts is after ``done`` steps, for reward functions."""
-    train, epoch = config.train, config.train.prompts_per_step / prompts
-    return TrainerState(done, train.steps, done * epoch, math.ceil(train.steps * epoch))
-
-
 @dataclass(frozen=True, eq=False)
 class RunSetup:
     """What is fixed for a run. It is the same in every process, except for the place in the ``world``."""
@@ -81,12 +74,9 @@ class RunSetup:
     """Who writes in each training step."""
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
-    dropped: int
-    """How many training rows were dropped because they are too long."""
-    heldout: list[Prompt]
-    """The problems of the evaluations that choose ``hf/best``."""
-    monitored: list[Prompt]
-    """The problems that are evaluated beside them and decide nothing."""
+    preflight: Preflight
+    """What was read before the weights: ``heldout``, the problems of the evaluations that choose ``hf/best``,
+    ``monitored``, those that are evaluated beside them and decide nothing, and ``environment_id``."""
     sampling: Sampling
     options: ForwardOptions
     """The options for scoring tokens under the sampling distribution of the rollouts. ``starts`` and ``removed`` are
@@ -94,8 +84,6 @@ class RunSetup:
     scorer: Scorer
     episode_runner: EpisodeRunner | None
     """Where the authors take turns with an environment. None if a response is a single turn."""
-    environment_id: Mapping[str, str]
-    """What identifies that environment and the contents that it searches (see ``Preflight``); empty without one."""
     judge: str | None
     """The name of the model that judges responses. None without a judge."""
     mismatch_limit: float
@@ -177,7 +165,7 @@ class Progress:
     rollouts_in_flight: list[dict[str, Any]] = field(default_factory=list)
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
     identity: Mapping[str, str] | None = None
-    """See ``checkpoint.identity``; None before it is computed."""
+    """See ``checkpoint.runs.identity``; None before it is computed."""
 
 
 class Run(NamedTuple):

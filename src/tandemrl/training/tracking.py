@@ -15,14 +15,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tandemrl.config import Config, to_dict
 from tandemrl.evals.files import EVAL_TEXTS
@@ -65,13 +58,7 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        done: int = 0,
-        console: Console | None = None,
-        quiet: bool = False,
-        record: bool = True,
+        self, config: Config, *, done: int = 0, console: Console | None = None, quiet: bool = False, record: bool = True
     ) -> None:
         self._config = config
         self._console = Console(quiet=True) if quiet else console or Console(highlight=False)

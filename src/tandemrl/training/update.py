@@ -17,7 +17,7 @@ from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
 from tandemrl.processes.world import World
 from tandemrl.training.experience import MiniBatch, MiniBatches
-from tandemrl.training.gates import check_gradient_norm, check_mismatch
+from tandemrl.training.gates import TrainError, check_mismatch
 from tandemrl.training.profiling import Clock
 from tandemrl.training.state import Models, RunSetup, move_state
 from tandemrl.types import Author, Metrics, Totals
@@ -43,7 +43,11 @@ def update(
     Returns:
         Metrics, as means over the mini-batches.
     """
-    set_learning_rates(setup.config.train, models, step)
+    train = setup.config.train
+    peaks = {"policy": train.lr, "critic": train.critic_lr}
+    for part, (_, optimizer) in models.trained.items():
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(train, step, peaks[part])
     results: list[Metrics] = []
     for mini in (mini for mini in mini_batches if mini.micro):
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
@@ -159,7 +163,10 @@ def optimizer_step(setup: RunSetup, models: Models, part: str, loss: float, tota
     model, optimizer = models.trained[part]
     with clock("optimizer"):
         norm = clip_gradients(model.parameters(), setup.config.train.grad_clip)
-        check_gradient_norm(part, norm, loss)
+        if not math.isfinite(norm):
+            raise TrainError(
+                f"the gradient norm of the {part} is {norm} (loss {loss}): stopped before it reached the weights"
+            )
         if float(totals.weight) > 0:  # else weight decay alone would change the weights
             if offload := setup.config.parallel.offload_optimizer:
                 move_state(optimizer, to_host=False)
@@ -200,14 +207,6 @@ def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
         "mismatch/ess": (weight.square() / (count * squared)).item(),
         "mismatch/perplexity_ratio": (-signed / count).exp().item(),
     }
-
-
-def set_learning_rates(train: TrainConfig, models: Models, step: int) -> None:
-    """Give the optimisers of the policy and the critic their learning rates of ``step``."""
-    peaks = {"policy": train.lr, "critic": train.critic_lr}
-    for part, (_, optimizer) in models.trained.items():
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(train, step, peaks[part])
 
 
 def learning_rate(train: TrainConfig, step: int, peak: float) -> float:

@@ -98,11 +98,8 @@ def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], fol
 
 def _save_adapters(config: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """Write the two files of a peft folder. Equal adapters give equal bytes."""
+    config.target_modules = sorted(config.target_modules)  # peft keeps them as a set
     config.save_pretrained(folder)
-    file = folder / "adapter_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    settings["target_modules"] = sorted(settings["target_modules"])  # peft keeps them as a set
-    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -235,14 +235,12 @@ def load(path: str | Path, world: World = World()) -> dict[str, Any]:  # noqa: B
     """Load the state of one checkpoint, with tensors on the CPU. The file cannot execute code (``weights_only``).
 
     Raises:
-        CheckpointError: there is no checkpoint at ``path``, or it has another format.
+        CheckpointError: it has another format.
         DamagedError: the file differs from what was written.
     """
 
     def read() -> dict[str, Any]:
         file = Path(path, "state.pt")
-        if not is_checkpoint(file.parent):
-            raise CheckpointError(f"{path}: no checkpoint there; expected …/checkpoints/step_N")
         verify(file.parent, [file.name])
         saved = torch.load(file, map_location="cpu", weights_only=True)
         if saved.get("format") != FORMAT:
@@ -385,14 +383,13 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], *, alone: bool) -> 
     targets: dict[str, Tensor] = {}
     states: list[tuple[torch.optim.Optimizer, dict[Tensor, dict[str, Tensor]]]] = []
     for part, (module, optimizer) in parts.items():
-        model, state = _stored(module), dict[Tensor, dict[str, Tensor]]()
-        targets |= {f"{part}/model/{name}": tensor.detach() for name, tensor in model.items()}
-        for key, entry in stored.items():
-            name, _, moment = key.removeprefix(f"{part}/optimizer/").rpartition("/")
-            if key.startswith(f"{part}/optimizer/") and name in model:
+        states.append((optimizer, {}))
+        for name, tensor in _stored(module).items():
+            targets[f"{part}/model/{name}"] = tensor.detach()
+            for key in (key for key in stored if key.startswith(f"{part}/optimizer/{name}/")):
+                entry, moment = stored[key], key.rpartition("/")[2]
                 assert isinstance(entry, TensorStorageMetadata)
-                targets[key] = state.setdefault(model[name], {})[moment] = _like(model[name], entry)
-        states.append((optimizer, state))
+                targets[key] = states[-1][1].setdefault(tensor, {})[moment] = _like(tensor, entry)
     missing, more = set(targets) - set(stored), set(stored) - set(targets)
     if missing or more:
         raise CheckpointError(
@@ -464,12 +461,8 @@ def verify(folder: Path, names: Iterable[str]) -> None:
     written = read_hashes(folder)
     for name in names:
         file = folder / name
-        if not file.is_file():
-            raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
-        if name not in written:
-            raise DamagedError(f"{file}: not one of the files that the checkpoint was written with")
-        if _digest(file) != written[name]:
-            raise DamagedError(f"{file}: not as it was written (its SHA-256 is not the one in meta.json)")
+        if not file.is_file() or _digest(file) != written.get(name):
+            raise DamagedError(f"{file}: missing, added, or not as it was written (by the SHA-256 in meta.json)")
 
 
 def _digest(file: Path) -> str:
