@@ -1,7 +1,7 @@
 """``tandemrl train`` and ``tandemrl plan``."""
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,7 +153,7 @@ def _check(config: "Config", resume: str, accepted: tuple[str, ...], stated: Col
 
     size = launched()
     problems: dict[str, str] = {}  # what is wrong -> the first subject that it was found in
-    checks = {
+    checks: dict[str, Callable[[], str]] = {
         "--resume": partial(checkpoint.check_folder, config, resume, accepted),
         "functions": functions,
         **Preflight(config, downloads=False, processes=size if size > 1 else None, stated=stated).checks,

@@ -180,7 +180,7 @@ def test_loading_names_the_file_and_runs_no_code(tmp_path: Path) -> None:
     hashes_again(tmp_path)
     with pytest.raises(CheckpointError, match=r"not readable: .*weights_only"):
         checkpoint.load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"):
+    with pytest.raises(CheckpointError, match=r"config\.yaml: missing"):
         checkpoint.load_config(tmp_path)
 
 

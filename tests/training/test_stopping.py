@@ -33,9 +33,9 @@ def test_the_shares_part_beyond_the_margin_and_beyond_chance(
     solo: float, rollouts: float, counts: tuple[int, int], parts: bool
 ) -> None:
     values = {"eval/truncation_rate": solo, "response/truncated_at_eval": rollouts, "tandem/senior_frac": 0.5}
-    said = stopping_warning(values, solo_texts=counts[0], rollout_texts=counts[1])
+    said = stopping_warning(values, *counts)
     assert (said is not None) == parts
-    assert stopping_warning(values | {"tandem/senior_frac": 1.0}, solo_texts=counts[0], rollout_texts=counts[1]) is None
+    assert stopping_warning(values | {"tandem/senior_frac": 1.0}, *counts) is None
 
 
 def test_a_run_whose_senior_alone_does_not_stop_says_so_once(

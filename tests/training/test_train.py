@@ -244,10 +244,10 @@ def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished:
         train(config(tiny_pair, finished, "train.steps=6"), resume="never", quiet=True)
 
 
-@pytest.mark.parametrize("extra", [[f"loss.recipe={name}"] for name in RECIPES if name != "ppo"])
-def test_every_recipe_trains(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
-    mini_batches = [] if "rloo" in extra[0] else ["train.mini_batch_prompts=2"]
-    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", *mini_batches, *extra), quiet=True)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "ppo"])
+def test_every_recipe_trains(name: str, tiny_pair: Path, tmp_path: Path) -> None:
+    mini_batches = [] if name == "rloo" else ["train.mini_batch_prompts=2"]
+    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", *mini_batches, f"loss.recipe={name}"), quiet=True)
     trained = [line for line in metrics(out) if line["updates"] > 0]
     assert trained
     assert any(line["grad_norm"] > 0 for line in trained)
@@ -257,44 +257,21 @@ def test_every_recipe_trains(extra: Sequence[str], tiny_pair: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "extra",
     [
-        ["selection.strategy=solo", "model.junior=null", "loss.kl_coef=0.05"],
-        ["loss.kl_coef=0.05", "loss.kl_in_reward=true", "selection.strategy=chunk", "selection.chunk_size=4"],
-        [
-            "loss.junior_kl_coef=0.1",
-            "loss.entropy_coef=0.01",
-            "loss.junior_weight=0.5",
-            "loss.normalise_by=response",
-            "selection.strategy=word_aligned",
-        ],
-        [
-            "loss.importance=token",
-            "train.tokens_per_micro_batch=192",
-            "selection.strategy=sentence",
-            "selection.first=junior",
-        ],
-        [
-            "loss.importance=sequence",
-            "loss.overlong_buffer=8",
-            "train.schedule=cosine",
-            "train.warmup_steps=2",
-            "selection.strategy=alternating",
-        ],
-        [
-            "rollout.top_p=0.9",
-            "rollout.top_k=50",
-            "rollout.temperature=0.7",
-            "rollout.allow_truncated=true",
-            "selection.strategy=bernoulli",
-            "selection.prob_senior_final=0.9",
-            "selection.anneal_steps=2",
-        ],
-        ["model.dtype=bfloat16", "model.gradient_checkpointing=true"],
-        ["model.junior=null", "loss.filter_zero_variance=true"],
+        "selection.strategy=solo model.junior=null loss.kl_coef=0.05",
+        "loss.kl_coef=0.05 loss.kl_in_reward=true selection.strategy=chunk selection.chunk_size=4",
+        "loss.junior_kl_coef=0.1 loss.entropy_coef=0.01 loss.junior_weight=0.5 loss.normalise_by=response "
+        "selection.strategy=word_aligned",
+        "loss.importance=token train.tokens_per_micro_batch=192 selection.strategy=sentence selection.first=junior",
+        "loss.importance=sequence loss.overlong_buffer=8 train.schedule=cosine train.warmup_steps=2 "
+        "selection.strategy=alternating",
+        "rollout.top_p=0.9 rollout.top_k=50 rollout.temperature=0.7 rollout.allow_truncated=true "
+        "selection.strategy=bernoulli selection.prob_senior_final=0.9 selection.anneal_steps=2",
+        "model.dtype=bfloat16 model.gradient_checkpointing=true",
+        "model.junior=null loss.filter_zero_variance=true",
     ],
-    ids=lambda extra: " ".join(extra),
 )
-def test_every_knob_trains_and_matches_the_engine(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
-    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0", *extra), quiet=True)
+def test_every_knob_trains_and_matches_the_engine(extra: str, tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0", *extra.split()), quiet=True)
     limit = 2e-2 if "model.dtype=bfloat16" in extra else 1e-5
     assert all(line.get("mismatch/mean_abs", 0.0) <= limit for line in metrics(out))
 
@@ -393,7 +370,7 @@ def test_own_rewards_beside_the_library_s_by_weight(tiny_pair: Path, tmp_path: P
     assert set(right) <= {0.0, 1.0}
     assert [sample["reward"] for sample in samples] == pytest.approx(list(right + 0.5 * short))
     expected = {
-        "mean": (right + 0.5 * short).mean(),
+        "mean": np.mean(right + 0.5 * short),
         "boxed": right.mean(),
         "brevity": short.mean(),
         "acc": right.mean(),
@@ -622,15 +599,8 @@ def test_every_held_out_source_is_evaluated(tiny_pair: Path, tmp_path: Path) -> 
 
 def test_prompts_of_few_hops_come_first(tiny_pair: Path, tmp_path: Path) -> None:
     hops = [3, 2, 4, 2, 3, 2]
-    rows = [
-        {
-            "prompt": "1 plus 1?",
-            "data_source": "math500",
-            "reward_model": {"ground_truth": "2"},
-            "extra_info": {"n_hops": n},
-        }
-        for n in hops
-    ]
+    problem = {"prompt": "1 plus 1?", "data_source": "math500", "reward_model": {"ground_truth": "2"}}
+    rows = [problem | {"extra_info": {"n_hops": n}} for n in hops]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     by_hops = config(tiny_pair, tmp_path, f"data.train=[{tmp_path}/rows.jsonl]", "data.order=by_hops")
     assert [hops[row] for row in build(by_hops).progress.sampler.next(12)] == [2, 2, 2, 3, 3, 4] * 2

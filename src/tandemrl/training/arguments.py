@@ -50,15 +50,13 @@ def resolve_arguments(
     Raises:
         ConfigError: an argument is of another kind, its name is not known, or the config does not go with it.
     """
-    given = config
     if engine is not None and not isinstance(engine, str):
         config = replace(config, rollout=replace(config.rollout, engine=_defined_in(engine)))
     named = (("loss", "recipe", recipe), ("selection", "strategy", strategy), ("rollout", "engine", engine))
     for section, key, name in named:
         if isinstance(name, str):
             config = replace(config, **{section: replace(getattr(config, section), **{key: name})})
-    if config is not given:
-        check(config)
+    check(config)
     recipe = None if isinstance(recipe, str) else recipe
     strategy = None if isinstance(strategy, str) else strategy
     engine = None if isinstance(engine, str) else engine

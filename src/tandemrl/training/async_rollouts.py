@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -106,7 +105,7 @@ class AsyncRollouts:
                 count_call(tokens)
 
             completions = collect.generate(
-                engine or self._engine,
+                self._engine if engine is None else engine,
                 [(example, setup.prompts[example]) for example in examples],
                 strategy=strategy,
                 sampling=setup.sampling,
@@ -212,9 +211,7 @@ class AsyncRollouts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while running := [each.batch for each in self._pending if each.batch is not None and not each.batch.done()]:
             self._engine.abort()  # again: an engine forgets what it was told before a call began
             wait(running, timeout=0.2)

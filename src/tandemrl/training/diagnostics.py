@@ -28,16 +28,13 @@ def watcher(config: Config, recipe: Recipe, heldout: int) -> Callable[[Metrics],
         heldout: how many held-out problems an evaluation has.
     """
     lesson_warning, told = no_signal_warning(config, recipe), False
-    solo_texts = heldout * config.eval.train_samples
-    rollout_texts = config.train.prompts_per_step * config.rollout.group_size
+    texts = heldout * config.eval.train_samples, config.train.prompts_per_step * config.rollout.group_size
 
     def warnings(metrics: Metrics) -> list[str]:
         nonlocal told
-        due = [lesson_warning(metrics)]
-        if not told and "response/truncated_at_eval" in metrics:
-            due.insert(0, stopping_warning(metrics, solo_texts=solo_texts, rollout_texts=rollout_texts))
-            told = due[0] is not None
-        return [line for line in due if line]
+        stopping = None if told else stopping_warning(metrics, *texts)
+        told = told or stopping is not None
+        return [line for line in (stopping, lesson_warning(metrics)) if line]
 
     return warnings
 
@@ -101,14 +98,16 @@ def cause(metrics: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def stopping_warning(metrics: Mapping[str, float], *, solo_texts: int, rollout_texts: int) -> str | None:
+def stopping_warning(metrics: Mapping[str, float], solo_texts: int, rollout_texts: int) -> str | None:
     """What to say if more solo texts than rollouts are unfinished, by more than `MARGIN` and by more than chance.
 
     Args:
-        metrics: the metrics of the step.
+        metrics: the metrics of the step. Without an evaluation there is nothing to say.
         solo_texts: how many texts the evaluation has.
         rollout_texts: how many rollouts the step has.
     """
+    if "response/truncated_at_eval" not in metrics:
+        return None
     solo, rollouts = metrics["eval/truncation_rate"], metrics["response/truncated_at_eval"]
     counts = (solo, solo_texts), (rollouts, rollout_texts)
     (p, _), (q, _) = shares = [((share * n + 1) / (n + 2), n + 2) for share, n in counts]  # Agresti and Caffo (2000)

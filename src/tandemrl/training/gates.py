@@ -73,7 +73,7 @@ def check_starts(strategy: Strategy, options: ForwardOptions, step: int) -> None
         TrainError: it has others.
     """
     for table, first in ((strategy.starts, options.starts), (strategy.removed, options.removed)):
-        if (table is None) != (first is None) or (table is not None and not torch.equal(table.cpu(), first.cpu())):
+        if not (first is None if table is None else first is not None and torch.equal(table.cpu(), first.cpu())):
             raise TrainError(
                 f"step {step}: its strategy has other starts or removed ids than that of step 1; give all the same"
             )

@@ -95,7 +95,8 @@ def train(
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
     where, accepted = (resume, ()) if isinstance(resume, str) else resume
-    if require_config(config).train.threads:
+    require_config(config)
+    if config.train.threads:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         use_deterministic_kernels()
@@ -103,8 +104,7 @@ def train(
     world = init_world(config.parallel, device)
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
-    locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()  # before anything is started
-    with locked:
+    with checkpoint.lock(config.output_dir) if world.main else nullcontext():  # before anything is started
         checkpoint.check_folder(resolve_arguments(config, recipe, strategy, engine)[0], where, accepted)
         with judge_server(config, start=world.main) as check_judge:
             passed = (recipe, strategy, world, by_name(reward), environment, engine)
@@ -115,8 +115,7 @@ def train(
                 done = run.progress.step
                 with Tracker(config, done=done, console=console, quiet=silent, record=world.main) as tracker:
                     loop(run, tracker)
-                    if world.main:
-                        tracker.say(f"done: {config.output_dir}")
+                    tracker.say(f"done: {config.output_dir}")
     return Path(config.output_dir)
 
 

@@ -31,14 +31,13 @@ def check_scored(setup: RunSetup, completions: CompletionBatch, groups: Sequence
     """
     rollouts = [r for group in groups for r in group.rollouts]
     none = [r for r in rollouts if r.reward_parts == NO_SCORE.parts and r.stop_reason not in LOST]
-    if any(r.scored for r in rollouts) or not none:
-        return
-    terms = chain(*(setup.scorer.terms_of(prompt.row) for prompt in completions.prompts))
-    names = ", ".join(dict.fromkeys(term.name for term in terms if term.own))
-    raise TrainError(
-        f"{names} gave none of the {len(rollouts)} responses a score (None leaves a response out of training); return "
-        "a number for some, or route these rows to another scorer (reward.scorers)"
-    )
+    if none and not any(r.scored for r in rollouts):
+        terms = chain(*(setup.scorer.terms_of(prompt.row) for prompt in completions.prompts))
+        names = ", ".join(dict.fromkeys(term.name for term in terms if term.own))
+        raise TrainError(
+            f"{names} gave none of the {len(rollouts)} responses a score (None leaves a response out of training); "
+            "return a number for some, or route these rows to another scorer (reward.scorers)"
+        )
 
 
 def resample(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from rich.console import Console
@@ -82,16 +81,14 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._ending is not None:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARS]
             with suppress(OSError):  # the error itself is what matters
                 write_text(self._ending, json.dumps({"step": self._step, "reason": reason}) + "\n")
         self._progress.stop()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=int(kind is not None))
+            self._wandb.finish(exit_code=int(error is not None))
         for file in (self._metrics, self._samples):
             if file is not None:
                 with suppress(OSError) if error is not None else nullcontext():  # it shall not hide the error
@@ -177,7 +174,6 @@ def write_eval_texts(folder: Path, step: int, samples: Mapping[str, Sequence[Sam
         for source, each in samples.items()
         for sample in each
     ]
-    (folder / EVAL_TEXTS).mkdir(parents=True, exist_ok=True)
     write_text(folder / EVAL_TEXTS / f"step_{step}.jsonl", "".join(lines))
 
 

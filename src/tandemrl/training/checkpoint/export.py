@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,12 @@ def _full_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[
 
     All processes must call this together. Those that do not ``keep`` the weights get {}.
     """
-
-    def here(value: Tensor) -> Tensor:
-        return value.detach().to("cpu", dtype if value.is_floating_point() else None)
-
     held = model.state_dict(keep_vars=True)  # first: it makes FSDP take its parameters apart again
-    weights = {name: here(value) for name, value in held.items() if not isinstance(value, nn.Parameter)} if keep else {}
-    for name, value in merged_parameters(model):
+    buffers = ((name, value) for name, value in held.items() if not isinstance(value, nn.Parameter))
+    weights: dict[str, Tensor] = {}
+    for name, value in chain(buffers, merged_parameters(model)):
         if keep:
-            weights[name] = here(value)
+            weights[name] = value.detach().to("cpu", dtype if value.is_floating_point() else None)
     return weights
 
 

@@ -151,7 +151,11 @@ def restore(run: Run, resume: str, accepted: Collection[str] = ()) -> None:
         try:
             _restore_from(run, path, accepted)
         except DamagedError as error:
-            raise DamagedError(f"{error}. {_way_out(path)}") from None
+            none = f"No older checkpoint is in {path.parent}: start again in another output_dir, or from an export"
+            way_out = f"{none} (hf/step_N as model.senior)"
+            if (older := storage.before(path)) is not None:
+                way_out = f"The steps after an older checkpoint can be trained again: --resume {older}"
+            raise DamagedError(f"{error}. {way_out}") from None
     if world.main:
         storage.discard_after(output, progress.step)
         for name in RECORD:
@@ -183,16 +187,6 @@ def _restore_from(run: Run, path: Path, accepted: Collection[str]) -> None:
     progress.kl_coef = state["kl_coef"]
     progress.step = int(state["step"])
     progress.accepted = [*state["accepted"], *(f"{name} after step {progress.step}" for name in changed)]
-
-
-def _way_out(path: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    if (older := storage.before(path)) is not None:
-        return f"The steps after an older checkpoint can be trained again: --resume {older}"
-    return (
-        f"No older checkpoint is in {path.parent}: start again in another output_dir, or from an export (hf/step_N as "
-        "model.senior)"
-    )
 
 
 def written_before(path: Path, state: Mapping[str, Any], output: Path) -> dict[str, int]:

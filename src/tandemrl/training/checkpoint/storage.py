@@ -123,8 +123,7 @@ def save(
         together(lambda: make() if world.main else None)
         if tensors:
             together(lambda: save_tensors(hidden / "tensors", tensors, alone=world.size == 1))
-        own = together(lambda: hashes(hidden, world.rank))
-        every = dict(chain.from_iterable(world.gather(own)))
+        every = dict(chain.from_iterable(world.gather(together(lambda: hashes(hidden, world.rank)))))
         together(lambda: put(every) if world.main else None)
     except CheckpointError:
         if world.main:
@@ -279,18 +278,16 @@ def load_config(path: str | Path) -> Config:
     """The resolved config that a checkpoint, or a run without one, was written with.
 
     Raises:
-        CheckpointError: config.yaml is missing, differs from what was written, or does not fit this version of the
-            library.
+        CheckpointError: config.yaml is missing, or does not fit this version of the library.
+        DamagedError: it differs from what was written.
     """
     file = Path(path, "config.yaml")
-    if not file.is_file():
-        raise CheckpointError(f"{path}: config.yaml is missing; not a checkpoint")
     if is_checkpoint(file.parent):
         verify(file.parent, [file.name])
     try:
         return load_yaml(file)
     except ConfigError as error:
-        raise CheckpointError(f"written by another version of tandemrl? {error}") from None
+        raise CheckpointError(f"{error}; was it written by another version of tandemrl?") from None
 
 
 def discard_after(output_dir: str | Path, step: int) -> None:
