@@ -87,19 +87,8 @@ def test_grade_trains_for_three_steps(marker: Path, tmp_path: Path) -> None:
         for i, truth in enumerate([0.2, "0.9", 0.5, 1, 0.0, 0.7])
     ]
     source = write_rows(tmp_path / "grade.jsonl", rows)
-    config = load(
-        "rrm_train",
-        [
-            *SMALL,
-            f"model.senior={marker}",
-            f"data.train={source}",
-            f"data.eval={source}",
-            "rollout.max_tokens=24",
-            "eval.max_tokens=24",
-            f"output_dir={tmp_path / 'out'}",
-        ],
-    )
-    out = train(config, quiet=True)
+    own = [f"model.senior={marker}", f"data.train={source}", f"data.eval={source}", f"output_dir={tmp_path / 'out'}"]
+    out = train(load("rrm_train", [*SMALL, *own, "rollout.max_tokens=24", "eval.max_tokens=24"]), quiet=True)
     truths = {f"grade/{i}": float(row["reward_model"]["ground_truth"]) for i, row in enumerate(rows)}
     samples = lines(out / "samples.jsonl")
     assert len(samples) == 3 * 16
@@ -123,23 +112,9 @@ def test_grade_trains_for_three_steps(marker: Path, tmp_path: Path) -> None:
 
 
 def policy(pair: Path, source: Path, out: Path, url: str | None, *extra: str) -> Config:
-    return load(
-        "rrm_policy",
-        [
-            *SMALL,
-            f"model.senior={pair}/senior",
-            f"data.train={source}",
-            "train.eval_every=0",
-            "rollout.max_tokens=48",
-            f"judge.url={url or 'null'}",
-            "judge.mode=addon",
-            "judge.weight=0.5",
-            "judge.backoff_s=0.01",
-            "judge.concurrency=3",
-            f"output_dir={out}",
-            *extra,
-        ],
-    )
+    own = [f"model.senior={pair}/senior", f"data.train={source}", "train.eval_every=0", "rollout.max_tokens=48"]
+    judge = [f"judge.url={url or 'null'}", "judge.mode=addon", "judge.weight=0.5", "judge.backoff_s=0.01"]
+    return load("rrm_policy", [*SMALL, *own, *judge, "judge.concurrency=3", f"output_dir={out}", *extra])
 
 
 @pytest.fixture(scope="module")

@@ -201,14 +201,8 @@ def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Pat
 
 
 def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
-    knobs = [
-        "loss.recipe=grpo",
-        "train.critic_lr=1e-5",
-        "loss.kl_coef=0.05",
-        "loss.kl_in_reward=true",
-        "loss.kl_target=0.01",
-    ]
-    out = train(config(tiny_pair, tmp_path, *knobs, "train.steps=2"), quiet=True)
+    knobs = ["loss.recipe=grpo", "train.critic_lr=1e-5", *EVERYTHING[:3], "train.steps=2"]
+    out = train(config(tiny_pair, tmp_path, *knobs), quiet=True)
     first, second = metrics(out)
     assert first["kl/coef"] == 0.05
     assert second["kl/coef"] == pytest.approx(adapt_kl_coef(0.05, first["kl/per_token"], target=0.01))

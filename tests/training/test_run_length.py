@@ -1,4 +1,4 @@
-"""How long a run is and what it keeps: rows, epochs, validation texts; and where its KL to the reference goes."""
+"""How long a run is and what it keeps: rows, epochs, validation texts."""
 
 from pathlib import Path
 
@@ -37,7 +37,3 @@ def test_a_run_of_an_epoch_over_a_few_rows_goes_on_for_another(tiny_pair: Path, 
         assert sum(text["correct"] for text in kept) / 8 == pytest.approx(line["eval/pass@1"])
         assert {(text["source"], set(text["author"][0])) == ("eval", {"S"}) for text in kept} == {True}
         assert all(text["text"] for text in kept)
-
-
-def test_a_kl_in_the_reward_is_not_in_the_loss() -> None:
-    assert load(overrides=["loss.kl_coef=0.1", "loss.kl_in_reward=true"]).loss.loss_kl_coef == 0.0

@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -204,9 +203,3 @@ def test_an_evaluation_reports_unscored_samples_and_stops_above_the_rate() -> No
         assert rates["score"] == pytest.approx(0.6 * 15 / 16)
         with pytest.raises(JudgeError, match="no score to 14 of the 16"):
             grade([sample(i, range(14)) for i in range(16)], prompts, scorer)
-
-
-def test_an_unscored_rollout_says_so_after_a_round_trip_through_its_line() -> None:
-    rollout = GROUPS[0].rollouts[2]
-    assert not Rollout.from_json(rollout.to_json()).scored
-    assert replace(rollout, reward_parts={}).scored
