@@ -20,6 +20,7 @@ from helpers import qwen3, small_qwen3, tokenizer
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load
+from tandemrl.evals import EvalError
 from tandemrl.models.loading import load_model
 from tandemrl.training.checkpoint.runs import check_resume
 from tandemrl.training.preflight import NotHereError, Preflight
@@ -249,9 +250,7 @@ def test_an_evaluation_must_fit_too(arguments: list[str], models: Path) -> None:
     assert "3 tokens and the 300 of a response (eval.profile=custom) exceed the context" in result.stdout
     assert dry_run(*arguments, *beyond, "train.eval_every=0").exit_code == 0
     found = Preflight(load("quickstart", [*arguments, "eval.profile=custom", "eval.context=3", "train.eval_every=5"]))
-    with pytest.raises(
-        ConfigError, match=r"^row .* of 3 tokens leaves no room .*data\.max_prompt_tokens.*eval\.context"
-    ):
+    with pytest.raises(EvalError, match=r"^row .* of 3 tokens leaves no room .*data\.max_prompt_tokens.*eval\.context"):
         found.evaluated_data(found.heldout)
 
 

@@ -88,7 +88,7 @@ def train(
         quiet: print nothing.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError, GraderError: the run cannot start.
+        ConfigError, DataError, EvalError, ModelError, CheckpointError, GraderError: the run cannot start.
         TrainError, EngineError: a check failed during the run. Its last checkpoint is kept.
         OutOfMemoryError, LostProcessError: memory ran out or a process was lost (see ``faults``). Its last checkpoint
             is kept.

@@ -106,8 +106,8 @@ class Preflight:
     def checks(self) -> dict[str, Callable[[], str]]:
         """The checks by subject, in order. Each is a function that returns what it has found, in a few words.
 
-        A check raises ConfigError, DataError, ModelError, GraderError, JudgeError, SandboxError or OSError if something
-        is wrong, and NotHereError if it would need a download to decide.
+        A check raises ConfigError, DataError, EvalError, ModelError, GraderError, JudgeError, SandboxError or OSError
+        if something is wrong, and NotHereError if it would need a download to decide.
         """
         config, model = self.config, self.config.model
         endpoint = model.junior_endpoint
