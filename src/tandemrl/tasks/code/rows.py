@@ -9,7 +9,7 @@ from typing import Any
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.rows import DataError, Row, messages_of, record_of
-from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+from tandemrl.data.sources import ExpectRows, Origin, expect, provenance, read
 from tandemrl.tasks.code.tests import parse_tests
 
 EURUS = "PRIME-RL/Eurus-2-RL-Data"
@@ -53,15 +53,37 @@ def build_eurus(
     dropped: Counter[str] = Counter()
     origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
 
-    def kept(split: str) -> Iterator[dict[str, Any]]:
+    def gradable(split: str) -> Iterator[dict[str, Any]]:
         seen: Counter[str] = Counter()
-        rows = _rows(read(origins[split], source), split, system_prompt, seen, dropped)
+        for number, record in enumerate(read(origins[split], source)):
+            messages = messages_of(record.fields.get("prompt"), record.where)
+            ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
+            truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
+            if not isinstance(truth, str | None):
+                raise DataError(
+                    f"{record.where}, field 'reward_model': expected an object with a string as ground_truth"
+                )
+            seen[f"{split}/{ability}"] += 1
+            if reason := _fault(ability, truth or ""):
+                dropped[f"{split}: {reason}"] += 1
+                continue
+            extra = record.fields.get("extra_info") or {}
+            prompt = [
+                {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
+                for message in messages
+                if system_prompt or message["role"] != "system"
+            ]
+            index = number if extra.get("index") is None else int(extra["index"])
+            yield record_of(record.text("data_source"), prompt, ability, truth, {"split": split, "index": index})
+        for key in (f"{split}/math", f"{split}/code"):
+            expect(f"{EURUS} {key}", seen[key], expect_rows, key)
+
+    def kept(split: str) -> Iterator[dict[str, Any]]:
+        rows = gradable(split)
         while batch := list(itertools.islice(rows, 1024)):
             fits = short([str(row["prompt"]) for row in batch]) if short else [True] * len(batch)
             dropped[f"{split}: too long"] += fits.count(False)
             yield from itertools.compress(batch, fits)
-        for key in (f"{split}/math", f"{split}/code"):
-            expect(f"{EURUS} {key}", seen[key], expect_rows, key)
 
     where = provenance([*origins.values()], source, dropped)
     where |= {"tokenizer": tokenizer if max_tokens else None, "max_tokens": max_tokens, "system_prompt": system_prompt}
@@ -69,31 +91,6 @@ def build_eurus(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _rows(
-    records: Iterator[Record], split: str, system_prompt: bool, seen: Counter[str], dropped: Counter[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the gradable rows of a split. All rows are counted in ``seen``, by split and ability, the others in
-    ``dropped``, by reason."""
-    for number, record in enumerate(records):
-        messages = messages_of(record.fields.get("prompt"), record.where)
-        ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
-        truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
-        if not isinstance(truth, str | None):
-            raise DataError(f"{record.where}, field 'reward_model': expected an object with a string as ground_truth")
-        seen[f"{split}/{ability}"] += 1
-        if reason := _fault(ability, truth or ""):
-            dropped[f"{split}: {reason}"] += 1
-            continue
-        extra = record.fields.get("extra_info") or {}
-        prompt = [
-            {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
-            for message in messages
-            if system_prompt or message["role"] != "system"
-        ]
-        index = number if extra.get("index") is None else int(extra["index"])
-        yield record_of(record.text("data_source"), prompt, ability, truth, {"split": split, "index": index})
 
 
 def _fault(ability: str, truth: str) -> str | None:

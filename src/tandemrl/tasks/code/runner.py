@@ -44,8 +44,9 @@ from tandemrl.tasks.code.layers import (
     separate,
 )
 
+MB = 2**20
 MAX_OPEN_FILES = 128
-MAX_STACK_BYTES = 64 * 2**20
+MAX_STACK_BYTES = 64 * MB
 DOES_NOT_COMPILE = 120
 """The exit status of a test whose program is not valid Python."""
 ERROR_CHARS = 2000
@@ -114,10 +115,10 @@ def check(prompt: str, test: str, function: str) -> None:
         requests.write(json.dumps([to_wire(argument) for argument in arguments]).encode() + b"\n")
         reply = json.loads(replies.readline() or '{"error": "RuntimeError", "message": "the program ended"}')
         if "error" in reply:
-            kind = getattr(builtins, str(reply["error"]), RuntimeError)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            known = known and not issubclass(kind, StopIteration)  # would quietly end a test's map(candidate, inputs)
-            raise (kind if known else RuntimeError)(reply.get("message"))
+            kind = getattr(builtins, str(reply["error"]), None)
+            if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, StopIteration):
+                kind = RuntimeError  # a StopIteration would quietly end a test's map(candidate, inputs)
+            raise kind(reply.get("message"))
         return from_wire(reply["value"])
 
     module = types.ModuleType("test")
@@ -237,7 +238,7 @@ def _supervise(line: socket.socket) -> None:
         score.write("1000")
     adopt_orphans()
     layers, user, children = Layers(), own_ids(), _children()
-    separate(layers, user, home=limits["home"], libraries=limits["libraries"], bytes_on_disk=limits["file_bytes"])
+    separate(layers, user, home=limits["home"], libraries=limits["libraries"], bytes_on_disk=limits["file_mb"] * MB)
     if runner := os.fork():
         os.waitpid(runner, os.WUNTRACED)  # a program that has the runner's user id may stop it
         end_user(user)
@@ -335,7 +336,7 @@ class Runner(NamedTuple):
         Returns:
             how the process ended, and what came out of the pipes.
         """
-        left = self.limits["output_bytes"]
+        left = self.limits["output_mb"] * MB
         texts: dict[int, list[bytes]] = {source: [] for source in sources}
         ended = os.pidfd_open(main)
         poll = select.poll()
@@ -398,23 +399,21 @@ class Runner(NamedTuple):
 
     def _limit(self) -> None:
         limits = self.limits
-        seconds = math.ceil(limits["timeout_s"]) + 1
         values = {
-            resource.RLIMIT_AS: limits["memory_bytes"],
-            resource.RLIMIT_FSIZE: limits["file_bytes"],
+            resource.RLIMIT_AS: limits["memory_mb"] * MB,
+            resource.RLIMIT_FSIZE: limits["file_mb"] * MB,
             resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
             resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: math.ceil(limits["timeout_s"]) + 1,
+            resource.RLIMIT_STACK: MAX_STACK_BYTES,
         }
         for others in limits["others"]:  # the runner and, in a user namespace, its supervisor count too
             values[resource.RLIMIT_NPROC] = limits["processes"] + others
         for which, value in values.items():
             hard = resource.getrlimit(which)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(which, (value, value))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-        soft = MAX_STACK_BYTES if hard == resource.RLIM_INFINITY else min(MAX_STACK_BYTES, hard)
-        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+            soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            kept = {resource.RLIMIT_CPU: soft + 1, resource.RLIMIT_STACK: hard}  # a program may ask for more stack
+            resource.setrlimit(which, (soft, kept.get(which, soft)))
 
 
 def _leave(status: int) -> NoReturn:

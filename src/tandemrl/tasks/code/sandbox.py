@@ -204,16 +204,7 @@ class _Process:
         self._reply_bytes = 8 * config.output_mb * 2**20 + 2**20  # JSON writes a byte of output as up to 6
         self._home = tempfile.mkdtemp(prefix="tandemrl-sandbox-")
         self._supervisor: int | None = None
-        limits = {
-            "home": self._home,
-            "libraries": libraries,
-            "packages": packages,
-            "timeout_s": config.timeout_s,
-            "memory_bytes": config.memory_mb * 2**20,
-            "file_bytes": config.file_mb * 2**20,
-            "output_bytes": config.output_mb * 2**20,
-            "processes": config.processes,
-        }
+        limits = vars(config) | {"home": self._home, "libraries": libraries, "packages": packages}
         try:
             hello: dict[str, Any] = self.ask([limits], START_LIMIT_S)
         except (OSError, EOFError) as error:

@@ -26,8 +26,6 @@ from tandemrl.tasks.math.verify import (
 )
 from tandemrl.tasks.math.words import is_changing, quantity
 
-ROUNDED = Fraction(1, 100)
-"""How far a number may be from its rounding, relatively."""
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
 MAX_NESTING = 6
@@ -214,11 +212,7 @@ def _is_result(formula: str, result: str, symbolic: bool) -> bool:
     value = number(result)
     if value is None or value.value.denominator == 1 or ("." in formula and number(formula) is not None):
         return False
-    return _is_rounding(rounded(formula, result, symbolic))
-
-
-def _is_rounding(distance: tuple[Fraction, Fraction] | None) -> bool:
-    return distance is not None and distance[0] <= ROUNDED and distance[1] <= Fraction(1, 2)
+    return rounded(formula, result, symbolic) is True
 
 
 def _exact_and_rounded(answer: str, symbolic: bool) -> list[str]:
@@ -235,11 +229,11 @@ def _exact_and_rounded(answer: str, symbolic: bool) -> list[str]:
         return []
     if kinds[0] != "value":
         return [first]
-    distance = rounded(exact, last, symbolic)
-    if distance is None or distance[0] > ROUNDED:
+    is_rounding = rounded(exact, last, symbolic)
+    if is_rounding is None:
         return []
     whole = (value := number(exact)) is not None and value.value.denominator == 1
-    return [first, last] if _is_rounding(distance) and not whole else [first]
+    return [first, last] if is_rounding and not whole else [first]
 
 
 _INDEXED = rf"{LETTER}(?:_(?:\w|\{{\w+\}}|\{{ ?\\text\{{\w+\}} ?\}}))?"

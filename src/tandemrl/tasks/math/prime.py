@@ -188,9 +188,8 @@ def math_equal(gold: Any, answer: Any, symbolic: bool, pi: float = math.pi) -> b
     gold, answer = str(gold).strip(), _as_interval(str(answer).strip())
     if _bare(gold, answer):
         return True
-    bracketed = (
-        answer[:1] in ("(", "[") and answer[-1:] in (")", "]") and answer[0] + answer[-1] == gold[:1] + gold[-1:]
-    )
+    ends = answer[:1] + answer[-1:]
+    bracketed = ends in ("()", "(]", "[)", "[]") and ends == gold[:1] + gold[-1:]
     if bracketed and _each_equal(gold[1:-1].split(","), answer[1:-1].split(","), symbolic):
         return True
     if "," in answer and "," in gold:

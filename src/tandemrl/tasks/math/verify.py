@@ -70,8 +70,8 @@ def numbers_equal(a: Number, b: Number) -> bool:
     return abs(x - y) < max(*places, size / 10**12) and abs(x - y) <= limit / 10**6
 
 
-def rounded(formula: str, result: str, symbolic: bool) -> tuple[Fraction, Fraction] | None:
-    """How far a number is from a formula: relatively, and in units of its last digit before zeros; None for no numbers.
+def rounded(formula: str, result: str, symbolic: bool) -> bool | None:
+    """Whether a number is a formula, rounded to its last digit before zeros; None if it is not even near (`ROUNDED`).
 
     Raises:
         NeedsSympy: the formula is no number, and math-verify is not to be used.
@@ -81,7 +81,9 @@ def rounded(formula: str, result: str, symbolic: bool) -> tuple[Fraction, Fracti
     digits = result.strip()
     zeros = 0 if "." in digits else len(digits) - len(digits.rstrip("0"))
     distance = abs(a - b.value)
-    return distance / max(abs(a), abs(b.value)), distance / (b.place or Fraction(10) ** zeros)
+    if distance > ROUNDED * max(abs(a), abs(b.value)):
+        return None
+    return distance <= (b.place or Fraction(10) ** zeros) / 2
 
 
 # ---- math-verify ---------------------------------------------------------------------------------------------------
@@ -187,6 +189,8 @@ def is_balanced(text: str) -> bool:
     return not opened
 
 
+ROUNDED = Fraction(1, 100)
+"""How far a number may be from its rounding, relatively."""
 DECIMALS = 1e-6
 """How far apart two decimals may be, relatively."""
 _MAX_NUMBER_CHARS = 100

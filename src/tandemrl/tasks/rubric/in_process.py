@@ -47,10 +47,8 @@ class EngineJudge:
     def _attempt(self, prompts: Sequence[Messages], attempt: int) -> list[str]:
         temperature = self.config.retry_temperature if attempt else self.config.temperature
         sampling = Sampling(max_tokens=self.config.max_tokens, temperature=temperature)
-        requests = []
-        for messages in prompts:
-            tokens = tuple(chat_tokens(self.tokenizer, messages, "judge", {}))
-            requests.append(Request(tokens, (_key(tokens, attempt),), sampling, solo("senior")))
+        asked = [tuple(chat_tokens(self.tokenizer, messages, "judge", {})) for messages in prompts]
+        requests = [Request(tokens, (_key(tokens, attempt),), sampling, solo("senior")) for tokens in asked]
         try:
             completions = self.engine.generate(requests)
         except EngineError as error:

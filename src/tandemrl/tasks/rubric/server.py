@@ -32,11 +32,8 @@ def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[],
         JudgeError: something else answers at ``judge.url``, or the command cannot be read.
     """
     command, url, log = config.judge.command, config.judge.url, Path(config.output_dir, LOG)
-    if command is None or url is None:
-        yield lambda: None
-        return
     try:
-        if not start:
+        if command is None or url is None or not start:
             yield lambda: None
             return
         start_by = time.monotonic() + PATIENCE_S
@@ -50,8 +47,9 @@ def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[],
         with serving(command, log, key="judge.command", error=JudgeError) as check:
             yield check
     except JudgeError as error:
-        told = "" if str(log) in str(error) else f". What the server of judge.command writes is in {log}"
-        raise JudgeError(f"{error}{told}") from error
+        if command is None or str(log) in str(error):
+            raise
+        raise JudgeError(f"{error}. What the server of judge.command writes is in {log}") from error
 
 
 def _taken(url: str) -> bool:
