@@ -11,7 +11,6 @@ import pytest
 
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Row
-from tandemrl.tasks.code.rows import build_eurus
 from tandemrl.tasks.countdown.rows import build_countdown
 from tandemrl.tasks.gsm8k.rows import build_gsm8k
 from tandemrl.tasks.math.rows import BOXED_SUFFIX, build_benchmark, build_deepscaler
@@ -115,22 +114,6 @@ def test_countdown(record: dict[str, Any], tmp_path: Path) -> None:
     row = rows(tmp_path / "out" / "test.parquet")[0]
     assert json.loads(row.ground_truth) == {"target": 9, "numbers": [4, 5]}
     assert "Using the numbers [4, 5]" in row.messages[0]["content"]
-
-
-TESTS = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-EURUS = [verl("Add one.", TESTS, index=4) | {"ability": "code"}, verl("1 + 1?", "2", index=5)]
-
-
-def test_eurus(tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        put(tmp_path / "copy" / f"{split}.parquet", *EURUS)
-    counts = {f"{split}/{ability}": 1 for split in ("train", "test") for ability in ("math", "code")}
-    build_eurus(tmp_path / "copy", tmp_path / "out", max_tokens=0, expect_rows=counts)
-    built = rows(tmp_path / "out" / "test.parquet")
-    assert [(row.messages[0]["content"], row.ground_truth, row.ability, row.data_source) for row in built] == [
-        ("Add one.", TESTS, "code", "theirs"),
-        ("1 + 1?", "2", "math", "theirs"),
-    ]
 
 
 PARAGRAPH = {"idx": 3, "title": "T", "paragraph_text": "``Two'' it is", "is_supporting": True}

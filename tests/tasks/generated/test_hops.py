@@ -80,19 +80,12 @@ def test_the_jargon_pair_has_the_same_worlds_and_accepts_either_name(rows):
 def test_the_query_for_a_hop_finds_its_document_first(rows):
     for row in rows[:200]:
         documents = documents_of(row)
-        by_id = {document.id: document for document in documents}
         for document in documents:
             if not document.supporting:
                 continue
             subject, relation, thing = re.findall(r"(\w+)'s (\w+) is (\w+)", document.text)[0]
             for name in (str, ALIASES.__getitem__):
-                found = search(documents, f"{name(subject)}'s {name(relation)}", 2)
+                found = search(documents, f"{name(subject)}'s {name(relation)}", 1)
                 assert found[0].text == f"{name(subject)}'s {name(relation)} is {name(thing)}."
                 assert found[0].id == document.id
                 assert found[0].supporting
-                # The second shares a word with the query, if any document but the first does.
-                other = by_id[found[1].id].text
-                sharing = [
-                    d for d in documents if d is not document and re.search(rf"\b({subject}|{relation})\b", d.text)
-                ]
-                assert not sharing or re.search(rf"\b({subject}|{relation})\b", other)

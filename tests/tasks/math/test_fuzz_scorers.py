@@ -121,31 +121,6 @@ def spoilt(rng: random.Random, gold: str) -> str:
     return rng.choice(WRAPPERS[1:]).format(answer)
 
 
-def near_misses() -> list[str]:
-    """Answers that a careless grader takes for `NUMBER`, and answers that hedge."""
-    n, gold = int(NUMBER), NUMBER
-    wrong = [-n, n * 10, n // 10, n / 2, f"{gold}0", f"0{gold}1", f"{gold[:-1]}", f"{gold}/2", f"1/{gold}"]
-    wrong += [f"{gold} {gold}", f"{gold}_8", f"{gold}e1", f"{gold}!", f"{gold}x", f"{gold}i", f"{gold}^2", f"|{gold}|x"]
-    wrong += [f"{gold} or {n + 1}", f"{gold}, {n + 1}", rf"\{{{gold}, {n + 1}\}}", f"({gold}, {n})", f"[{gold}, 1]"]
-    wrong += [
-        rf"\pm {gold}",
-        f"{gold} - {gold}",
-        rf"{gold} \neq 1",
-        f"x > {gold}",
-        rf"x \neq {gold}",
-        f"not {gold}",
-        f"{gold}?0",
-    ]
-    wrong += [rf"\frac{{{gold}}}{{0}}", rf"\sqrt{{{gold}}}", rf"\sin {gold}", "2.718e17", "", "?", "0", "nan", "inf"]
-    return [str(each) for each in wrong]
-
-
-def nearer_misses() -> list[str]:
-    """Answers within PRIME's tolerance, or a hundred times the truth, which are wrong to everyone else."""
-    n = int(NUMBER)
-    return [str(each) for each in (n + 1, n - 1, n * 100, f"{n}.5", f"{n} + 1", "2.71828182845904524e17")]
-
-
 @pytest.fixture(autouse=True)
 def _only_own_garbage() -> Iterator[None]:
     """While a grader is timed, Python's collector does not look through what earlier tests left."""
@@ -192,42 +167,18 @@ def symbolic_graders(texts: list[str], limit_s: float) -> None:
         assert scorer.score([(Row("r", (), "math500", "8", {}), r"\boxed{\int_0^4 t \, dt}")])[0].value == 1.0
 
 
-def spoilt_answers(count: int, seed: int) -> None:
-    rng = random.Random(seed)
-    golds = {gold: [grader for grader in MATHS if grader[1] == gold] for _, gold, _ in MATHS}
-    for gold, graders in golds.items():
-        string_graders((spoilt(rng, gold) for _ in range(count)), graders)
-
-
-def texts(count: int, seed: int) -> list[str]:
-    rng = random.Random(seed)
-    return [garbage(rng) for _ in range(count)]
-
-
-def spoilt_texts(count: int, seed: int) -> list[str]:
-    """Responses that hold one of the ground truths of `symbolic_graders`, spoilt."""
-    rng = random.Random(seed)
-    return [spoilt(rng, rng.choice((NUMBER, FORMULA, LIST))) for _ in range(count)]
-
-
 def test_garbage_through_the_string_graders():
-    string_graders(texts(400, seed=1))
+    rng = random.Random(1)
+    string_graders(garbage(rng) for _ in range(400))
 
 
-def test_near_misses_through_the_string_graders():
-    careful = [grader for grader in GRADERS if grader[0] in ("math500", "countdown", "multiply", "searchR1_nq")]
-    string_graders((wrapper.format(answer) for wrapper in WRAPPERS for answer in near_misses()), careful)
-    string_graders((wrapper.format(answer) for wrapper in WRAPPERS for answer in nearer_misses()), careful)
+@pytest.mark.parametrize("gold", [NUMBER, FORMULA])
+def test_spoilt_answers_through_the_string_graders(gold):
+    rng = random.Random(5)
+    string_graders((spoilt(rng, gold) for _ in range(100)), [grader for grader in MATHS if grader[1] == gold])
 
 
-def test_spoilt_answers_through_the_string_graders():
-    spoilt_answers(100, seed=5)
-
-
-def test_garbage_and_near_misses_through_the_symbolic_graders():
-    symbolic_graders(
-        [rf"\boxed{{{answer}}}" for answer in near_misses() + nearer_misses()]
-        + texts(20, seed=2)
-        + spoilt_texts(20, seed=6),
-        limit_s=3.0,
-    )
+def test_garbage_and_spoilt_answers_through_the_symbolic_graders():
+    rng = random.Random(2)
+    texts = [spoilt(rng, gold) for gold in (NUMBER, FORMULA, LIST) for _ in range(12)]
+    symbolic_graders(texts + [garbage(rng) for _ in range(20)], limit_s=3.0)

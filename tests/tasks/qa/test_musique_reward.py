@@ -127,13 +127,6 @@ def test_rewards_by_era() -> None:
         assert parts(*documents, row=question(3), era=era)["value"] == pytest.approx(value), era
 
 
-@pytest.mark.parametrize(("hops", "best"), [(2, 1.0), (3, 1.5), (4, 2.0)])
-def test_the_greatest_reward_grows_with_the_hops(hops: int, best: float) -> None:
-    ids = [str(i) for i in range(hops)]
-    result = {"reasoning": "r", "final_answer": "second", "cited_doc_ids": ids}
-    assert parts(shown(*ids), called("complete", result), row=question(hops))["value"] == pytest.approx(best)
-
-
 def test_what_cannot_be_scored_is_refused() -> None:
     [term] = terms_of(question(), RewardConfig())
     with pytest.raises(GraderError, match=r"row q: .*set rollout.environment"):

@@ -14,7 +14,7 @@ from tandemrl.data.rows import DataError, Row
 from tandemrl.evals import Endpoint, Sample, evaluate, read_samples
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.tasks.qa.predictions import Prediction, official, predictions, write_predictions
+from tandemrl.tasks.qa.predictions import Prediction, official, predictions
 
 
 def question(name, answers, supporting, ids=("0", "1", "2"), **info):
@@ -57,15 +57,6 @@ def test_predictions_are_in_gold_order_and_complete():
         Prediction("3hop__1", "", [], False),
         Prediction("2hop__3", "", [], False),  # too long: no sample
     ]
-
-
-def test_the_file_has_the_official_keys(tmp_path):
-    rows = [question("x", ["1912"], ("b",), ids=("a", "b"))]
-    write_predictions(tmp_path / "out.jsonl", predictions([answered(rows[0], "été 1912", ["b"])], rows))
-    wanted = (
-        '{"id": "x", "predicted_answer": "été 1912", "predicted_support_idxs": [1], "predicted_answerable": true}\n'
-    )
-    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == wanted
 
 
 def test_official_scores_of_the_predictions_by_hand():

@@ -60,14 +60,11 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     "problem",
     [
         Reply(429, b"slow down"),
-        Reply(503, b"loading"),
         Reply(200, b"<html>a proxy's page</html>"),
         Reply(200, b'{"choices": []}'),
         Reply(200, b'{"choices": [{"message": {"content": 7}}]}'),
-        Reply(200, b"\xff\xfe"),
         Reply(200, b"[" * 200_000),
         Reply(200, b"9" * 100_000),  # more digits than Python reads
-        Reply(200, completion("fine")[:-1] + b', "usage": NaN}'),
         Reply(200, completion("fine"), (("content-encoding", "gzip"),)),
     ],
     ids=lambda problem: f"{problem.status} {problem.body[:12]!r} {len(problem.body)}",

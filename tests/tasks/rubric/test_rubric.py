@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from tandemrl.config import JudgeConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import Score
-from tandemrl.tasks.rubric.judge import (
-    JudgeError,
-    JudgePool,
-    Messages,
-    grade_score,
-    parse_score,
-    parse_verdict,
-)
+from tandemrl.tasks.rubric.judge import JudgeError, JudgePool, Messages, grade_score, parse_score, parse_verdict
 
 RIGHT, WRONG = (Score(acc, {"acc": acc, "answer_present": 1.0}, "4") for acc in (1.0, 0.0))
 SILENT = Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
@@ -61,22 +54,18 @@ def values(judge: Scripted, items: list[tuple[Row, str, Score]], **config: objec
         ("Total Score: [8.5/10 points]", 0.85),
         ("Total Score 10", 1.0),
         ("Total Score: 7 because two steps are missing", 0.7),
-        ("Total Score: 7. Well done", 0.7),
         ("Total Score: 0/10", 0.0),
         ("**Total Score:** **8.5** / 10", 0.85),
         ("| Total Score | 7/10 |", 0.7),
         ("Total Score: $7/10$", 0.7),
         ("Total Score (out of 10): 7", 0.7),
         ("Total Score: 7 out of 10", 0.7),
-        ("Total Score: '6 points'", 0.6),
         ("Total Score:\n\n7/10\n", 0.7),
         ("Total Score: .5/10", 0.05),
         ("Total Score: 2/10. No: total score: 9/10.", 0.9),
         ("<think>Total Score: 3/10</think>\nTotal Score: 4/10", 0.4),
         ("7", 0.7),
-        (" 7/10\n", 0.7),
         ("Total Score: 12/10", 1.0),  # cut to [0, 1]
-        ("Total Score: -3/10", 0.0),
         ("Total Score: −3/10", 0.0),
     ],
 )
@@ -88,25 +77,18 @@ def test_scores_that_are_read(text: str, score: float) -> None:
     "text",
     [
         "",
-        "The answer is right.",
         "I give 7/10",  # without the words, a score stands alone
         "Total Score: seven",
-        "Total Score: x/10",
         "Total Score: nan",
-        "Total Score: inf/10",
         "Total Score: 1e400/10",
         "Total Score: " + "9" * 400,
         "Total Score: ٧/10",
         "Total Score: 14/20",
-        "Total Score: 7/100",
         "Total Score: 7/10/2",
         "Total Score: 70%",
         "Total Score: 3 + 4 = 7/10",
-        "Total Score: 3+4=7",
         "Total Score: 6-8/10",
-        "Total Score: 6 – 8",
         "Total Score: 7,5/10",
-        "Total Score: 7x",
         "Total Score: 1_0",
         "Total Score: 7/10. Total Score: ",
         "<think>Total Score: 7/10",  # cut off
@@ -157,16 +139,13 @@ def test_any_reply_gives_a_finite_score_or_none(text: str) -> None:
         ("<think>False? No.</think>True", 1.0),
         ("Is it true or false?\nAnswer: False", 0.0),
         ("It is not true.", None),
-        ("The model answer isn't true.", None),
         ("It isn’t entirely true.", None),
         ("It cannot be true.", None),
-        ("It is not false.", None),
         ("It does not match. False", 0.0),
         ("True or False", None),
         ("<think>True", None),
         ("untrue", None),
         ("", None),
-        ("maybe", None),
     ],
 )
 def test_verdicts(text: str, verdict: float | None) -> None:
