@@ -27,7 +27,7 @@ FORMS = {
 def put(folder: Path, name: str, form: str, **changes: object) -> Path:
     folder.mkdir()
     if form == "authors":
-        for file in SETS[name].files.values():
+        for file in SETS[name].files:
             (folder / file).write_text(json.dumps([ROW | FORMS[form] | changes]))
     else:
         for split in ("train", "validation"):

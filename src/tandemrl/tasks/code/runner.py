@@ -349,7 +349,9 @@ class Runner(NamedTuple):
                     self.sweep()
                     os._exit(0)
                 if descriptor == ended:
-                    status = _how(os.waitpid(main, 0)[1])
+                    code = os.waitstatus_to_exitcode(os.waitpid(main, 0)[1])
+                    known = {0: "ok", DOES_NOT_COMPILE: "syntax", -signal.SIGXCPU: "timeout"}
+                    status = known.get(code, "crash" if code < 0 else "error")
                 elif data := os.read(descriptor, 2**16):
                     texts[descriptor].append(data)
                     left -= len(data)
@@ -426,9 +428,3 @@ def _leave(status: int) -> NoReturn:
         except (AttributeError, OSError, ValueError):
             status = status or 1
     os._exit(status)
-
-
-def _how(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    known = {0: "ok", DOES_NOT_COMPILE: "syntax", -signal.SIGXCPU: "timeout"}
-    return known.get(code, "crash" if code < 0 else "error")

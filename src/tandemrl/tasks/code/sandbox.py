@@ -279,8 +279,7 @@ def _messages(program: str, test: Test, timeout_s: float) -> list[dict[str, Any]
     if isinstance(test, Call):
         arguments = json.dumps([to_wire(argument) for argument in test.arguments])
         return [job | {"kind": "call", "function": test.function, "input": arguments + "\n"}]
-    check = {"prompt": test.prompt, "test": test.test, "function": test.function}
-    return [job | {"kind": "check", "function": test.function, "input": "", "prompt": test.prompt}, check]
+    return [job | {"kind": "check", "function": test.function, "input": "", "prompt": test.prompt}, test._asdict()]
 
 
 def _outcome(reply: dict[str, Any], test: Test) -> Outcome:

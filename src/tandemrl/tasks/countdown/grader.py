@@ -21,7 +21,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import NamedTuple
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
@@ -32,11 +31,6 @@ MAX_EXPRESSION_CHARS = 500
 MAX_BITS = 2000
 """The size in bits beyond which intermediate results are refused."""
 TOLERANCE = Fraction(1, 10**5)
-
-
-class Task(NamedTuple):
-    target: Fraction
-    numbers: tuple[int, ...]
 
 
 class ExpressionError(ValueError):
@@ -50,8 +44,7 @@ def countdown(row: Row, text: str, options: RewardConfig) -> Score:
     Raises:
         DataError: the ground truth is not ``{"target": …, "numbers": […]}``.
     """
-    task = read_task(row)
-    answer, uses_numbers, reached = _check(task, text, options)
+    answer, uses_numbers, reached = _check(*read_task(row), text, options)
     score = graded(reached is True, answer, options, 0.1)
     score.parts["uses_numbers"] = float(uses_numbers)
     if options.countdown == "cohlem":
@@ -72,7 +65,7 @@ def evaluate(expression: str) -> Fraction:
     return _evaluate(expression, _STRICT)[0]
 
 
-def read_task(row: Row) -> Task:
+def read_task(row: Row) -> tuple[Fraction, list[int]]:
     """The target and the numbers of a row.
 
     Raises:
@@ -82,7 +75,7 @@ def read_task(row: Row) -> Task:
         gold = json.loads(row.ground_truth)
         numbers = [Fraction(str(number)) for number in (gold["numbers"] if "numbers" in gold else gold["nums"])]
         if all(number.denominator == 1 for number in numbers):
-            return Task(Fraction(str(gold["target"])), tuple(map(int, numbers)))
+            return Fraction(str(gold["target"])), [*map(int, numbers)]
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
         pass
     raise DataError(
@@ -97,9 +90,10 @@ Operations = Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 _STRICT: Operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def _check(task: Task, text: str, options: RewardConfig) -> tuple[str | None, bool, bool | None]:
-    """The answer, whether it has exactly the task's numbers, and whether its value is the target, or None without a
-    value.
+def _check(
+    target: Fraction, numbers: list[int], text: str, options: RewardConfig
+) -> tuple[str | None, bool, bool | None]:
+    """The answer, whether it has exactly the numbers, and whether its value is the target, or None without a value.
 
     What the original code accepts, for results that depend on it: ``reward.compat=tinyzero``: the answer must be on the
     last line; whatever is made of digits, ``+ - * / ( ) .`` and spaces counts, so decimals and ``**`` and ``//`` too.
@@ -118,14 +112,14 @@ def _check(task: Task, text: str, options: RewardConfig) -> tuple[str | None, bo
         result, used = None, []
     if original is not None:
         used = [int(number[:100]) for number in re.findall(r"\d+", expression)]
-    uses_numbers = sorted(used) == sorted(task.numbers)
+    uses_numbers = sorted(used) == sorted(numbers)
     if original == "cohlem":
-        uses_numbers = len(used) == len(task.numbers) and set(used) <= set(task.numbers)
+        uses_numbers = len(used) == len(numbers) and set(used) <= set(numbers)
     if result is None or not uses_numbers or (original == "tinyzero" and "%" in expression):
         return answer, uses_numbers, None
     if original == "cohlem":
-        return answer, uses_numbers, float(result) == float(task.target)
-    return answer, uses_numbers, abs(result - task.target) < TOLERANCE
+        return answer, uses_numbers, float(result) == float(target)
+    return answer, uses_numbers, abs(result - target) < TOLERANCE
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

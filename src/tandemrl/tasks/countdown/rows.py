@@ -90,8 +90,7 @@ def record_of_puzzle(
         messages: the prompt, for a data set that has its own. It is used with ``chat``.
     """
     extra: dict[str, Any] = {"split": split, "index": index, RENDERED: template != "chat"}
-    if puzzle.solution is not None:
-        extra["solution"] = puzzle.solution
+    extra |= {} if puzzle.solution is None else {"solution": puzzle.solution}
     own = messages if template == "chat" else None
     asked = [{"role": m["role"], "content": m["content"]} for m in own or prompt(puzzle, template)]
     return record_of(puzzle.data_source, asked, "math", puzzle.ground_truth, extra)

@@ -43,8 +43,7 @@ def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[
     count = GENERATORS[pair].DEFAULT_COUNTS[split] if count is None else count
     if count < 1:
         raise DataError(f"synthetic:{pair}:{split}: asked for {count} rows")
-    rows: list[Row] = GENERATORS[pair].generate(pair, split, count, seed)
-    return rows
+    return list(GENERATORS[pair].generate(pair, split, count, seed))
 
 
 def build_synthetic(

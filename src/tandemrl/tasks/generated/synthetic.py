@@ -282,10 +282,6 @@ def _deltas(value: int, steps: int) -> Iterator[tuple[int, ...]]:
                 yield (delta, *rest)
 
 
-def _in_range(numbers: Numbers) -> bool:
-    return all(0 <= value <= MAX_VALUE for value in itertools.accumulate(numbers.deltas, initial=numbers.start))
-
-
 def _result(numbers: Numbers, step: int, value: int, error: float, rng: random.Random) -> int:
     """The result that a step from ``value`` states, which is wrong by 1 or 2 with probability ``error``.
 
@@ -295,8 +291,9 @@ def _result(numbers: Numbers, step: int, value: int, error: float, rng: random.R
     right = value + numbers.deltas[step]
     if rng.random() >= error:
         return right
-    rest = numbers.deltas[step + 1 :]
-    return rng.choice([r for slip in (-2, -1, 1, 2) if _in_range(Numbers(r := right + slip, rest))] or [right])
+    rest = [*itertools.accumulate(numbers.deltas[step + 1 :], initial=0)]
+    slips = (right + slip for slip in (-2, -1, 1, 2))
+    return rng.choice([each for each in slips if all(0 <= each + further <= MAX_VALUE for further in rest)] or [right])
 
 
 _STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|makes|about) (\d+)")

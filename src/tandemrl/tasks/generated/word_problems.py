@@ -22,6 +22,7 @@ A row keeps its solution as GSM8K's rows do (``rows.SOLUTION``), so a warm start
 """
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -56,54 +57,41 @@ class Template(NamedTuple):
     ranges: dict[str, tuple[int, int]]
 
 
-def _template(story: str, steps: str, **ranges: tuple[int, int]) -> Template:
-    return Template(story, steps, ranges)
-
-
-_FEW, _ONES = (2, 6), (2, 9)
-TEMPLATES = (
-    _template("{x} has {a} {t} and finds {b} more. How many {t} does {x} have now?", "a + b", a=(3, 24), b=(2, 12)),
-    _template("{x} had {a} {t} and gave {b} of them to {y}. How many {t} are left?", "a - b", a=(8, 30), b=(2, 12)),
-    _template("{x} has {a} boxes with {b} {t} in each. How many {t} are there?", "a * b", a=_ONES, b=_ONES),
-    _template("{x} puts {a} {t} into bags of {b}. How many bags are full?", "a / b", a=(4, 30), b=_ONES),
-    _template(
-        "{x} has {a} boxes with {b} {t} in each. Then {x} buys {c} more {t}. How many {t} does {x} have?",
-        "a * b, _ + c", a=_FEW, b=_FEW, c=(2, 12),
-    ),
-    _template(
-        "{x} buys {a} packs of {b} {t} and gives {c} {t} to {y}. How many {t} does {x} keep?",
-        "a * b, _ - c", a=_FEW, b=_ONES, c=_ONES,
-    ),
-    _template(
-        "There are {a} {t} in a box. {x} takes out {b}, and {y} puts in {c}. How many {t} are in the box?",
-        "a - b, _ + c", a=(8, 30), b=_ONES, c=_ONES,
-    ),
-    _template(
-        "{x} reads {a} pages on Monday, {b} on Tuesday and {c} on Wednesday. How many pages is that in all?",
-        "a + b, _ + c", a=(2, 12), b=(2, 12), c=_ONES,
-    ),
-    _template(
-        "{x} has {a} {t}. {y} has {b} more than {x}. How many {t} do they have together?",
-        "a + b, _ + a", a=(2, 13), b=_ONES,
-    ),
-    _template(
-        "{x} has {a} {t}. {y} has {b} times as many. How many {t} do they have together?",
-        "a * b, _ + a", a=(2, 10), b=_FEW,
-    ),
-    _template(
-        "{x} and {y} put {a} and {b} {t} together and share them equally among {c} friends. How many does each get?",
-        "a + b, _ / c", a=(2, 18), b=(2, 18), c=_ONES,
-    ),
-    _template(
-        "A ticket costs {a} dollars. {x} buys {b} and pays with {c} dollars. How many dollars does {x} get back?",
-        "a * b, c - _", a=_FEW, b=_ONES, c=(10, 30),
-    ),
-    _template(
-        "{x} earns {a} dollars an hour and works {b} hours. Then {x} shares the money equally with {y}. "
-        "How many dollars does each of them get?",
-        "a * b, _ / two", a=(2, 12), b=_ONES, two=(2, 2),
-    ),
-)  # fmt: skip
+_TEMPLATES = """
+{x} has {a} {t} and finds {b} more. How many {t} does {x} have now?
+    a + b; a 3-24, b 2-12
+{x} had {a} {t} and gave {b} of them to {y}. How many {t} are left?
+    a - b; a 8-30, b 2-12
+{x} has {a} boxes with {b} {t} in each. How many {t} are there?
+    a * b; a 2-9, b 2-9
+{x} puts {a} {t} into bags of {b}. How many bags are full?
+    a / b; a 4-30, b 2-9
+{x} has {a} boxes with {b} {t} in each. Then {x} buys {c} more {t}. How many {t} does {x} have?
+    a * b, _ + c; a 2-6, b 2-6, c 2-12
+{x} buys {a} packs of {b} {t} and gives {c} {t} to {y}. How many {t} does {x} keep?
+    a * b, _ - c; a 2-6, b 2-9, c 2-9
+There are {a} {t} in a box. {x} takes out {b}, and {y} puts in {c}. How many {t} are in the box?
+    a - b, _ + c; a 8-30, b 2-9, c 2-9
+{x} reads {a} pages on Monday, {b} on Tuesday and {c} on Wednesday. How many pages is that in all?
+    a + b, _ + c; a 2-12, b 2-12, c 2-9
+{x} has {a} {t}. {y} has {b} more than {x}. How many {t} do they have together?
+    a + b, _ + a; a 2-13, b 2-9
+{x} has {a} {t}. {y} has {b} times as many. How many {t} do they have together?
+    a * b, _ + a; a 2-10, b 2-6
+{x} and {y} put {a} and {b} {t} together and share them equally among {c} friends. How many does each get?
+    a + b, _ / c; a 2-18, b 2-18, c 2-9
+A ticket costs {a} dollars. {x} buys {b} and pays with {c} dollars. How many dollars does {x} get back?
+    a * b, c - _; a 2-6, b 2-9, c 10-30
+{x} earns {a} dollars an hour and works {b} hours. Then {x} shares the money equally with {y}. How many dollars does \
+each of them get?
+    a * b, _ / two; a 2-12, b 2-9, two 2-2
+"""
+TEMPLATES = tuple(
+    Template(
+        story, steps, {name: (int(low), int(high)) for name, low, high in re.findall(r"(\w+) (\d+)-(\d+)", ranges)}
+    )
+    for story, steps, ranges in re.findall(r"(\S.*)\n +(.*); (.*)", _TEMPLATES)
+)
 
 
 class Problem(NamedTuple):

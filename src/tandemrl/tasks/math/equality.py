@@ -132,10 +132,11 @@ class Shape(NamedTuple):
     def of(cls, answer: str) -> "Shape":
         if matrix := _MATRIX.fullmatch(answer):
             rows = [row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")]
-            kind = ("determinant " if matrix["kind"][0] in "vV" else "matrix ") + ",".join(
-                str(len(row)) for row in rows
+            kind, sizes = (
+                "determinant" if matrix["kind"][0] in "vV" else "matrix",
+                ",".join(str(len(row)) for row in rows),
             )
-            return cls(kind, tuple(entry.strip() for row in rows for entry in row))
+            return cls(f"{kind} {sizes}", tuple(entry.strip() for row in rows for entry in row))
         if len(chain := _ORDER.split(answer)) > 1:
             sides, signs = chain[::2], chain[1::2]
             if all(sign in _FALLING for sign in signs):

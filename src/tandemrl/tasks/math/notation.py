@@ -109,11 +109,6 @@ _SIGNS |= dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
 # ---- rules ---------------------------------------------------------------------------------------------------------
 
 
-def _macro(found: re.Match[str]) -> str:
-    """What stands for a macro: one name for each thing, nothing for what only changes the looks."""
-    return _PLAIN.get(found[1], found[0])
-
-
 _NAMES = {
     "": "bf it bfseries boldmath normalsize displaystyle textstyle left right large Large LARGE huge Huge small tiny "
     "big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr euro EUR pounds texteuro textdollar",
@@ -125,6 +120,7 @@ _NAMES = {
     **{"<": "lt", ">": "gt", r"\emptyset ": "varnothing", r"^\circ ": "degree", r"\mathbb": "Bbb mathds"},
     **{r"\phi": "varphi", r"\epsilon": "varepsilon", r"\theta": "vartheta", r"\{": "lbrace", r"\}": "rbrace"},
 }
+# What stands for a macro: one name for each thing, nothing for what only changes the looks.
 _PLAIN = {name: plain for plain, names in _NAMES.items() for name in names.split()}
 _SCALES = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "1000000", "billion": "1000000000"}
 _THOUSANDS = re.compile(
@@ -145,7 +141,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\\(?:text)?color ?(?:\[[^\[\]]*\])?\{[^{}]*\} ?", ""),
         (r"\{ ?\\(?:rm|sf|tt|sl|it|bf) ([^{}]*)\}", r"\\text{\1}"),
         (r"\\operatorname\*? ?\{(sin|cos|tan|log|ln|gcd|lcm|max|min|det)\}", r"\\\1 "),
-        (r"(?<!\\)\\([A-Za-z]+)\*?(?![A-Za-z])", _macro),
+        (r"(?<!\\)\\([A-Za-z]+)\*?(?![A-Za-z])", lambda macro: _PLAIN.get(macro[1], macro[0])),
         (r"~|(?<!\\)\\[ ,;:>]|\s", " "),
         (r" +", " "),
         (r"\\mathbf ?\{([^{}]*)\}", r"\1"),

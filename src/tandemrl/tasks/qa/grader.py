@@ -85,7 +85,7 @@ def musique(row: Row, text: str, options: RewardConfig, transcript: Transcript) 
         "precision": len(retrieved & supporting) / max(len(retrieved), 1),
         "citation": len(cited & supporting) / len(supporting) if supporting else 1.0,
         "support_f1": set_f1(cited, supporting),
-        "format": result.share,
+        "format": sum(argument is not None for argument in result) / len(result),
     }
     value = ERAS[options.musique].reward(parts, hops(row))
     return Score(value, {"acc": parts["em"], "answer_present": float(answer is not None), **parts}, answer)
@@ -100,11 +100,6 @@ class Completed(NamedTuple):
     reasoning: Any = None
     final_answer: str | None = None
     cited_doc_ids: tuple[str, ...] | None = None
-
-    @property
-    def share(self) -> float:
-        """The share of the arguments that are not None."""
-        return sum(argument is not None for argument in self) / len(self)
 
 
 def completed(messages: Sequence[Message]) -> Completed:

@@ -5,8 +5,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,36 +16,37 @@ from tandemrl.data.rows import DataError, object_of, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, copy_of, provenance, split_rows
 
 
+class Question(NamedTuple):
+    """A question about documents. answers: the answer, and other forms of it. place: what ``extra_info`` has beside
+    the documents."""
+
+    text: str
+    answers: Sequence[str]
+    docs: Sequence[Mapping[str, Any]]
+    place: Mapping[str, Any]
+    answerable: bool = True
+
+
+SPLITS = ("train", "validation")
+
+
 class Published(NamedTuple):
-    """A set. rows: the published sizes. files: those of the splits in what its authors publish."""
+    """A set. rows: the published sizes of `SPLITS`. files: those of the splits in what its authors publish."""
 
     repo: str
     config: str | None
-    rows: Mapping[str, int]
-    files: Mapping[str, str]
+    rows: tuple[int, int]
+    files: tuple[str, str]
 
 
-MUSIQUE = Published(
-    "bdsaglam/musique",
-    "answerable",
-    {"train": 19_938, "validation": 2417},
-    {"train": "musique_ans_v1.0_train.jsonl", "validation": "musique_ans_v1.0_dev.jsonl"},
-)
-MUSIQUE_ROWS = MUSIQUE.rows
+_MUSIQUE_FILES = ("musique_ans_v1.0_train.jsonl", "musique_ans_v1.0_dev.jsonl")
+_HOTPOT_FILES = ("hotpot_train_v1.1.json", "hotpot_dev_distractor_v1.json")
+MUSIQUE = Published("bdsaglam/musique", "answerable", (19_938, 2417), _MUSIQUE_FILES)
+MUSIQUE_ROWS: Mapping[str, int] = dict(zip(SPLITS, MUSIQUE.rows, strict=True))
 """The published sizes of MuSiQue-Answerable."""
 SETS: Mapping[str, Published] = {
-    "hotpotqa": Published(
-        "hotpotqa/hotpot_qa",
-        "distractor",
-        {"train": 90_447, "validation": 7405},
-        {"train": "hotpot_train_v1.1.json", "validation": "hotpot_dev_distractor_v1.json"},
-    ),
-    "2wikimultihopqa": Published(
-        "ohjoonhee/2WikiMultihopQA",
-        None,
-        {"train": 167_454, "validation": 12_576},
-        {"train": "train.json", "validation": "dev.json"},
-    ),
+    "hotpotqa": Published("hotpotqa/hotpot_qa", "distractor", (90_447, 7405), _HOTPOT_FILES),
+    "2wikimultihopqa": Published("ohjoonhee/2WikiMultihopQA", None, (167_454, 12_576), ("train.json", "dev.json")),
 }
 
 
@@ -72,13 +73,12 @@ def build_musique(
         raise DataError(f"noise rate {noise_rate}: must be in [0, 1]")
     dropped: Counter[str] = Counter()
 
-    def thinned(record: Record, split: str, index: int) -> dict[str, Any]:
-        row = _row(record, split, index)
-        noise = np.random.default_rng([seed, [*MUSIQUE.rows].index(split), index])
-        docs = row["extra_info"]["docs"]
-        row["extra_info"]["docs"] = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
-        dropped["paragraphs"] += len(docs) - len(row["extra_info"]["docs"])
-        return row
+    def thinned(record: Record, split: str, index: int) -> Question:
+        question = _question(record)
+        noise = np.random.default_rng([seed, SPLITS.index(split), index])
+        kept = [doc for doc in question.docs if doc["is_supporting"] or noise.random() < noise_rate]
+        dropped["paragraphs"] += len(question.docs) - len(kept)
+        return question._replace(docs=kept)
 
     settings = {"noise_rate": noise_rate, "seed": seed, "dropped": dropped}
     return _build("musique", MUSIQUE, source, out, thinned, expect_rows, settings)
@@ -98,33 +98,7 @@ def build_hotpot(name: str, source: Path | None, out: Path, *, expect_rows: Expe
     Raises:
         DataError: the data is missing or malformed, or a split has another number of rows than published.
     """
-    return _build(name, SETS[name], source, out, partial(_hotpot_row, name), expect_rows)
-
-
-def question_record(
-    data_source: str,
-    question: str,
-    answers: Sequence[str],
-    docs: Sequence[Mapping[str, Any]],
-    where: str,
-    place: Mapping[str, Any],
-    answerable: bool = True,
-) -> dict[str, Any]:
-    """A row of a question about documents.
-
-    Args:
-        answers: the answer, and other forms of it.
-        place: what ``extra_info`` has beside the documents.
-
-    Raises:
-        DataError: it has an answer, and no document supports that.
-    """
-    supporting = sum(doc["is_supporting"] for doc in docs)
-    if answerable and supporting == 0:
-        raise DataError(f"{where}, field 'paragraphs': no paragraph is supporting")
-    extra = {**place, "docs": docs, "n_hops": supporting, "answerable": answerable}
-    truth = json.dumps([*answers], ensure_ascii=False)
-    return record_of(data_source, [{"role": "user", "content": question}], "qa", truth, extra)
+    return _build(name, SETS[name], source, out, lambda record, split, index: _hotpot_question(record), expect_rows)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -135,20 +109,30 @@ def _build(
     published: Published,
     source: Path | None,
     out: Path,
-    row: Callable[[Record, str, int], dict[str, Any]],
+    question: Callable[[Record, str, int], Question],
     expect_rows: ExpectRows | None,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    origins = {split: Origin(published.repo, split, published.config) for split in published.rows}
-    copies = {split: copy_of(source, file) for split, file in published.files.items()}
+    def row(record: Record, split: str, index: int) -> dict[str, Any]:
+        text, answers, docs, place, answerable = question(record, split, index)
+        supporting = sum(doc["is_supporting"] for doc in docs)
+        if answerable and supporting == 0:
+            raise DataError(f"{record.where}, field 'paragraphs': no paragraph is supporting")
+        truth = json.dumps(answers, ensure_ascii=False)
+        extra = {"split": split, "index": index, **place, "docs": docs, "n_hops": supporting, "answerable": answerable}
+        return record_of(name, [{"role": "user", "content": text}], "qa", truth, extra)
+
+    origins = {split: Origin(published.repo, split, published.config) for split in SPLITS}
+    copies = {split: copy_of(source, file) for split, file in zip(SPLITS, published.files, strict=True)}
+    rows = dict(zip(SPLITS, published.rows, strict=True))
     where = str(source or published.repo)
-    splits = split_rows(origins, copies, row, where, published.rows if expect_rows is None else expect_rows)
+    splits = split_rows(origins, copies, row, where, rows if expect_rows is None else expect_rows)
     official = any(copy != source for copy in copies.values())
     manifest = {"source": where} if official else provenance([*origins.values()], source)
-    return write_splits(out, name, splits, manifest | dict(settings or {}))
+    return write_splits(out, name, splits, {**manifest, **settings})
 
 
-def _row(record: Record, split: str, index: int) -> dict[str, Any]:
+def _question(record: Record) -> Question:
     info = record.fields.get("info")
     fields = {**record.fields, **info} if isinstance(info, Mapping) else record.fields
     record = Record(record.where, fields)
@@ -157,9 +141,7 @@ def _row(record: Record, split: str, index: int) -> dict[str, Any]:
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise DataError(f"{record.where}, field 'answer_aliases': expected strings, found {aliases!r:.80}")
     answerable = bool(fields.get("answerable", True))
-    place = {"split": split, "index": index, "id": record.text("id")}
-    docs = list(_documents(record))
-    return question_record("musique", question, [answer, *aliases], docs, record.where, place, answerable)
+    return Question(question, [answer, *aliases], list(_documents(record)), {"id": record.text("id")}, answerable)
 
 
 def _documents(record: Record) -> Iterator[dict[str, Any]]:
@@ -188,14 +170,14 @@ def plain_quotes(text: str) -> str:
     return paired.replace("``", "").replace("''", "")
 
 
-def _hotpot_row(name: str, record: Record, split: str, index: int) -> dict[str, Any]:
+def _hotpot_question(record: Record) -> Question:
     facts = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
     docs = []
     for number, (title, sentences) in enumerate(_pairs(record, "context", "sentences")):
         body = " ".join(map(str.strip, sentences))
         docs.append({"id": str(number), "title": title, "body": body, "is_supporting": title in facts})
-    place = {"split": split, "index": index, "id": record.text("id", "_id"), "type": record.text("type")}
-    return question_record(name, record.text("question"), [record.text("answer")], docs, record.where, place)
+    place = {"id": record.text("id", "_id"), "type": record.text("type")}
+    return Question(record.text("question"), [record.text("answer")], docs, place)
 
 
 def _pairs(record: Record, field: str, second: str) -> Iterator[tuple[str, Any]]:
