@@ -71,5 +71,4 @@ def test_every_solution_fits(pair: str) -> None:
     pieces = re.compile(r" ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\d|\s")
     rows = [row for split in ("train", "heldout") for row in generate(pair, split, DEFAULT_COUNTS[split], 0)]
     most = max(len(pieces.findall(row.extra_info[SOLUTION])) + 1 for row in rows)
-    print(pair, most)
     assert most <= MAX_TOKENS

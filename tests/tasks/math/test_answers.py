@@ -36,7 +36,6 @@ LONG = "x" * 300
         ("#### approx -18", None, "-18", "-18"),
         ("Answer: 300", None, "300", None),
         ("it is 18 .", None, "18", None),  # a lone "." is not a number
-        ("nothing", None, None, None),
         ("", None, None, None),
         ("#### 18" + LONG, None, None, None),  # pushed out of the last 300 characters
         ("#### 18" + LONG[7:], "18", "18", "18"),
@@ -54,12 +53,9 @@ def test_gsm8k_extraction(text, strict, flexible, tandem):
         ("18", "#### 18", "strict", 1.0),
         ("18", "#### 18.0", "strict", 0.0),  # strings are compared
         ("18", "#### 18.", "strict", 0.0),
-        ("18", "#### 20", "strict", 0.0),
         ("1000", "#### $1,000", "tandem", 1.0),
         ("18", "#### 20", "tandem", 0.1),
         ("300", "Answer: 300", "tandem", 0.0),
-        ("-5", "#### -5", "tandem", 1.0),
-        ("2.5", "#### 2.5", "tandem", 1.0),
         ("300", "Answer: 300", "flexible", 1.0),
     ],
 )

@@ -51,36 +51,30 @@ FRAGMENTS = (
     *(r"\binom{9}{4}", r"\infty", r"\cup", r"\pm", r"\text{", r"\text{ cm}", r"\mathrm{", r"\left(", r"\right)"),
     *(r"\begin{pmatrix}", r"\\", r"\end{pmatrix}", "&", r"\sum_{i=1}^{n}", r"\int_0^1", r"\lim_{x \to 0}", r"\log_2"),
     *(r"\sin", r"\cos^2 x", r"\overline{3}", r"^\circ", "^{", "^", "**", "//", "_", "_{7}", "9^9^9^9", "9^{9^{9^9}}"),
-    *("9999999!", "(((((9!)!)!)!)!)!", "1e309", "-1e-309", "0", "1", "2", "7", "12", "42", "3.14", ".5", "1,000", "-3"),
-    *("2.55e-10", "+5", "1/2", "7 3/4", "0/0", "1/0", "NaN", "inf", "x", "y", "k", "e", "i", "x=", "f(x)=", "x^2"),
-    *("p(s) = ", "and", " or ", ", ", ";", "(", ")", "[", "]", "|", "!", "*", "/", "cm", " degrees", " dollars"),
-    *("percent", "million", "True", "None", "__import__('os')", "().__class__", "lambda: 0", "Matrix([", "Point("),
-    *("Interval(0, 1)", "Symbol('x')", "\\", "\\\\", "\x00", "\x1b[31m", "\u202e", "\ud800", "İ", "ß", "٣", "２", "−"),
-    *("×", "√", "π", "∞", "½", "²", "𝟙", "👍", "é", "Step 2:", "<think>", "</think>", "<<1+1=2>>", "\t", "\r\n"),
-    "\u2028",
-    *("\u200b", "\u200d", "\u2060", "\u2063", "\ufeff", "\u00ad", "\u0338", "４２", "＝", "x+3=", "2x=", "602=600"),
-    *("f(0)", "I("),
-    *(r"\text{not }", r"\text{ or more}", "at least ", "between ", "about ", "either ", " to ", " or so", "maybe "),
-    *(r"\approx ", r"\neq ", r"\equiv ", r"\to ", r"\in ", r"\phantom{", r"\cancel{", r"\mathrm{th}", "..."),
-    *(r"\ldots", "'", "?"),
+    *("9999999!", "(((((9!)!)!)!)!)!", "1e309", "-1e-309", "0", "1", "2", "7", "12", "42", "3.14", ".5", "1,000"),
+    *("-3", "2.55e-10", "+5", "1/2", "7 3/4", "0/0", "1/0", "NaN", "inf", "x", "y", "k", "e", "i", "x=", "f(x)="),
+    *("x^2", "p(s) = ", "and", " or ", ", ", ";", "(", ")", "[", "]", "|", "!", "*", "/", "cm", " degrees"),
+    *(" dollars", "percent", "million", "True", "None", "__import__('os')", "().__class__", "lambda: 0", "Matrix(["),
+    *("Point(", "Interval(0, 1)", "Symbol('x')", "\\", "\\\\", "\x00", "\x1b[31m", "\u202e", "\ud800", "İ", "ß", "٣"),
+    *("２", "−", "×", "√", "π", "∞", "½", "²", "𝟙", "👍", "é", "Step 2:", "<think>", "</think>", "<<1+1=2>>", "\t"),
+    *("\r\n", "\u2028", "\u200b", "\u200d", "\u2060", "\u2063", "\ufeff", "\u00ad", "\u0338", "４２", "＝", "x+3="),
+    *("2x=", "602=600", "I(", r"\text{not }", r"\text{ or more}", "at least ", "between ", "about ", "either "),
+    *(" to ", " or so", "maybe ", r"\approx ", r"\neq ", r"\equiv ", r"\to ", r"\in ", r"\phantom{", r"\cancel{"),
+    *(r"\mathrm{th}", "...", r"\ldots", "'", "?", "f(0)"),
 )
 # What turns an answer into another one, several, or none, however often and in whatever order it is put before or
 # behind it.
 BEFORE = (
     *("x+3=", "2x=", "xy = ", "n(n+1) = ", "y=7, x=", "x > ", r"x \neq ", "602 = ", r"\sqrt{2}=", "f(x)+1=", "not "),
-    "AZYUK",
-    *("7&", "7|", "7\u200b", "7\u2060", "\u202e", "\u2063", "7#", "7 ", "7;", "5, ", "5 or ", "~5 or "),
-    *(r"\text{not }", r"\neg "),
-    *(r"\text{about }", "at least ", "between 5 and ", r"5 \\ ", r"5\implies ", r"\phantom{5}", "f(0)+", "v", "7_"),
-    "7:",
+    *("AZYUK", "7&", "7|", "7\u200b", "7\u2060", "\u202e", "\u2063", "7#", "7 ", "7;", "5, ", "5 or ", "~5 or "),
+    *(r"\text{not }", r"\neg ", r"\text{about }", "at least ", "between 5 and ", r"5 \\ ", r"5\implies "),
+    *(r"\phantom{5}", "f(0)+", "v", "7_", "7:"),
 )
 BEHIND = (
     *(" or 5", " or more", r" \text{ or more}", ", 5", "; 5", "&7", "|7", "\u2063", "\x00", "?", "...", r"\ldots"),
-    "'",
-    *(r" \neq 5", " = 5", " = x+3", "=7=7", r"\text{ dozen}", r"\text{ fifths}", "/", "^", " to 5", r" \approx 5"),
-    "#5",
-    *(" % 5", r"\cancel{5}", "{5}", " 5", ":5", r"\text{ (wrong)}", r" \text{ thousand}", r" \mid 5", "†", "\u0338"),
-    " below zero",
+    *("'", r" \neq 5", " = 5", " = x+3", "=7=7", r"\text{ dozen}", r"\text{ fifths}", "/", "^", " to 5"),
+    *(r" \approx 5", "#5", " % 5", r"\cancel{5}", "{5}", " 5", ":5", r"\text{ (wrong)}", r" \text{ thousand}"),
+    *(r" \mid 5", "†", "\u0338", " below zero"),
 )
 BRACKETS = (("(", ")"), ("{", "}"), (r"\frac{", "}{2}"), (r"\sqrt{", "}"), (r"\boxed{", "}"), ("[", "]"))
 WRAPPERS = (
