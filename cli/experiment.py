@@ -49,8 +49,9 @@ def _add(experiment: Experiment) -> None:
         given = _given(pairs=pair, seeds=seeds, problems=problems, samples=samples, device=device)
         chosen = replace(chosen, **given, overrides=(*chosen.overrides, *(overrides or ())))
         folder = out or Path("runs") / name
+        command = shlex.join(["tandemrl", *sys.argv[1:]])
         with heartbeat(typer.echo, lambda: last_written(folder)):
-            results = run_experiment(chosen, folder, workers=workers, command=_command(), say=echo)
+            results = run_experiment(chosen, folder, workers=workers, command=command, say=echo)
         for claim in results["claims"]:
             values = ", ".join(f"{value:.3f}" for value in claim["values"])
             verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")
@@ -81,7 +82,6 @@ def retrievers(
     config: Annotated[str | None, typer.Option(help="The config of every evaluation.")] = None,
     problems: Problems = None,
     samples: Samples = None,
-    device: Device = None,
 ) -> None:
     """The same questions to every model, with each retriever. Nothing is trained."""
     given = _given(**{name: value for name, value in locals().items() if name != "out"})
@@ -107,7 +107,3 @@ def _given(*, seeds: str | None = None, **options: Any) -> dict[str, Any]:
         raise ConfigError(f"--seeds {seeds}: expected whole numbers with commas between them, e.g. 0,1,2")
     options["seeds"] = [int(part) for part in seeds.split(",")] if seeds else None
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value}
-
-
-def _command() -> str:
-    return shlex.join(["tandemrl", *sys.argv[1:]])

@@ -69,7 +69,6 @@ def warm_start(
     seed: Annotated[int, typer.Option(help="Seed of the order of the rows.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads; default: torch's choice.")] = None,
 ) -> None:
     """Train a model on worked solutions.
 
@@ -78,13 +77,9 @@ def warm_start(
     """
     from dataclasses import replace
 
-    import torch
-
     from tandemrl.apps.experiments.pretrained import RECIPE
     from tandemrl.apps.experiments.warm_start import train_on_solutions
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     recipe = replace(RECIPE, steps=steps, batch_size=batch_size, lr=lr)
     with _shown(f"warm start of {model}", out) as progress:
         rows, left_out, loss = train_on_solutions(

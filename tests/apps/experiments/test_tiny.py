@@ -2,8 +2,10 @@ import itertools
 import json
 import math
 import re
+import runpy
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from transformers import AutoTokenizer
 
 from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.agents import lessons
-from tandemrl.apps.experiments.pair import pack
 from tandemrl.apps.experiments.tiny import PairError, build_tiny_pair, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart
 from tandemrl.tasks.generated.synthetic import PAIRS, examples
@@ -206,7 +207,7 @@ def test_muon_moves_a_matrix_by_its_orthogonal_momentum():
 def test_packing_and_unpacking_keeps_every_weight(jargon, tmp_path, monkeypatch):
     out, manifest, _ = jargon
     monkeypatch.setattr("tandemrl.apps.experiments.pair.PACKAGED", tmp_path)
-    pack(out)
+    runpy.run_path(str(Path(__file__).parents[3] / ".ci" / "pack_pair.py"))["pack"](out, tmp_path)
     monkeypatch.setattr(tiny, "warm_start", lambda *args, **more: pytest.fail("trained"))
     unpacked = build_tiny_pair(tmp_path / "pair", pair="jargon")
     assert unpacked == manifest

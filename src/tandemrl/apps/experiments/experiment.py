@@ -160,7 +160,10 @@ def run_experiment(
             results, and the rest is compared.)
     """
     out = Path(out)
-    _check_experiment(experiment)
+    for problem in _problems(experiment):
+        raise ExperimentError(f"{experiment.name}: {problem}")
+    for arm in experiment.arms:  # a bad key is found before an hour of work
+        load(experiment.config, [*arm.overrides, *experiment.overrides])
     _reserve_folder(experiment, out, command)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
     arms = (*experiment.arms, Arm(BASE, "before training"))
@@ -349,13 +352,6 @@ def _row(job: Job, home: Path, arm: str) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _check_experiment(experiment: Experiment) -> None:
-    for problem in _problems(experiment):
-        raise ExperimentError(f"{experiment.name}: {problem}")
-    for arm in experiment.arms:  # a bad key is found before an hour of work
-        load(experiment.config, [*arm.overrides, *experiment.overrides])
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:

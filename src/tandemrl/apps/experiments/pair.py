@@ -2,14 +2,12 @@
 
 Some tiny pairs come with the library, so that nobody has to train them: ``pairs/NAME-SEED.tar.xz`` is the folder of a
 finished build, with weights in bfloat16, in which they are exact (``build_tiny_pair`` rounds them). It is used only if
-recipe, texts and criteria in its manifest are those of today's code. A new one is packed from a finished build by
-``python -m tandemrl.apps.experiments.pair FOLDER``.
+recipe, texts and criteria in its manifest are those of today's code. ``.ci/pack_pair.py`` packs a finished build.
 """
 
 import json
 import os
 import shutil
-import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +21,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandemrl.apps.experiments.warm_start import save
 from tandemrl.data.rows import DataError
 from tandemrl.data.sources import checksum
 from tandemrl.files import NEW, publish
-from tandemrl.models.loading import no_progress_bars
 
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
 PACKAGED = Path(__file__).parent / "pairs"
@@ -73,9 +71,7 @@ def store(
     """
     new = _building(out)
     for name, (model, tokenizer) in models.items():
-        with no_progress_bars():
-            model.save_pretrained(new / name)
-        tokenizer.save_pretrained(new / name)
+        save(model, tokenizer, new / name)
     senior, tokenizer = models["senior"]
     found = {
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
@@ -108,28 +104,17 @@ def unpack(identity: Mapping[str, Any], out: Path) -> dict[str, Any] | None:
         manifest = json.loads((packed / MANIFEST).read_text())
         if not manifest.items() >= identity.items():
             return None
-        _cast_weights(packed, torch.float32)
+        cast_weights(packed, torch.float32)
         if _weight_hashes(packed) != manifest["sha256"]:
             raise DataError(f"{file}: not the weights that were packed; install tandemrl again, or train the pair here")
         publish(out, Path(shutil.copytree(packed, _building(out))))
     return manifest
 
 
-def pack(built: Path) -> Path:
-    """Pack a finished build of ``build_tiny_pair`` into the folder ``PACKAGED``, and return the file."""
-    manifest = json.loads((built / MANIFEST).read_text())
-    file = PACKAGED / f"{manifest['pair']}-{manifest['seed']}.tar.xz"
-    with TemporaryDirectory() as folder:
-        packed = Path(folder, "pair")
-        shutil.copytree(built, packed)
-        _cast_weights(packed, torch.bfloat16)
-        with tarfile.open(file, "w:xz", preset=9) as archive:
-            for each in sorted(path for path in packed.rglob("*") if path.is_file()):
-                entry = tarfile.TarInfo(str(each.relative_to(packed)))  # without owner and date: the same bytes again
-                entry.size = each.stat().st_size
-                with open(each, "rb") as content:
-                    archive.addfile(entry, content)
-    return file
+def cast_weights(folder: Path, dtype: torch.dtype) -> None:
+    """Store the weights of both models in another dtype."""
+    for file in _weights(folder).values():
+        save_file({key: tensor.to(dtype) for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 @contextmanager
@@ -162,12 +147,3 @@ def _weights(folder: Path) -> dict[str, Path]:
 def _weight_hashes(folder: Path) -> dict[str, str]:
     """The checksums of both models' weights, as a manifest has them."""
     return {name: checksum(file) for name, file in _weights(folder).items()}
-
-
-def _cast_weights(folder: Path, dtype: torch.dtype) -> None:
-    for file in _weights(folder).values():
-        save_file({key: tensor.to(dtype) for key, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-
-
-if __name__ == "__main__":
-    print(pack(Path(sys.argv[1])))

@@ -50,7 +50,6 @@ class Benchmark:
     overrides: tuple[str, ...] = ()
     problems: int = 512
     samples: int = 2
-    device: str = "cpu"
 
 
 def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -100,7 +99,6 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
 def _settings(benchmark: Benchmark, retriever: str) -> list[str]:
     return [
         f"model.junior={benchmark.junior or 'null'}",
-        f"model.device={benchmark.device}",
         f"data.eval={json.dumps(benchmark.data)}",
         f"eval.samples={benchmark.samples}",
         f"eval.k={[k for k in (1, 2, 4, 8) if k <= benchmark.samples]}",

@@ -163,18 +163,15 @@ def build_tiny_pair(
     with threads(base.threads):
         tokenizer = of_junior = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
         senior = junior = untrained(tokenizer)
-        last: Part = "base"
-        stream = _lessons(tokenizer, pair, seed, "base")
-        loss = learn(senior, last, stream)
-        if "senior" in recipes:
-            last, junior = "senior", copy.deepcopy(senior)
-            stream = _lessons(tokenizer, pair, seed, "senior")
+        for last in (part for part in recipes if part != "junior"):
+            junior = senior if last == "base" else copy.deepcopy(senior)
+            stream = _lessons(tokenizer, pair, seed, last)
             loss = learn(senior, last, stream)
         if "junior" in recipes:
             if recipes["junior"].vocab_size != base.vocab_size:
                 of_junior = train_tokenizer(pair, seed, vocab_size=recipes["junior"].vocab_size, part="junior")
             junior = untrained(of_junior)
-            learn(junior, "junior", _lessons(of_junior, pair, seed, "base"))
+            learn(junior, "junior", _lessons(of_junior, pair, seed, "junior"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
         rounds: list[dict[str, float]] = []
         while True:
@@ -319,8 +316,9 @@ def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> di
     return skill
 
 
-def _lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, stage: Stage) -> Iterator[Lesson]:
-    """Yield what is learnt in a stage, without end."""
+def _lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, part: Part) -> Iterator[Lesson]:
+    """Yield what is learnt for a part, without end."""
+    stage: Stage = "base" if part == "junior" else part
     if pair in AGENTS:
         yield from lessons(tokenizer, pair, seed, stage=stage)
     for problem, text in examples(pair, seed, stage=stage):

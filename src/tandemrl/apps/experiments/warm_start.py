@@ -82,6 +82,13 @@ def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrained
     return model, load_tokenizer(path)
 
 
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model and its tokenizer into a folder."""
+    with no_progress_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def warm_start(
     model: PreTrainedModel, lessons: Iterator[Lesson], recipe: WarmStart, *, progress: Progress | None = None
 ) -> float:
@@ -152,12 +159,7 @@ def train_on_solutions(
     ]
     loss = warm_start(policy, shuffled(solved, seed), recipe, progress=progress)
 
-    def fill(folder: Path) -> None:
-        with no_progress_bars():
-            policy.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    write_directory(out, fill)
+    write_directory(out, lambda folder: save(policy, tokenizer, folder))
     return (len(solved), sum(map(len, rows.values())) - len(solved), loss)
 
 

@@ -79,7 +79,7 @@ def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompt
 
     def run(small: PretrainedConfig) -> tuple[int]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = _causal(small, dtype)
+        model = _untrained(small, dtype)
         give_storage(model, fake)
         with fake, Ledger() as ledger, torch.no_grad():
             ledger.disregard([*model.parameters(), *model.buffers()])
@@ -93,9 +93,9 @@ def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompt
 # --------------------------------------------------------------------------------------------------------------- a pass
 
 
-def _causal(configuration: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _untrained(shape: PretrainedConfig, dtype: torch.dtype, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(configuration, dtype=dtype)
+        model = kind.from_config(shape, dtype=dtype)
     model.eval().set_attn_implementation(ATTENTION)
     return model
 
@@ -104,12 +104,10 @@ def _made(role: Role, small: PretrainedConfig, config: Config, world: World) -> 
     """A model as training makes it, sharded."""
     if critic := role.name == "critic":
         small.num_labels = 1
-        with torch.device("meta"):
-            model = AutoModelForTokenClassification.from_config(small, dtype=torch.float32)
-        model.eval().set_attn_implementation(ATTENTION)
+        model = _untrained(small, torch.float32, AutoModelForTokenClassification)
         without_dropout(model)
     else:
-        model = _causal(small, getattr(torch, role.dtype))
+        model = _untrained(small, getattr(torch, role.dtype))
     if role.name == "frozen":
         model.requires_grad_(False)
     elif config.model.gradient_checkpointing:

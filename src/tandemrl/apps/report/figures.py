@@ -115,8 +115,7 @@ def plane(arms: Styled, name: str) -> Figure | None:
 
 def curves(arms: Styled, prefix: str) -> list[Figure]:
     """The learning curves that there is data for."""
-    drawn = (curve(arms, f"{prefix}-{number}", metric) for number, metric in enumerate(CURVES))
-    return [figure for figure in drawn if figure is not None]
+    return [*filter(None, (curve(arms, f"{prefix}-{number}", metric) for number, metric in enumerate(CURVES)))]
 
 
 def curve(arms: Styled, name: str, metric: str) -> Figure | None:

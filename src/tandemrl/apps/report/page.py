@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
 
 from tandemrl.apps.report import provenance, tables
 from tandemrl.apps.report.figures import Style, curves, plane, style
@@ -28,7 +27,6 @@ from tandemrl.evals import PHASES, EvalError
 from tandemrl.evals.compare import UNDECIDED, CompareError, InTraining, compare, judgement, last_texts
 from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
-from tandemrl.types import Author
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,6 @@ def to_html(report: Report) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["spans"] = _spans
     settings = report.records.settings
     return environment.get_template("page.html.j2").render(
         title=report.title,
@@ -86,9 +83,7 @@ def to_html(report: Report) -> str:
         arms=looks,
         caveats=report.caveats,
         made_by=provenance.made_by(report.records),
-        missing=tables.MISSING,
-        texts=tables.texts,
-        shown_values=tables.shown_values,
+        tables=tables,
     )
 
 
@@ -120,29 +115,23 @@ def _measured(setting: Setting) -> list[ArmRecord]:
 def _setting(number: int, setting: Setting, looks: Mapping[str, Style], shown: list[Gallery]) -> dict[str, Any]:
     """The variables with which the template shows a setting."""
     measured = _measured(setting)
-    styled = [(arm, looks[arm.name]) for arm in (measured or setting.arms)]
     drawn = curves([(arm, looks[arm.name]) for arm in setting.arms], f"s{number}")
-    first = plane(styled, f"s{number}-plane")
-    figures = [*([first] if first is not None else []), *drawn]
-
-    def table(columns: Sequence[Column]) -> dict[str, Any]:
-        rows = [(arm, looks[arm.name].colour, [(estimate(arm, c), c.shown) for c in columns]) for arm in measured]
-        return {"columns": columns, "rows": rows}
-
+    first = plane([(arm, looks[arm.name]) for arm in (measured or setting.arms)], f"s{number}-plane")
     every = tables.columns_of(measured, tables.COLUMNS)
     headline = [column for column in HEADLINE if column in every] or every
     return {
         "id": f"s{number}",
         "name": setting.name,
         "sentence": _sentence(setting),
-        "headline": table(headline),
-        "others": table([column for column in every if column not in headline]),
-        "seeds": table(every) if any(len(arm.seeds) > 1 for arm in measured) else None,
+        "measured": measured,
+        "every": every,
+        "headline": headline,
+        "others": [column for column in every if column not in headline],
         "note": _interval_note(measured) if measured else "",
         "contrasts": _contrasts(setting),
         "claims": setting.claims,
         "configs": provenance.differing_keys(setting),
-        "figures": figures,
+        "figures": [*filter(None, (first, *drawn))],
         "galleries": shown,
     }
 
@@ -245,18 +234,3 @@ def _sentence(setting: Setting) -> str:
         reached = [f"{value:.3f} at step {step}" for step, value in dict([*rewards[:1], *rewards[-1:]]).items()]
         numbers += [f"{arm.title}: mean training reward {', '.join(reached)}"] if reached else []
     return f"{'; '.join(numbers)}." if numbers else "No step and no evaluation is finished."
-
-
-def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
-    """Text by author, as HTML. The junior's text is underlined between ‹ and ›, a blank line (the end of a step) is ¶,
-    and what the environment said is in a box."""
-    out = Markup("")
-    for author, text in spans:
-        if author == Author.CONTEXT:
-            out += Markup('<span class="observation">{}</span>').format(text.strip("\n"))
-            continue
-        marked = escape(text).replace("\n\n", Markup('<span class="step">¶</span>\n'))
-        body = marked.removesuffix("\n")  # a closing bracket after the line break would stand on the next line
-        out += Markup('<span class="{}">{}</span>').format(author.name.lower(), body) if author is not None else body
-        out += Markup("\n" * (len(marked) - len(body)))
-    return out

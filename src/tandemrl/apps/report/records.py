@@ -242,15 +242,21 @@ def _read_run(file: Path, seed: str) -> RunRecord:
     return RunRecord(file.parent, seed, read_steps(file), read_config(file.parent), reason)
 
 
-def read_steps(file: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, without an incomplete last line, as in a run in progress.
+def read_steps(file: Path, last: int | None = None) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl`` or ``samples.jsonl``, without an incomplete last line, as in a run in progress.
+
+    Args:
+        last: how many bytes are read from the end. None means the whole file.
 
     Raises:
-        ReportError: another line is not JSON.
+        ReportError: a complete line is not JSON.
     """
-    whole, _, _ = file.read_bytes().rpartition(b"\n")
+    with open(file, "rb") as content:
+        size = content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - (last or size)))
+        lines = content.read().split(b"\n")[:-1]
     try:
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [json.loads(line) for line in lines[last is not None and size > last :] if line.strip()]
     except ValueError as error:
         raise ReportError(f"{file}: not readable as JSON lines: {error}") from None
 

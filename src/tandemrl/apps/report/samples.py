@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, RunRecord, Setting, natural
+from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, RunRecord, Setting, natural, read_steps
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import sound
 from tandemrl.data.rows import DataError
@@ -134,7 +134,7 @@ class _Reader:
         if not file.is_file():
             return
         decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
-        lines = [line for line in _tail(file) if line["index"] == 0]
+        lines = [line for line in read_steps(file, TAIL) if line["index"] == 0]
         for line in [line for line in lines if line["step"] == lines[-1]["step"]][:PROBLEMS]:
             author = np.asarray(line["author"])
             first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
@@ -222,12 +222,3 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]
         elif said:
             said[-1] = "\n\n".join(filter(None, (said[-1], text)))
     return written, said
-
-
-def _tail(file: Path) -> list[dict[str, Any]]:
-    """The last complete lines of a file. An incomplete last line is left out."""
-    with open(file, "rb") as content:
-        size = content.seek(0, 2)
-        content.seek(max(0, size - TAIL))
-        lines = content.read().split(b"\n")
-    return [json.loads(line) for line in lines[1 if size > TAIL else 0 : -1] if line.strip()]

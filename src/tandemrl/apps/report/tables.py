@@ -78,13 +78,19 @@ SOLO = Column(
     *("solo pass@1", "pass-at-k", "pass@1", "solo/pass@1"),
     meaning="fraction of correct responses when the senior generates alone",
 )
-SENIOR_FIRST = Column(
-    *("handoff, senior first", "handoff", "senior_first/pass@1", "handoff/senior_first"),
-    meaning="fraction of correct responses when they take turns, a step each, and the senior starts",
-)
-JUNIOR_FIRST = Column(
-    *("handoff, junior first", "handoff", "junior_first/pass@1", "handoff/junior_first"),
-    meaning="the same, and the junior starts",
+_TURNS = "fraction of correct responses when they take turns, a {} each, and the senior starts"
+SENIOR_FIRST, JUNIOR_FIRST, *_BY_TURNS = (
+    Column(title, "handoff", f"{how}/pass@1", f"handoff/{how}", meaning)
+    for title, how, meaning in (
+        ("handoff, senior first", "senior_first", _TURNS.format("step")),
+        ("handoff, junior first", "junior_first", "the same, and the junior starts"),
+        ("handoff by turns, senior first", "senior_first_turns", _TURNS.format("turn of the episode")),
+        ("handoff by turns, junior first", "junior_first_turns", "the same, and the junior starts"),
+        (
+            *("senior’s first turn, then junior", "senior_then_junior"),
+            "fraction of correct responses when the junior takes over after the first turn",
+        ),
+    )
 )
 JUNIOR_CE = Column(
     *("junior CE", "legibility", "cross_entropy", "junior_ce"),
@@ -111,18 +117,7 @@ COLUMNS = (
     ),
     SENIOR_FIRST,
     JUNIOR_FIRST,
-    Column(
-        *("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1", "handoff/senior_first_turns"),
-        meaning="fraction of correct responses when they take turns, a turn of the episode each, and the senior starts",
-    ),
-    Column(
-        *("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1", "handoff/junior_first_turns"),
-        meaning="the same, and the junior starts",
-    ),
-    Column(
-        *("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1", "handoff/senior_then_junior"),
-        meaning="fraction of correct responses when the junior takes over after the first turn",
-    ),
+    *_BY_TURNS,
     JUNIOR_CE,
     Column(
         *("acceptance", "legibility", "acceptance", "acceptance"),
