@@ -32,12 +32,8 @@ def test_a_row_asks_for_what_its_words_say() -> None:
     assert generate("calculator", "train", 300, 0) == train
 
 
-@pytest.mark.parametrize(("expression", "result"), [("47 + 38 - 16", "69"), ("(1 + 2) * 7", "21"), ("1 / 2", "1/2")])
-def test_the_tool_works_out(expression: str, result: str) -> None:
-    assert calculator(expression) == result
-
-
-def test_the_tool_runs_no_code() -> None:
+def test_the_tool_works_out_a_sum_and_runs_no_code() -> None:
+    assert calculator("(1 + 2) / 9") == "1/3"
     with pytest.raises(ExpressionError):
         calculator("__import__('os').getpid()")
 

@@ -83,7 +83,6 @@ def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> Non
         assert row["junior_ce"] == stored["legibility"]["metrics"]["macro"]["cross_entropy"]
         assert stored["pass-at-k"]["config"]["data"] == ["synthetic:plain:heldout:6"]
     assert json.loads((out / "results.json").read_text()) == results
-    assert "<html" in (out / "report.html").read_text()
 
 
 def test_contrasts_are_those_of_compare(finished: Finished) -> None:
@@ -123,7 +122,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": ()}, "seeds must be one or more"),
+        ({"pairs": ("nothing",)}, r"unknown pairs \['nothing'\]; known: plain, jargon"),
         ({"arms": (Arm("base", "x"),)}, "cannot be called 'base'"),
         ({"contrasts": (("tandem", "ppo"),)}, r"unknown arms \['ppo'\]"),
         ({"overrides": ("train.seed=7", "model={junior: null}")}, r"model\.junior, train\.seed is set for each run"),
@@ -226,29 +225,16 @@ def test_runs_keep_the_pair_that_they_began_with(finished: Finished, monkeypatch
 
 def _rows(tandem: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Three seeds of base, GRPO and tandem GRPO that meet every bar, but for what is given."""
-    arms = {
-        "base": {
-            "solo/pass@1": [0.7] * 3,
-            "handoff/pass@1": [0.4] * 3,
-            "junior_ce": [6.0] * 3,
-            "jargon_rate": [0.6] * 3,
-        },
-        "grpo": {
-            "solo/pass@1": [0.95, 0.96, 0.97],
-            "handoff/pass@1": [0.4] * 3,
-            "junior_ce": [10.0] * 3,
-            "jargon_rate": [0.9] * 3,
-        },
-        "tandem": {
-            "solo/pass@1": [0.96, 0.95, 0.96],
-            "handoff/pass@1": [0.7] * 3,
-            "junior_ce": [0.4] * 3,
-            "jargon_rate": [0.01] * 3,
-            **tandem,
-        },
+    names = ("solo/pass@1", "handoff/pass@1", "junior_ce", "jargon_rate")
+    values = {
+        "base": ([0.7] * 3, [0.4] * 3, [6.0] * 3, [0.6] * 3),
+        "grpo": ([0.95, 0.96, 0.97], [0.4] * 3, [10.0] * 3, [0.9] * 3),
+        "tandem": ([0.96, 0.95, 0.96], [0.7] * 3, [0.4] * 3, [0.01] * 3),
     }
+    arms = {arm: dict(zip(names, own, strict=True)) for arm, own in values.items()}
+    arms["tandem"] |= tandem
     return [
-        {"pair": "jargon", "seed": seed, "arm": arm} | {name: values[seed] for name, values in measures.items()}
+        {"pair": "jargon", "seed": seed, "arm": arm} | {name: own[seed] for name, own in measures.items()}
         for arm, measures in arms.items()
         for seed in range(3)
     ]
@@ -319,12 +305,9 @@ def test_one_seed_is_asked_nothing_about_seeds(gain: float) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nothing"], "No such command 'nothing'"),
         (["quickstart", "--seeds", "a"], "--seeds a: expected whole numbers"),
         (["quickstart", "--arms", "grpo,ppo"], "quickstart: unknown arms ppo; known: grpo, tandem"),
-        (["quickstart", "--pair", "nothing", "--workers", "1"], "unknown pairs ['nothing']; known: plain, jargon"),
         (["quickstart", "--workers", "1", "train.stps=1"], "train.stps"),
-        (["quickstart", "--workers", "1", "train.lr=["], "train.lr=[: not readable as YAML"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str, tmp_path: Path) -> None:

@@ -6,15 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tandemrl.apps.experiments.agents import (
-    EOS,
-    PLAIN_SLIPS,
-    WORLD_WEIGHT,
-    Slips,
-    demonstrate,
-    hops_tokenizer,
-    lessons,
-)
+from tandemrl.apps.experiments.agents import EOS, WORLD_WEIGHT, Slips, demonstrate, hops_tokenizer, lessons
 from tandemrl.config import RetrievalConfig, load
 from tandemrl.rollout.engine import Turn
 from tandemrl.rollout.envs.environment import Environment
@@ -75,7 +67,7 @@ def test_without_slips_an_episode_finds_the_chain_and_cites_it(environment):
 
 
 def test_every_turn_is_read_and_every_result_is_the_tools(environment):
-    for _, row, steps in episodes(environment, 60, PLAIN_SLIPS):
+    for _, row, steps in episodes(environment, 60, Slips()):
         for step in steps:
             turn = parsed(environment, step.turn)
             assert "invalid_calls" not in turn

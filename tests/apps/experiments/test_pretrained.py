@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import real_model
@@ -26,7 +26,6 @@ from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import Lesson, shuffled, solution_lesson, solved_rows
 from tandemrl.cli.main import app
 from tandemrl.config import load
-from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.tasks.generated.word_problems import MAX_TOKENS, PAIRS, generate
 
@@ -72,7 +71,6 @@ def fetched(model: Path) -> Iterator[None]:
 class Built(NamedTuple):
     folder: Path
     manifest: dict[str, Any]
-    seen: list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +78,8 @@ def built(fetched: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """Both pairs, each after so few steps that they have learnt next to nothing."""
     found = {}
     for pair in PAIRS:
-        seen: list[tuple[int, int]] = []
         out = tmp_path_factory.mktemp(pair) / "pair"
-        manifest = build_pretrained_pair(
-            out, pair=pair, steps=STEPS, progress=lambda *event, seen=seen: seen.append(event[:2])
-        )
-        found[pair] = Built(out, manifest, seen)
+        found[pair] = Built(out, build_pretrained_pair(out, pair=pair, steps=STEPS))
     return found
 
 
@@ -138,7 +132,7 @@ def test_junior_and_senior_are_what_a_plain_loop_gives(built: dict[str, Built], 
 
 
 def test_a_finished_pair_is_kept_and_a_damaged_one_is_not(built: dict[str, Built], tmp_path: Path) -> None:
-    out, manifest, _ = built["word_problems"]
+    out, manifest = built["word_problems"]
     assert build_pretrained_pair(out, steps=STEPS, progress=pytest.fail) == manifest
     with pytest.raises(FileExistsError, match="seed 0, which runs may rely on"):
         build_pretrained_pair(out, seed=1, steps=STEPS)
@@ -172,14 +166,6 @@ def test_every_row_is_learnt_once_in_every_epoch() -> None:
     assert firsts[:6] != firsts[6:]
 
 
-def test_rows_without_a_solution_are_named_with_the_key(model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = load_rows(["synthetic:plain:train:3"])
-    message = r"rows\.jsonl, row synthetic/plain/train/0, extra_info\.answer: expected a solution as text, found None"
-    with pytest.raises(DataError, match=message):
-        solved_rows(rows, tokenizer, source="rows.jsonl", max_prompt_tokens=200)
-
-
 def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "train.jsonl", tmp_path / "out"
     lines = [{"question": f"Tom has {i} apples?", "answer": f"He has {i}.\n#### {i}"} for i in range(4)]
@@ -192,7 +178,6 @@ def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path:
     before, after = weights(model), weights(out)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(model).chat_template
-    assert isinstance(AutoTokenizer.from_pretrained(out), PreTrainedTokenizerFast)
     again = CliRunner().invoke(app, ["model", "warm-start", *options])
     assert again.exit_code == 2
     assert "choose another folder" in again.stderr
@@ -253,23 +238,16 @@ def test_the_experiment_runs_from_the_pair_to_the_report(
     results = run_experiment(small, tmp_path, workers=1, say=said.append)
     rows = [row for row in results["rows"] if row["arm"] != "junior"]
     assert [row["arm"] for row in rows] == ["base", "grpo", "tandem"]
-    assert len(results["rows"]) == 4
     for row in rows:
         assert row["shorthand_rate"] in (0, 0.5, 1)
         assert {"solo/pass@1", "handoff/pass@1", "junior_ce"} <= row.keys()
         assert row.keys().isdisjoint({"jargon_rate", "handoff/repairs"})
-    assert results["claims"] == []
-    assert {(each["A"], each["B"]) for each in results["contrasts"]} == {("tandem", "grpo"), ("grpo", "base")}
     home = tmp_path / "word_problems_terse" / "seed-0"
     configs = {arm: load(home / arm / "config.yaml") for arm in ("grpo", "tandem")}
     assert {arm: config.model.junior for arm, config in configs.items()} == {
         "grpo": None,
         "tandem": f"{home}/pair/junior",
     }
-    assert {config.train.lr for config in configs.values()} == {3e-5}
-    evaluated = json.loads((home / "eval" / "tandem" / "tandem.json").read_text())["config"]
-    assert evaluated["data"] == ["synthetic:word_problems_terse:heldout:2"]
-    assert (tmp_path / "report.html").is_file()
     monkeypatch.setattr(smollm2, "fetch", pytest.fail)  # the pair is there
     run_experiment(small, tmp_path, workers=1, say=said.append)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 from transformers import GPT2Config
-from typer.testing import CliRunner
 
 from runs import UNDECIDED, launch_of
 from tandemrl.apps.experiments.agents import hops_tokenizer
@@ -25,7 +24,6 @@ from tandemrl.apps.planning.plan import (
     parameters,
     plan,
 )
-from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.models.attention import ModelError
 
@@ -58,9 +56,7 @@ def test_the_tiny_pairs_are_those_that_are_made(pair: str) -> None:
     for who in ("senior", "junior"):
         shape = packaged()[f"runs/{pair}/{who}"]
         assert shape["vocab_size"] == vocabulary
-        assert {name: shape[name] for name in SHAPE if name != "initializer_range"} == {
-            name: value for name, value in SHAPE.items() if name != "initializer_range"
-        }
+        assert shape.items() >= {name: value for name, value in SHAPE.items() if name != "initializer_range"}.items()
 
 
 def test_an_unknown_model_is_named_and_nothing_is_downloaded() -> None:
@@ -124,17 +120,6 @@ def test_every_packaged_config_fits_the_cards_that_its_head_names(name: str) -> 
     ranks, axes = launch_of(name)
     found = plan(load(name, [*UNDECIDED.get(name, []), *axes]), ranks, "h100")
     found.require_fit()
-
-
-FOR_ONE = ["deepscaler_tandem", "musique_grpo", "musique_tandem", "quickstart_vllm"]
-"""Packaged configs whose engine is in the trainer's process."""
-
-
-@pytest.mark.parametrize("name", FOR_ONE)
-def test_a_recipe_for_one_process_is_not_planned_for_several(name: str) -> None:
-    done = CliRunner().invoke(app, ["plan", "--config", name, "--ranks", "8"])
-    assert done.exit_code == 2
-    assert "rollout.vllm.multiprocess=False: must be true with several processes" in done.output
 
 
 def test_what_vllm_has_on_other_cards_is_planned_there() -> None:

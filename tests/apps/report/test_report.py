@@ -13,21 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl.apps.experiments.tiny import train_tokenizer
-from tandemrl.apps.report import (
-    ReportError,
-    build_report,
-    headline_lines,
-    headlines,
-    write_report,
-)
-from tandemrl.apps.report.page import styles, to_html
+from tandemrl.apps.report import ReportError, build_report, headline_lines, headlines, write_report
+from tandemrl.apps.report.page import to_html
 from tandemrl.apps.report.provenance import caveats
 from tandemrl.apps.report.records import discover
-from tandemrl.apps.report.tables import (
-    SOLO,
-    claims_table,
-    estimate,
-)
+from tandemrl.apps.report.tables import SOLO, claims_table, estimate
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError
 from tandemrl.evals import EvalError, Sample, authors_of
@@ -72,14 +62,8 @@ def write_run(folder: Path, steps: int = 4, offset: float = 0.0, **config: Any) 
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for step in range(1, steps + 1):
-        line = {
-            "step": step,
-            "reward/mean": offset + step / 100,
-            "response/length": 40.0 - step,
-            "tandem/senior_frac": 0.5,
-        }
-        times = {"time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}
-        lines.append(line | times | ({"eval/pass@1": 0.5 + step / 100, "time/eval": 0.25} if step % 2 == 0 else {}))
+        line = {"step": step, "reward/mean": offset + step / 100, "tandem/senior_frac": 0.5, "time/step": 2.0}
+        lines.append(line | ({"eval/pass@1": 0.5 + step / 100} if step % 2 == 0 else {}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(json.dumps({"train": {"steps": steps, "lr": 1e-4}} | config))
 
@@ -227,9 +211,6 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
         build_report(tmp_path)
     with pytest.raises(ReportError, match=r"nowhere: no such folder"):
         build_report(tmp_path / "nowhere")
-    (tmp_path / "quickstart").mkdir()
-    with pytest.raises(ReportError, match=r"quickstrat: no such folder; did you mean .*quickstart\?"):
-        build_report(tmp_path / "quickstrat")
 
 
 @pytest.mark.parametrize(
@@ -237,10 +218,8 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics\.jsonl: not readable"),
         ("config.yaml", "a: [", r"config\.yaml, line 1: not readable as YAML"),
-        ("tandem.json", "{", r"tandem\.json: not readable"),
         ("tandem.json", '{"schema": 1, "phase": "tandem"}', r"tandem\.json: not an evaluation result of schema 1"),
         ("results.json", '{"contrasts": [{"phase": "x"}]}', r"results\.json: .*KeyError\('metric'\)"),
-        ("results.json", '{"claims": [{"claim": "x"}]}', r"results\.json: .*KeyError\('bar'\)"),
         ("experiment.json", "[]", r"experiment\.json: expected a JSON object"),
     ],
 )
@@ -258,18 +237,13 @@ def test_two_files_for_one_place_are_refused(tmp_path: Path) -> None:
         discover(tmp_path)
 
 
-def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", train={"steps": 9})
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "rew')
-    report = build_report(tmp_path)
-    assert len(report.records.settings[0].arms[0].runs[0].steps) == 4
-    assert any(caveat == "run is at step 4 of 9." for caveat in report.caveats)
-
-
-def test_a_run_that_failed_says_at_which_step_and_why(tmp_path: Path) -> None:
+def test_a_run_says_how_far_it_is_and_why_it_ended(tmp_path: Path) -> None:
+    """A line that is being written is left out."""
     mine = {"name": "mine.relay", "signature": "relay:0"}
     write_run(tmp_path / "run", train={"steps": 9}, functions={"strategy": mine})
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew')
+    assert "run is at step 4 of 9." in caveats(discover(tmp_path))
     (tmp_path / "run" / "stopped.json").write_text('{"step": 4, "reason": "GraderError: step 5, score: no judge"}')
     said = caveats(discover(tmp_path))
     assert "run stopped at step 4 of 9: GraderError: step 5, score: no judge" in said
@@ -309,15 +283,6 @@ def test_the_page_begins_with_a_sentence_a_table_and_a_figure(page: str) -> None
     assert before.count("<figcaption>") == 1
     assert page.partition("<details>")[2].count("<article>") > 3
     assert page.index("Differences between arms") < page.index("Curves") < page.index("What this does not show")
-
-
-def test_arrows_go_from_the_model_before_training_to_each_arm(experiment: Path, page: str) -> None:
-    svg = page[page.index("<svg") : page.index("</svg>")]
-    arms = {"before training", "GRPO", "tandem &lt;GRPO&gt;"}
-    assert arms <= set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
-    looks = styles(discover(experiment))
-    assert all(looks[name].colour in svg for name in ("base", "grpo", "tandem"))
-    assert "arrows: training" in page
 
 
 def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> None:
@@ -541,14 +506,6 @@ def test_caveats_point_out_few_seeds_and_unequal_configurations(tmp_path: Path) 
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
-
-
-def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]) -> None:
-    found, _ = tokenizer
-    tokens = found.encode("5 é 6", add_special_tokens=False)
-    split = next(i for i in range(1, len(tokens)) if found.decode(tokens[:i]).endswith("\ufffd"))
-    author = [1] * split + [0] * (len(tokens) - split)
-    assert authored_spans(tokens, author, found.decode) == [(Author.SENIOR, "5 "), (Author.JUNIOR, "é 6")]
 
 
 def test_characters_of_several_tokens_side_by_side_are_whole(tokenizer: tuple[Any, Path]) -> None:
