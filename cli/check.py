@@ -122,7 +122,7 @@ def _pair(senior: str, junior: str) -> list[Line]:
     from tandemrl.models.attention import ModelError
     from tandemrl.models.loading import differing_entries, load_tokenizer
     from tandemrl.selection.boundaries import token_bytes
-    from tandemrl.selection.words import count_starts
+    from tandemrl.selection.words import word_starts
 
     lines, tokenizers = list[Line](), []
     for name, path in ((f"senior {senior}", senior), (f"junior {junior}", junior)):
@@ -131,7 +131,8 @@ def _pair(senior: str, junior: str) -> list[Line]:
         except (ModelError, ValueError) as error:
             lines.append(Line(name, f"broken: {error}", fatal=True))
             continue
-        begin, inside = count_starts(token_bytes(tokenizers[-1]).values())
+        starts = [word_starts(piece, b"a") for piece in token_bytes(tokenizers[-1]).values()]
+        begin, inside = sum(each[:1] == [0] for each in starts), sum(each[-1:] > [0] for each in starts)
         lines.append(Line(name, f"{begin:,} tokens begin a word; a word begins inside of {inside:,}"))
     if len(tokenizers) < 2:
         return lines

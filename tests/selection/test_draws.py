@@ -1,6 +1,3 @@
-import math
-
-import numpy as np
 import pytest
 import selection_oracle as oracle
 import torch
@@ -36,36 +33,6 @@ def test_uniforms_agree_with_plain_python(keys: list[int], counter: int) -> None
     got = draws.uniforms(streams, torch.full((len(keys),), counter))
     assert got.tolist() == [oracle.uniform(key, counter) for key in keys]
     assert all(0.0 <= u < 1.0 for u in got.tolist())
-
-
-def test_request_keys_are_distinct_and_signed() -> None:
-    keys = {
-        draws.request_key(seed, step, example, sample)
-        for seed in range(4)
-        for step in range(10)
-        for example in range(40)
-        for sample in range(8)
-    }
-    assert len(keys) == 4 * 10 * 40 * 8
-    assert all(-(2**63) <= key < 2**63 for key in keys)
-    assert min(keys) < 0 < max(keys)
-    assert draws.mix64(0) != draws.mix64(0, 0) != draws.mix64(0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def sample() -> np.ndarray:
-    """[1000 requests of one step, 400 draws]"""
-    keys = torch.tensor([draws.request_key(0, 3, example, s) for example in range(125) for s in range(8)])
-    streams = draws.stream(keys, draws.SELECTION)
-    rows = [draws.uniforms(streams, torch.full_like(streams, counter)) for counter in range(400)]
-    return torch.stack(rows, dim=1).numpy()
-
-
-@pytest.mark.parametrize("lag", [1, 2, 3, 7, 8, 32])
-def test_no_correlation_between_draws_or_between_requests(sample: np.ndarray, lag: int) -> None:
-    x = (sample - 0.5) * math.sqrt(12)
-    for pairs in (x[:, lag:] * x[:, :-lag], x[lag:] * x[:-lag]):
-        assert abs(pairs.mean()) < 6 / math.sqrt(pairs.size)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -1,4 +1,3 @@
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -192,10 +191,8 @@ def test_annealed_follows_the_schedule() -> None:
     [
         (lambda: word(1.1, 4, torch.tensor(BOUNDARY)), "prob_senior"),
         (lambda: word(0.5, 0, torch.tensor(BOUNDARY)), "max_gap_tokens"),
-        (lambda: word_aligned(0.5, 0, WORDS), "max_gap_tokens"),
         (lambda: bernoulli(float("nan")), "prob_senior"),
         (lambda: before_word(2.0, START), "prob_senior"),
-        (lambda: turn(-0.1), "prob_senior"),
         (lambda: chunk(0), "chunk_size"),
         (lambda: linear(0.0, 1.0, 0), "steps"),
     ],
@@ -207,17 +204,9 @@ def test_bad_values_are_named(make: Callable[[], object], culprit: str) -> None:
 
 def test_an_unknown_author_is_named() -> None:
     nobody: Any = "editor"
-    for make in (lambda: sentence(nobody, STEPS), lambda: chunk(2, nobody), lambda: alternating(nobody)):
-        with pytest.raises((ValueError, TypeError), match="first"):  # TypeError where annotations are checked
+    for make, name in ((lambda: sentence(nobody, STEPS), "first"), (lambda: solo(nobody), "who")):
+        with pytest.raises((ValueError, TypeError), match=name):  # TypeError where annotations are checked
             make()
-    with pytest.raises((ValueError, TypeError), match="who"):
-        solo(nobody)
-
-
-@every_strategy
-def test_only_the_promised_writers_write(strategy: Strategy) -> None:
-    author = replay(strategy, some_keys(64), random_tokens(64, 40), torch.full((64,), 40)).author
-    assert set(author.flatten().tolist()) == {"both": {0, 1}, "senior": {1}, "junior": {0}}[strategy.writers]
 
 
 # ---------------------------------------------------------------------------------------------------------------- turns
@@ -276,42 +265,6 @@ def test_several_turns_are_the_naive_computation_also_when_resumed(
         want = naive(key, turns[: len(history) + 1]).authors[len(joined(history)) :]
         told = seniors[1:] if strategy.starts is not None else seniors  # a step names the author of its own token
         assert [int(senior[i]) for senior in told[: len(own)]] == want
-
-
-def test_all_rows_are_resumed_together() -> None:
-    """One step for each place of the longest history. A turn without tokens is a turn, too."""
-    told: list[int] = []
-    drawn = turn(0.5)
-
-    def step(state: DrawnState, token: Tensor) -> tuple[Tensor, DrawnState]:
-        told.append(len(token))
-        return drawn.step(state, token)
-
-    keys = some_keys(64)
-    histories = [[[1] * (i % 3), [2, 3]][: i % 4] for i in range(64)]
-    senior, state = resumed(drawn._replace(step=step), keys, histories)
-    assert told == [64] * 6  # 4 tokens and the ends of 2 turns
-    turns = [len(history) for history in histories]
-    assert state.draws.tolist() == [1 + count for count in turns]
-    number = zip(keys.tolist(), turns, strict=True)
-    assert senior.tolist() == [oracle.uniform(key, count) < 0.5 for key, count in number]
-
-
-def test_an_author_per_turn_is_drawn_from_the_numbers_of_its_key() -> None:
-    """The same uniforms, whatever prob_senior is: number k is that of turn k."""
-    keys = some_keys(2000)
-    starts = torch.tensor([[False, False, True, True, False]]).repeat(2000, 1)
-    tokens, lengths = torch.zeros(2000, 5, dtype=torch.int64), torch.full((2000,), 5)
-    for p in (0.2, 0.7):
-        got = replay(turn(p), keys, tokens, lengths, starts)
-        drawn = torch.stack([uniforms_of(keys, number) < p for number in range(3)], dim=1).to(torch.int8)
-        assert torch.equal(got.author, drawn[:, [0, 0, 1, 2, 2]])
-        assert (got.draws == 3).all()
-        assert abs(int(got.senior_draws.sum()) - 6000 * p) < 6 * math.sqrt(6000 * p * (1 - p))
-
-
-def uniforms_of(keys: Tensor, number: int) -> Tensor:
-    return torch.tensor([oracle.uniform(key, number) for key in keys.tolist()], dtype=torch.float64)
 
 
 @every_strategy

@@ -27,7 +27,6 @@ from tandemrl.selection.whole_words import TextTables, before_text_word, text_se
 from tandemrl.selection.words import (
     Vocabulary,
     begin_words,
-    count_starts,
     last_word,
     read,
     spell,
@@ -187,7 +186,6 @@ def test_what_cannot_be_read_in_another_vocabulary() -> None:
         assert read(text, reader, earlier) is None
     assert spell(one.encode(span), one) == span.encode()
     assert spell([*one.encode(span), known["one"].eos_token_id], one) is None
-    assert count_starts([b" a", b"a b", b"  ", b"  a", b" a b", b"\n x", b"x", b"\xe3\x80\x80 a"]) == (4, 2)
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tandemrl.models.sampling import log_mass
 from tandemrl.selection.draws import fold_in
-from tandemrl.selection.whole_words import TextTables, TextTails
+from tandemrl.selection.whole_words import TextTables
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class SpanRules:
     """What the tables of a vocabulary mean for its spans."""
 
     def __init__(self, tables: TextTables) -> None:
-        self._tables, self._tails = tables, TextTails(tables)
+        self._tables = tables
 
     def masked(self, logits: Float[Tensor, "k v"], spans: Sequence[Span]) -> Float[Tensor, "k v"]:
         """The logits without the ids that the spans cannot have next."""
@@ -65,9 +65,9 @@ class SpanRules:
     def advance(self, spans: Sequence[Span], tokens: Int64[Tensor, " k"]) -> list[int]:
         """Tell the spans their next tokens. Returns those, by place, of which it begins a word too many."""
         tails = torch.tensor([span.tail for span in spans], dtype=torch.int64)
-        begins, after = self._tails.begin(tails, tokens), self._tails.appended(tails, tokens).tolist()
+        begins, after = self._tables.begin(tails, tokens), self._tables.appended(tails, tokens).tolist()
         blank = torch.tensor([span.blank_line for span in spans])
-        blank_after = self._tails.have_blank_line(blank, begins, tails, tokens).tolist()
+        blank_after = self._tables.have_blank_line(blank, begins, tails, tokens).tolist()
         over = list[int]()
         for i, (span, begun) in enumerate(zip(spans, begins.tolist(), strict=True)):
             if span.words is None:

@@ -1,9 +1,6 @@
 """Who writes the next token: pure strategies over a decoding batch, their random draws, their token tables."""
 
-from tandemrl.selection import boundaries as boundaries
-from tandemrl.selection import draws as draws
 from tandemrl.selection.authors import Replay as Replay
-from tandemrl.selection.authors import draw_counts as draw_counts
 from tandemrl.selection.authors import replay as replay
 from tandemrl.selection.authors import resumed as resumed
 from tandemrl.selection.strategies import Strategy as Strategy

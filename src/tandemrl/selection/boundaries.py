@@ -143,9 +143,9 @@ def _table(tokenizer: Any, size: int | None, ids: Sequence[int], missing: str = 
     """
     table = torch.zeros(max(size or 0, _vocabulary(tokenizer).size), dtype=torch.bool)
     if missing and not ids:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise ValueError(
-            f"tokenizer {_name(tokenizer)}: none of its {len(table)} tokens {missing}. Choose another "
-            "selection.strategy."
+            f"tokenizer {name}: none of its {len(table)} tokens {missing}. Choose another selection.strategy."
         )
     table[list(ids)] = True
     return table
@@ -189,7 +189,3 @@ def _in_word(character: str) -> bool:
     return (
         category[0] in "LMN" or category in ("Pc", "Pd", "Cf") or character in _INSIDE_WORDS or character == _UNFINISHED
     )
-
-
-def _name(tokenizer: Any) -> str:
-    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__

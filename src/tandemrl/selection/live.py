@@ -55,7 +55,7 @@ class LiveSelection:
             group = self._group(strategy, started)
             needed = int(slots[mine].max()) + 1
             self._states[group] = map_state(lambda x, size=needed: _grown(x, size), self._states[group])
-            map_state(lambda old, new, at=slots[mine]: old.index_copy_(0, at, new), self._states[group], started)
+            self._put(group, slots[mine], started)
             self._strategy_of = _grown(self._strategy_of, needed, fill=-1)
             self._strategy_of[slots[mine]] = group
         return senior
@@ -68,9 +68,7 @@ class LiveSelection:
         if len(self._strategies) == 1:
             return self._advance(0, slots, tokens)
         senior = torch.empty(len(slots), dtype=torch.bool)
-        group_of = self._strategy_of[slots]
-        for group in group_of.unique().tolist():
-            mine = (group_of == group).nonzero().squeeze(1)
+        for group, mine in self._groups(slots):
             senior[mine] = self._advance(group, slots[mine], tokens[mine])
         return senior
 
@@ -84,15 +82,10 @@ class LiveSelection:
         """
         self._scatter()
         senior = senior.clone()
-        group_of = self._strategy_of[slots]
-        for group in group_of.unique().tolist():
-            turn = self._strategies[group].turn
-            if turn is None:
-                continue
-            mine = (group_of == group).nonzero().squeeze(1)
-            at = slots[mine]
-            senior[mine], state = turn(map_state(lambda x, at=at: x.index_select(0, at), self._states[group]))
-            map_state(lambda x, new, at=at: x.index_copy_(0, at, new), self._states[group], state)
+        for group, mine in self._groups(slots):
+            if (turn := self._strategies[group].turn) is not None:
+                senior[mine], state = turn(self._get(group, slots[mine]))
+                self._put(group, slots[mine], state)
         return senior
 
     def mark(self, slots: Int64[Tensor, " b"]) -> Mark:
@@ -101,12 +94,7 @@ class LiveSelection:
         if kept is not None and torch.equal(kept[1], slots):
             return [(kept[0], torch.arange(len(slots)), kept[2])]
         self._scatter()
-        group_of = self._strategy_of[slots]
-        each = ((group, (group_of == group).nonzero().squeeze(1)) for group in group_of.unique().tolist())
-        return [
-            (group, mine, map_state(lambda x, at=slots[mine]: x.index_select(0, at), self._states[group]))
-            for group, mine in each
-        ]
+        return [(group, mine, self._get(group, slots[mine])) for group, mine in self._groups(slots)]
 
     def rewind(self, slots: Int64[Tensor, " b"], marks: Sequence[Mark], which: Int64[Tensor, " b"]) -> None:
         """Put slot ``slots[i]`` back into its state at the mark ``marks[which[i]]``. All marks are of these slots."""
@@ -117,8 +105,7 @@ class LiveSelection:
             def chosen(*states: Tensor, at: Tensor = which[mine]) -> Tensor:
                 return torch.stack(states)[at, torch.arange(len(at))]
 
-            state = map_state(chosen, *(part[2] for part in parts))
-            map_state(lambda x, new, at=slots[mine]: x.index_copy_(0, at, new), self._states[group], state)
+            self._put(group, slots[mine], map_state(chosen, *(part[2] for part in parts)))
 
     def strategy(self, number: int) -> Strategy:
         """The strategy with this number of a mark."""
@@ -150,16 +137,26 @@ class LiveSelection:
             state = kept[2]
         else:
             self._scatter()
-            state = map_state(lambda x: x.index_select(0, slots), self._states[group])
+            state = self._get(group, slots)
         senior, state = self._strategies[group].step(state, tokens)
         self._gathered = group, slots, state
         return senior
 
     def _scatter(self) -> None:
         if self._gathered is not None:
-            group, slots, state = self._gathered
-            map_state(lambda x, new: x.index_copy_(0, slots, new), self._states[group], state)
+            self._put(*self._gathered)
             self._gathered = None
+
+    def _groups(self, slots: Tensor) -> list[tuple[int, Tensor]]:
+        """The number of each strategy that some slots follow, with the positions of these among them."""
+        group_of = self._strategy_of[slots]
+        return [(group, (group_of == group).nonzero().squeeze(1)) for group in group_of.unique().tolist()]
+
+    def _get(self, group: int, slots: Tensor) -> Any:
+        return map_state(lambda x: x.index_select(0, slots), self._states[group])
+
+    def _put(self, group: int, slots: Tensor, state: Any) -> None:
+        map_state(lambda x, new: x.index_copy_(0, slots, new), self._states[group], state)
 
     def _group(self, strategy: Strategy, like: Any) -> int:
         for group, known in enumerate(self._strategies):

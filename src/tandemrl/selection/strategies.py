@@ -133,14 +133,7 @@ def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
-    _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    return _redrawing(prob_senior, partial(_word_ends, max_gap_tokens, OnDevices(boundary)))
-
-
-def _word_ends(
-    max_gap_tokens: int, boundary: "OnDevices", last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]
-) -> Bool[Tensor, " b"]:
-    return (since_draw >= max_gap_tokens).logical_or_(boundary.at(last_token))
+    return _redrawing(prob_senior, max_gap_tokens, boundary)
 
 
 def word_aligned(prob_senior: float, max_gap_tokens: int, words: WordTables) -> Strategy:
@@ -162,33 +155,33 @@ def word_aligned(prob_senior: float, max_gap_tokens: int, words: WordTables) -> 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
-    _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    after_space, outside_word = OnDevices(words.ends_in_space), OnDevices(words.ends_outside_word)
-    return _redrawing(prob_senior, partial(_aligned_word_ends, max_gap_tokens, after_space, outside_word))
+    return _redrawing(prob_senior, max_gap_tokens, words.ends_in_space, words.ends_outside_word)
 
 
-def _aligned_word_ends(
-    max_gap_tokens: int,
-    after_space: "OnDevices",
-    outside_word: "OnDevices",
-    last_token: Int64[Tensor, " b"],
-    since_draw: Int64[Tensor, " b"],
-) -> Bool[Tensor, " b"]:
-    overdue = (since_draw >= max_gap_tokens).logical_and_(outside_word.at(last_token))
-    return overdue.logical_or_(after_space.at(last_token))
-
-
-def _redrawing(prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor]) -> Strategy:
-    """A strategy that redraws the author where ``redraw_after(last_token, tokens since the last draw)`` is true."""
+def _redrawing(
+    prob_senior: float, max_gap_tokens: int, ends: Bool[Tensor, " v"], safe: Bool[Tensor, " v"] | None = None
+) -> Strategy:
+    """A strategy that redraws the author after the tokens of ``ends``. If it has not for ``max_gap_tokens`` tokens, it
+    also does after those of ``safe``; None: after any."""
     check_probability(prob_senior)
-    return Strategy(partial(_first_draw, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
+    _check_at_least_one("max_gap_tokens", max_gap_tokens)
+    tables = OnDevices(ends), None if safe is None else OnDevices(safe)
+    return Strategy(partial(_first_draw, prob_senior), partial(_redrawing_step, prob_senior, max_gap_tokens, *tables))
 
 
 def _redrawing_step(
-    prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor], state: DrawnState, last: Int64[Tensor, " b"]
+    prob_senior: float,
+    max_gap_tokens: int,
+    ends: "OnDevices",
+    safe: "OnDevices | None",
+    state: DrawnState,
+    last_token: Int64[Tensor, " b"],
 ) -> Chosen:
     since_draw = state.since_draw + 1
-    redraw = redraw_after(last, since_draw)
+    redraw = since_draw >= max_gap_tokens
+    if safe is not None:
+        redraw.logical_and_(safe.at(last_token))
+    redraw.logical_or_(ends.at(last_token))
     return draw(prob_senior, state, redraw, since_draw=since_draw.masked_fill_(redraw, 0))
 
 

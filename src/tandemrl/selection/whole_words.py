@@ -11,7 +11,6 @@ from torch import Tensor
 from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
 from tandemrl.selection.strategies import (
     Chosen,
-    OnDevices,
     Strategy,
     Who,
     check_probability,
@@ -19,7 +18,7 @@ from tandemrl.selection.strategies import (
     is_senior,
     undrawn,
 )
-from tandemrl.selection.words import word_starts
+from tandemrl.selection.words import SPACES, word_starts
 
 
 class TextTables(NamedTuple):
@@ -37,6 +36,31 @@ class TextTables(NamedTuple):
     tail: Int64[Tensor, " v"]
     blank_line: Bool[Tensor, " v"]
     newline: Bool[Tensor, " v"]
+
+    def appended(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
+        """The last three bytes of a text, once a token is appended."""
+        return ((tail << 8 * self.width[token]) & 0xFFFFFF) | self.tail[token]
+
+    def have_blank_line(
+        self,
+        known: Bool[Tensor, " b"],
+        begins: Bool[Tensor, " b"],
+        tail: Int64[Tensor, " b"],
+        token: Int64[Tensor, " b"],
+    ) -> Bool[Tensor, " b"]:
+        """Whether the last word of a text contains a blank line, once a token is appended.
+
+        Args:
+            known: whether it did before.
+            begins: whether the token begins a word.
+            tail: the last three bytes before the token.
+        """
+        joined = self.newline[token] & ((tail & 0xFF) == _NEWLINE)
+        return (known & ~begins) | self.blank_line[token] | joined
+
+    def begin(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """Whether a token begins a word after a text with this tail. After whitespace none does."""
+        return self.starts[token] & ~_ends_in_space(tail)
 
 
 class TextSentenceState(NamedTuple):
@@ -80,13 +104,11 @@ def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
 
 _NEWLINE = 0x0A
 _SPACE = torch.zeros(256, dtype=torch.bool)
-_SPACE[[*range(0x09, 0x0E), *range(0x1C, 0x21)]] = True
-_WIDE_SPACES = (
-    (0xFFFF, (0xC285, 0xC2A0)),
-    (0xFFFFFF, (0xE19A80, *range(0xE28080, 0xE2808B), 0xE280A8, 0xE280A9, 0xE280AF, 0xE2819F, 0xE38080)),
-)
-"""The characters for which str.isspace holds, as the last bytes of a text: of one byte; and a mask with the numbers
-under it."""
+_SPACE[[space[0] for space in SPACES if len(space) == 1]] = True
+_WIDE_SPACES = [
+    (256**size - 1, torch.tensor([int.from_bytes(space) for space in SPACES if len(space) == size])) for size in (2, 3)
+]
+"""The whitespace of several bytes: a mask with the numbers under it."""
 
 
 def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
@@ -132,7 +154,7 @@ def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
     check_probability(prob_senior)
     return Strategy(
         partial(_word_init, prob_senior),
-        partial(_word_step, prob_senior, TextTails(texts)),
+        partial(_word_step, prob_senior, texts),
         turn=partial(_word_turn, prob_senior),
         starts=texts.starts,
         removed=texts.removed,
@@ -154,7 +176,7 @@ def text_sentence(first: Who, texts: TextTables) -> Strategy:
     """
     return Strategy(
         partial(_text_sentence_init, is_senior("first", first)),
-        partial(_text_sentence_step, TextTails(texts)),
+        partial(_text_sentence_step, texts),
         turn=_text_sentence_turn,
         starts=texts.starts,
         removed=texts.removed,
@@ -169,39 +191,6 @@ def in_two_vocabularies(strategy: Strategy, texts: TextTables) -> Strategy:
     return strategy._replace(writers="both", starts=texts.starts, removed=texts.removed)
 
 
-class TextTails:
-    """The tables of a vocabulary, on each device where they are used."""
-
-    def __init__(self, texts: TextTables) -> None:
-        self.starts, self.blank_line, self.newline = map(OnDevices, (texts.starts, texts.blank_line, texts.newline))
-        self._width, self._tail = OnDevices(texts.width), OnDevices(texts.tail)
-
-    def appended(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
-        """The last three bytes of a text, once a token is appended."""
-        return ((tail << 8 * self._width.at(token)) & 0xFFFFFF) | self._tail.at(token)
-
-    def have_blank_line(
-        self,
-        known: Bool[Tensor, " b"],
-        begins: Bool[Tensor, " b"],
-        tail: Int64[Tensor, " b"],
-        token: Int64[Tensor, " b"],
-    ) -> Bool[Tensor, " b"]:
-        """Whether the last word of a text contains a blank line, once a token is appended.
-
-        Args:
-            known: whether it did before.
-            begins: whether the token begins a word.
-            tail: the last three bytes before the token.
-        """
-        joined = self.newline.at(token) & ((tail & 0xFF) == _NEWLINE)
-        return (known & ~begins) | self.blank_line.at(token) | joined
-
-    def begin(self, tail: Int64[Tensor, " b"], token: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        """Whether a token begins a word after a text with this tail. After whitespace none does."""
-        return self.starts.at(token) & ~_ends_in_space(tail)
-
-
 def _text_sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> Chosen:
     senior = torch.full_like(request_keys, senior_starts, dtype=torch.bool)
     return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(request_keys))
@@ -212,7 +201,7 @@ def _text_sentence_turn(state: TextSentenceState) -> Chosen:
     return senior, TextSentenceState(senior, torch.zeros_like(senior), torch.zeros_like(state.tail))
 
 
-def _text_sentence_step(texts: TextTails, state: TextSentenceState, last_token: Int64[Tensor, " b"]) -> Chosen:
+def _text_sentence_step(texts: TextTables, state: TextSentenceState, last_token: Int64[Tensor, " b"]) -> Chosen:
     begins = texts.begin(state.tail, last_token)
     senior = state.senior ^ (begins & state.blank_line)
     blank_line = texts.have_blank_line(state.blank_line, begins, state.tail, last_token)
@@ -229,14 +218,14 @@ def _word_turn(prob_senior: float, state: WholeWordState) -> Chosen:
     return draw(prob_senior, state, torch.ones_like(state.begun), **fresh)
 
 
-def _word_step(prob_senior: float, texts: TextTails, state: WholeWordState, last_token: Int64[Tensor, " b"]) -> Chosen:
+def _word_step(prob_senior: float, texts: TextTables, state: WholeWordState, last_token: Int64[Tensor, " b"]) -> Chosen:
     where, tail = texts.begin(state.tail, last_token) & state.begun, texts.appended(state.tail, last_token)
     return draw(prob_senior, state, where, begun=torch.ones_like(where), tail=tail)
 
 
 def _ends_in_space(tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-    found = _SPACE.to(tail.device)[tail & 0xFF]
+    found = _SPACE[tail & 0xFF]
     if bool((tail & 0x80).any()):  # hardly ever
         for mask, characters in _WIDE_SPACES:
-            found = found | torch.isin(tail & mask, torch.tensor(characters, device=tail.device))
+            found = found | torch.isin(tail & mask, characters)
     return found

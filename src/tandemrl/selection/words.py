@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 from tandemrl.selection.boundaries import token_bytes
 
-# A space after none of the characters for which str.isspace holds, by their bytes in UTF-8.
-_START = re.compile(
-    rb"(?<![\t-\r\x1c-\x20])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
-    rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)\x20"
-)
+SPACES = [chr(i).encode() for i in range(0x3001) if chr(i).isspace()]
+"""All whitespace (``str.isspace``), in UTF-8."""
+_START = re.compile(b"\x20" + b"".join(b"(?<!" + re.escape(space) + b"\x20)" for space in SPACES))
 _LOOKBEHIND = 3
 _CACHED = 64  # characters; whole texts would fill the memory
 
@@ -96,19 +94,6 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         return few(text) if len(text) <= _CACHED else split(text)
 
     return Vocabulary(token_bytes(tokenizer), encode)
-
-
-class StartCounts(NamedTuple):
-    """How many ids of a vocabulary begin a word after anything but whitespace, and in how many another one begins."""
-
-    begin: int
-    inside: int
-
-
-def count_starts(pieces: Iterable[bytes]) -> StartCounts:
-    """Count the ids that begin a word, and those inside of which one begins."""
-    starts = [word_starts(piece, b"a") for piece in pieces]
-    return StartCounts(sum(found[:1] == [0] for found in starts), sum(found[-1:] > [0] for found in starts))
 
 
 def spell(tokens: Iterable[int], vocabulary: Vocabulary) -> bytes | None:
