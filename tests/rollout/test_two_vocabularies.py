@@ -238,24 +238,22 @@ def test_engine_and_trainer_agree_on_the_senior_s_log_probs() -> None:
 # ------------------------------------------------------------------------------------------------------ longer texts
 
 
-class Spy:
-    """A partner that keeps what was asked and told."""
+def spied(partner: Any, kept: dict[int, list[tuple[bytes, bytes]]]) -> Any:
+    """The same partner, of which is kept what it was asked and told."""
+    asked, (ask, spans) = dict[int, bytes](), (partner.ask, partner.spans)
 
-    def __init__(self, partner: Any, kept: dict[int, list[tuple[bytes, bytes]]]) -> None:
-        self.partner, self.kept, self.asked = partner, kept, dict[int, bytes]()
+    def asks(jobs: Any) -> None:
+        asked.update({job.row.number: job.text for job in jobs})
+        ask(jobs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.partner, name)
+    def told(*, wait: bool) -> Any:
+        found = spans(wait=wait)
+        for span in found:
+            kept.setdefault(span.number, []).append((asked[span.number], span.text))
+        return found
 
-    def ask(self, asks: Any) -> None:
-        self.asked |= {each.number: each.text for each in asks}
-        self.partner.ask(asks)
-
-    def spans(self, *, wait: bool) -> Any:
-        spans = self.partner.spans(wait=wait)
-        for span in spans:
-            self.kept.setdefault(span.number, []).append((self.asked[span.number], span.text))
-        return spans
+    partner.ask, partner.spans = asks, told
+    return partner
 
 
 def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +261,7 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
     kept: dict[int, list[tuple[bytes, bytes]]] = {}
     made = engine()._make_partner
     assert made is not None
-    monkeypatch.setattr(engine(), "_make_partner", lambda: Spy(made(), kept))
+    monkeypatch.setattr(engine(), "_make_partner", lambda words: spied(made(words), kept))
     completions = flat(engine().generate([asked]))
     check_authors(completions, strategy())
     own = tokenizers()[1]
@@ -332,7 +330,7 @@ def test_a_text_ends_where_the_junior_sees_no_more_of_it(limit: str, monkeypatch
     narrow = TorchEngine(senior, junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], max_rows=8)
     made, partners = narrow._make_partner, list[Any]()
     assert made is not None
-    monkeypatch.setattr(narrow, "_make_partner", lambda: partners.append(made()) or partners[-1])
+    monkeypatch.setattr(narrow, "_make_partner", lambda words: partners.append(made(words)) or partners[-1])
     found = flat(narrow.generate([request(Sampling(max_tokens=40), 60)]))
     check_authors(found, strategy())
     assert not partners[0].readers  # nobody decodes a text that has ended

@@ -17,36 +17,6 @@ from tandemrl.rollout.relay import Relay
 from tandemrl.selection.words import vocabulary_of
 
 
-class Sessions:
-    """The last text of each session, with its keys and values, so that a request which goes on with it computes its new
-    tokens alone.
-
-    Args:
-        most: of how many sessions; those that were used last.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: dict[str | None, tuple[list[int], dict[int, Layers]]] = {}  # the least recently used first
-
-    def keep(self, request: Request, text: Sequence[int], layers: dict[int, Layers]) -> None:
-        """Keep the ``layers`` of all tokens of a text but the last, by author, for the session of a request."""
-        self._kept.pop(request.session, None)
-        self._kept[request.session] = [*text], layers
-        if len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
-
-    def take(self, request: Request) -> dict[int, Layers]:
-        """What was kept of the session of a request, if its prompt goes on with that text. It is kept no longer."""
-        text, layers = self._kept.pop(request.session, ([], {}))
-        goes_on = len(request.prompt) > len(text) and [*request.prompt[: len(text)]] == text
-        return layers if goes_on else {}
-
-    def clear(self) -> None:
-        """Forget all, since other weights compute other keys and values."""
-        self._kept.clear()
-
-
 class BatchEngine(CallEngine):
     """An engine that decodes a ``DecodingBatch``.
 
@@ -63,29 +33,41 @@ class BatchEngine(CallEngine):
         *,
         max_rows: int,
         has_junior: bool,
-        policy_version: int = 0,
         make_partner: MakePartner | None = None,
     ) -> None:
         super().__init__()
         self._decoder, self.vocabulary, self.context = decoder, decoder.vocabulary, context
-        self.max_rows, self.has_junior, self.policy_version = max_rows, has_junior, policy_version
+        self.max_rows, self.has_junior, self.policy_version = max_rows, has_junior, 0
         self.passes = Passes()
         self._make_partner = make_partner
         self._spelling = None if make_partner is None else vocabulary_of(decoder.tokenizer)
-        self.sessions = Sessions(0 if self.apart else max_rows)
+        self._kept = dict[str | None, tuple[list[int], dict[int, Layers]]]()
+        """By session, those used last at the end: a text, and the keys and values of all its tokens but the last."""
         self._draft_length: DraftLength | None = None
         self._half_loaded = False
 
-    @abstractmethod
-    def make_batch(
-        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, streams: bool
-    ) -> DecodingBatch:
-        """The empty batch of a call; see ``DecodingBatch`` and ``BatchCall``."""
+    def keep(self, row: Row) -> None:
+        """Keep what the next request of a row's session may go on with: the ``max_rows`` sessions used last."""
+        self._kept.pop(row.request.session, None)
+        self._kept[row.request.session] = row.text, row.kept
+        if len(self._kept) > self.max_rows:
+            del self._kept[next(iter(self._kept))]
 
-    def relay(self, writers: Mapping[int, Writer], requests: Sequence[Request], total: int, *, turns: bool) -> Relay:
+    def take(self, request: Request) -> dict[int, Layers]:
+        """What was kept of the session of a request, if its prompt goes on with that text. It is kept no longer."""
+        text, layers = self._kept.pop(request.session, ([], {}))
+        goes_on = len(request.prompt) > len(text) and [*request.prompt[: len(text)]] == text
+        return layers if goes_on else {}
+
+    @abstractmethod
+    def make_batch(self, requests: Sequence[Request], *, turns: bool, streams: bool) -> DecodingBatch:
+        """The empty batch of a call that begins with these requests; see ``DecodingBatch`` and ``BatchCall``."""
+
+    def relay(self, writers: Mapping[int, Writer], *, turns: bool) -> Relay:
         """The batch of a call in which two models write by spans."""
-        words = self._spelling, self._make_partner
-        return Relay(self._decoder, requests, total, writers, *words, turns=turns)
+        if self._make_partner is not None and self._spelling is not None:
+            writers = {**writers, 0: self._make_partner(self._spelling)}
+        return Relay(self._decoder, writers, self._spelling, turns=turns)
 
     @property
     def apart(self) -> bool:
@@ -122,8 +104,6 @@ class BatchCall(Call):
         super().__init__(engine, turns=turns, streams=streams)
         self._batch: DecodingBatch | None = None
         self._waiting: list[Row] = []
-        self._inside: set[int] = set()
-        """The numbers of rows in the batch that have not ended."""
         self._ready: list[tuple[Row, Sequence[int]]] = []
         """Rows that can go on, each with the tokens of its answer."""
         self._length: Callable[[int, Passes], int] | None = None
@@ -136,27 +116,20 @@ class BatchCall(Call):
         self.engine.closed(self)
 
     @torch.inference_mode()
-    def submit(self, requests: Sequence[Request]) -> list[int]:
-        return super().submit(requests)
-
     def _begin(self, requests: Sequence[Request], rows: Sequence[Row]) -> None:
         engine = self.engine
-        kept = {id(request): engine.sessions.take(request) for request in requests}
+        kept = {id(request): engine.take(request) for request in requests}
         for row in rows:
             row.kept = kept[id(row.request)]
         going = [*(row for row in self._rows.values() if not row.over), *rows]
-        self._length = engine.draft_length_for([row.request for row in going], len(going))
-        how = {"drafts": self._length is not None}
+        length = engine.draft_length_for([row.request for row in going], len(going))
         if self._batch is None:
-            self._batch = engine.make_batch(requests, len(going), turns=self._turns, streams=self._streams, **how)
-        else:
-            self._batch.extend(requests, len(going), **how)
+            self._batch = engine.make_batch(requests, turns=self._turns, streams=self._streams)
+        self._batch.extend(requests, len(going), drafts=length is not None)
+        self._length = length
         self._waiting += rows
 
     @torch.inference_mode()
-    def step(self) -> list[Event]:
-        return super().step()
-
     def _step(self) -> list[Event]:
         batch = self._batch
         if batch is None:
@@ -175,20 +148,19 @@ class BatchCall(Call):
             if self._turns:
                 self._awaited |= {row.number: row for row in ended}
                 events += [row.turn for row in ended]
-            if int(batch.live.sum()) < len(self._inside):
+            if batch.ended:
                 self._drop_ended(batch)
         return events
 
     def _drop_ended(self, batch: DecodingBatch) -> None:
-        """Note which rows of the batch have ended, but for those that wait for an answer now."""
-        for row, live in zip(batch.rows, batch.live.tolist(), strict=True):
-            if not live and row.number in self._inside:
-                self._inside.remove(row.number)
-                if row.number not in self._awaited:
-                    if row.kept and row.request.session is not None:
-                        self.engine.sessions.keep(row.request, row.text, row.kept)
-                    row.over, row.kept = True, {}
-                    self._over.append(row)
+        """Note which rows of the batch are over: those that have ended, but for those that wait for an answer now."""
+        ended, batch.ended = batch.ended, []
+        for row in ended:
+            if row.number not in self._awaited:
+                if row.kept and row.request.session is not None and not self.engine.apart:
+                    self.engine.keep(row)
+                row.over, row.kept = True, {}
+                self._over.append(row)
         batch.retire()
 
     def _join(self, batch: DecodingBatch) -> None:
@@ -197,17 +169,12 @@ class BatchCall(Call):
         if self._ready and (places := most - int(batch.live.sum())):
             back, self._ready = self._ready[:places], self._ready[places:]
             batch.resume(back)
-            for row, _ in back:
-                if row.stop_reason is None:
-                    self._inside.add(row.number)
-                else:  # it cannot go on
-                    self._over.append(row)
+            self._over += [row for row, _ in back if row.over]  # those cannot go on
         free = min(most - len(batch.rows), self._room)
         if self._waiting and free > 0 and (not batch.rows or 8 * free >= most):
             count = whole_groups(self._waiting, free) or (0 if batch.rows else free)
             new, self._waiting = self._waiting[:count], self._waiting[count:]
             batch.admit(new)
-            self._inside |= {row.number for row in new}
 
     @property
     def _room(self) -> int:

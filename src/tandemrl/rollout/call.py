@@ -2,12 +2,11 @@
 server and ``tandemrl play``."""
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import NamedTuple
 
 from tandemrl.rollout.decoding_rows import Row
@@ -68,12 +67,10 @@ class CallEngine(Engine):
         return self._open(turns=turns, streams=True)
 
     def _open(self, **how: bool) -> "Call":
-        self._acquire()
-        try:
+        with ExitStack() as opened:
+            opened.enter_context(self.exclusive())
             self._call = self.make_call(**how)
-        except BaseException:
-            self._release()
-            raise
+            self._opened = opened.pop_all()
         return self._call
 
     def generate(
@@ -97,29 +94,22 @@ class CallEngine(Engine):
         Raises:
             EngineError: a call of this thread is open.
         """
-        self._acquire()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _acquire(self) -> None:
         if self._owner == threading.get_ident():
             raise EngineError("a call of this engine is open in this thread; end it first")
-        self._busy.acquire()
-        self._owner = threading.get_ident()
-
-    def _release(self) -> None:
-        self._owner, self._call = 0, None
-        self._busy.release()
+        with self._busy:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner, self._call = 0, None
 
     def closed(self, call: "Call") -> None:
         """Hear that a call is over."""
         if self._call is call:
-            self._release()
+            self._opened.close()
 
 
-class Call(ABC):
+class Call(AbstractContextManager["Call"]):
     """Sequences that an engine is decoding. Nothing but ``abort`` may be called from two threads at once.
 
     Args:
@@ -148,12 +138,7 @@ class Call(ABC):
         self._next = 0
         """The number of the next row."""
 
-    def __enter__(self) -> "Call":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def submit(self, requests: Sequence[Request]) -> list[int]:

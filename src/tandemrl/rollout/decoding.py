@@ -44,9 +44,7 @@ class DecodingBatch:
     text is in ``Row.parts`` then.
 
     Args:
-        total: how many completions all requests ask for.
         turns: whether rows may come back for a further turn.
-        drafts: whether both models keep a KV cache of all rows, whoever writes them, so that ``step`` can draft.
         alone: takes several steps at once where no request needs the host after each. None: the host sees each token.
     """
 
@@ -58,7 +56,7 @@ class DecodingBatch:
     position: Int64[Tensor, " b"]  # of the last token
     stream: Int64[Tensor, " b"]
     written: Int64[Tensor, " b"]
-    shift: Int64[Tensor, " b"]  # from the column to the counter of sampling draws
+    shift: Int64[Tensor, " b"]  # from ``written`` to the number of the next sampling draw
     author: Bool[Tensor, " b"]
     stop_row: Int64[Tensor, " b"]
     start_row: Int64[Tensor, " b"]
@@ -69,18 +67,11 @@ class DecodingBatch:
     logprobs: Float[Tensor, "b w"]
     handovers: Float[Tensor, "b w"]
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        requests: Sequence[Request],
-        total: int,
-        *,
-        turns: bool,
-        drafts: bool = False,
-        alone: DeviceSteps | None = None,
-    ) -> None:
+    def __init__(self, decoder: Decoder, *, turns: bool, alone: DeviceSteps | None = None) -> None:
         self.decoder, self.turns, self.alone = decoder, turns, alone
         self.rows: list[Row] = []
+        self.ended: list[Row] = []
+        """Rows whose turn has ended since the caller last looked."""
         self.passes = Passes()
         self.steps = 0
         """How many steps were taken so far, a draft being one."""
@@ -99,14 +90,14 @@ class DecodingBatch:
         self.counts = torch.empty(0, decoder.vocabulary, dtype=torch.int64, device=self.device)
         for name, entries in self._entries([], torch.empty(0, dtype=torch.bool)).items():
             setattr(self, name, entries)
-        self.extend(requests, total, drafts=drafts)
 
     def extend(self, requests: Sequence[Request], total: int, *, drafts: bool = False) -> None:
         """Make ready for further requests.
 
         Args:
             total: how many rows are not finished.
-            drafts: whether steps may draft from now on.
+            drafts: whether steps may draft from now on, for which both models keep a KV cache of all rows, whoever
+                writes them.
 
         Raises:
             EngineError: a strategy drops proposals, and does not know that a word ends before what ends a turn.
@@ -128,12 +119,13 @@ class DecodingBatch:
             rows, vocabulary = len(self.rows), self.decoder.vocabulary
             self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(rows, vocabulary, dtype=torch.int64, device=self.device)
-        width = max((r.sampling.max_tokens + self.turns * r.observation_tokens for r in requests), default=0)
-        if width > self._width:
-            self._width, more = width, width - self._width
+        more = max((s.max_tokens - self._width for s in samplings), default=0)
+        if more > 0:
+            self._width += more
             for name in _OUTPUTS:
                 setattr(self, name, F.pad(getattr(self, name), (0, more)))
-        longest = max((len(r.prompt) for r in requests), default=0) + width
+        whole = (len(r.prompt) + r.sampling.max_tokens + self.turns * r.observation_tokens for r in requests)
+        longest = max(whole, default=0)
         writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
         for who in sorted((writers & self.decoder.models.keys()) - self.caches.keys()):
             cache = self.caches[who] = KVCache() if self.alone is None else self.alone.cache(who, total, longest)
@@ -285,6 +277,7 @@ class DecodingBatch:
         written, channels = int(self.written[i]), (self.tokens, self.authors, self.logprobs, self.handovers)
         self.rows[i].end_turn(Part(*(x[i, :written].numpy().copy() for x in channels)), reason)
         self.live[i] = False
+        self.ended.append(self.rows[i])
 
     # ------------------------------------------------------------------------------------------------------ next tokens
 
@@ -315,11 +308,6 @@ class DecodingBatch:
             self._leave(i)
         return int(count.sum()), [self.rows[i] for i in ended]
 
-    @property
-    def counter(self) -> Int64[Tensor, " b"]:
-        """The number of each row's next sampling draw."""
-        return self.written + self.shift
-
     def _after(self, tokens: Int64[Tensor, " b"], live: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Whether the senior writes in each row after its next token, as the strategies say when they are told it."""
         # Strategies hear of a token here, and of drafts in ``_drafted``; with vLLM in ``Planner.next_authors``.
@@ -338,7 +326,9 @@ class DecodingBatch:
             return None
         left = (self.limit - self.written) * self.live  # a row that has ended stands still
         steps, end = min(alone.every, int(left.max())), self.position + left
-        start = Start(self.last, self.author, self.position, end, self.counter, self.stream, self.parameters, mark)
+        start = Start(
+            self.last, self.author, self.position, end, self.written + self.shift, self.stream, self.parameters, mark
+        )
         block = alone.run(self.caches, strategies, start, self.shaping, steps=steps, every_mark=self.turns)
         if len(self.caches) == 1 and not bool((block.authors == bool(min(self.caches)))[self.live].all()):
             raise _broken_promise()
@@ -348,7 +338,7 @@ class DecodingBatch:
         """The next token of every row, without a draft."""
         hidden = {who: self._read(who, self.last[:, None], self.position[:, None])[:, 0] for who in self.caches}
         logits = self._author_logits(hidden)
-        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._races(self.stream, self.counter)))
+        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._races(self.stream, self.written + self.shift)))
         after = self._after(tokens, self.live)
         block = Block(tokens[:, None], self.author[:, None], logprobs[:, None], self.live.long(), next=after)
         return self._handed_over(block, after, logits, hidden) if len(self.starts.table) > 1 else block
@@ -375,7 +365,7 @@ class DecodingBatch:
                 handovers[rows, 0] = torch.where(self.parameters[at, 0] > 0, mass, 0.0).cpu()
             keys = stream(torch.tensor([self.rows[i].key for i in rows.tolist()], dtype=torch.int64), HANDOVER)
             others = self._logits(who, hidden[who], rows).masked_fill(inside, -torch.inf)
-            drawn = self._sample(others, self._races(keys, self.counter[rows]), at)
+            drawn = self._sample(others, self._races(keys, (self.written + self.shift)[rows]), at)
             tokens[rows, 0], logprobs[rows, 0] = (x.cpu() for x in drawn)
         return block._replace(tokens=tokens, authors=authors[:, None], logprobs=logprobs, handovers=handovers)
 
@@ -388,7 +378,7 @@ class DecodingBatch:
         (drafter-invariant speculative decoding, Daliri, Musco and Suresh, arXiv 2408.07978, here across authors).
         """
         ahead = min(ahead, int((self.limit - self.written)[self.live].max()))
-        races = self._races(self.stream[:, None], self.counter[:, None] + torch.arange(ahead)).unbind(1)
+        races = self._races(self.stream[:, None], (self.written + self.shift)[:, None] + torch.arange(ahead)).unbind(1)
         # What a row drafts beyond its limit is never kept; it shares one column of the cache.
         end = self.position + (self.limit - self.written)
         columns = (self.position[:, None] + torch.arange(ahead)).minimum(end[:, None])

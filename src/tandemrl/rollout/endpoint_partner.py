@@ -7,7 +7,7 @@ which they are known.
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.decoding_rows import Row
-from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling
-from tandemrl.rollout.partner import Ask, Ended, Said
+from tandemrl.rollout.engine import EngineError, Request, Sampling
+from tandemrl.rollout.partner import Job, Partner, Said
 from tandemrl.selection.draws import mix64
 from tandemrl.selection.words import Vocabulary, spell, step_words, vocabulary_of, word_starts
 
@@ -79,37 +79,38 @@ class EndpointJunior:
         self.control = tuple(surface for surface, token in tokenizer.get_vocab().items() if token not in pieces)
         self.pool = ThreadPoolExecutor(endpoint.concurrency)
 
-    def __call__(self) -> "EndpointPartner":
+    def __call__(self, senior: Vocabulary) -> "EndpointPartner":
         """The partner of a call."""
-        return EndpointPartner(self)
+        return EndpointPartner(senior, self)
 
     @property
     def fingerprint(self) -> int:
         """Of the name of the served model: what can be known of its weights."""
         return int.from_bytes(hashlib.sha256(self.model.encode()).digest()[:7], "big")
 
-    def say(self, ask: Ask, sampling: Sampling, prompt: Sequence[int], words_of: Sequence[int]) -> tuple[Said, int]:
-        """What the junior says, and how often it was asked for, until the answer began with a word.
+    def say(self, job: Job, prompt: Sequence[int]) -> Said:
+        """What the junior says, once an answer begins with a word.
 
         Args:
             prompt: what it reads before its turn.
-            words_of: the numbers of which seeds are made.
 
         Raises:
             EngineError: the endpoint fails.
         """
-        if (read := _encoded(ask.text, self.vocabulary)) is None:
-            return Said(ask.number, b"", "untranslatable"), 0
-        attempts, told = self.endpoint.attempts, body_of(sampling, self.endpoint.leave_out)
+        row, text = job.row, job.text or b""
+        if (read := _encoded(text, self.vocabulary)) is None:
+            return Said(row.number, b"", "untranslatable")
+        attempts, told = self.endpoint.attempts, body_of(row.request.sampling, self.endpoint.leave_out)
+        turn = row.index + len(row.request.history)
         for attempt in range(attempts):
-            seed = mix64(*words_of, len(ask.text), attempt) & 0x7FFFFFFF
-            if (said := self._attempt(ask, [*prompt, *read], told, seed)) is not None:
-                return said, attempt + 1
-        return Said(ask.number, b"", "failed"), attempts
+            seed = mix64(row.key, turn, len(text), attempt) & 0x7FFFFFFF
+            if (said := self._attempt(job, [*prompt, *read], told, seed)) is not None:
+                return said._replace(asks=attempt + 1)
+        return Said(row.number, b"", "failed", attempts)
 
-    def _attempt(self, ask: Ask, prompt: Sequence[int], told: dict[str, Any], seed: int) -> Said | None:
+    def _attempt(self, job: Job, prompt: Sequence[int], told: dict[str, Any], seed: int) -> Said | None:
         """What it says, or None if what comes is not usable."""
-        number, before, room, asked_words = ask
+        number, before, room, asked_words = job.row.number, job.text or b"", job.room, job.span.words
         text, spent, asked = "", 0, TOKENS_PER_WORD * (asked_words or WORDS_PER_STEP) + TOKENS_MORE
         while spent < room:
             more = [*prompt, *self.vocabulary.encode(text)]
@@ -168,66 +169,59 @@ def body_of(sampling: Sampling, leave_out: Collection[str]) -> dict[str, Any]:
     return {"temperature": s.temperature, "top_p": s.top_p, **sent}
 
 
-class EndpointPartner:
+class EndpointPartner(Partner):
     """A `Partner`: what is asked for in one call of ``generate``."""
 
-    def __init__(self, junior: EndpointJunior) -> None:
+    def __init__(self, senior: Vocabulary, junior: EndpointJunior) -> None:
+        super().__init__(senior)
         self._junior, self._total, self._failed = junior, 0, 0
-        self._rows: dict[int, tuple[Row, Sequence[int]]] = {}
-        """By number: the row, and what the junior reads before its turn."""
-        self._waiting: dict[Future[tuple[Said, int]], int] = {}
-        self.passes = Passes()  # how many the server takes is not known
+        self._prompts: dict[int, Sequence[int]] = {}
+        """By number: what the junior reads before its turn."""
+        self._waiting: dict[Future[Said], int] = {}
+
+    def __len__(self) -> int:
+        return 0  # how many the server takes is not known
 
     def extend(self, requests: Sequence[Request]) -> None:
         for request in requests:
             body_of(request.sampling, self._junior.endpoint.leave_out)
         self._total += sum(len(request.keys) for request in requests)
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        self._rows |= {row.number: (row, row.request.junior_prompt) for row in rows}
+    def admit(self, prompts: Mapping[Row, Sequence[int]]) -> None:
+        self._prompts |= {row.number: row.request.junior_prompt for row in prompts}
 
-    def ask(self, asks: Sequence[Ask]) -> None:
-        junior = self._junior
-        for ask in asks:
-            row, prompt = self._rows[ask.number]
-            turn = row.index + len(row.request.history)
-            future = junior.pool.submit(junior.say, ask, row.request.sampling, prompt, (row.key, turn))
-            self._waiting[future] = ask.number
+    def ask(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            number = job.row.number
+            self._waiting[self._junior.pool.submit(self._junior.say, job, self._prompts[number])] = number
 
-    def resume(self, turns: Sequence[Ended]) -> list[int]:
-        lost = []
-        for number, text, _, context in turns:
-            read = _encoded(text, self._junior.vocabulary)
-            if read is None:
-                lost.append(number)
-            elif number in self._rows:
-                row, prompt = self._rows[number]
-                self._rows[number] = row, [*prompt, *read, *context]
-        return lost
+    def read_turn(self, row: Row, text: bytes) -> bool:
+        if (read := _encoded(text, self._junior.vocabulary)) is not None and row.number in self._prompts:
+            self._prompts[row.number] = [*self._prompts[row.number], *read, *row.junior_context]
+        return read is not None
 
     def spans(self, *, wait: bool) -> list[Said]:
-        while True:
-            done = [future for future in self._waiting if future.done()]
-            if done or not wait or not self._waiting:
-                return [self._said(future, self._waiting.pop(future)) for future in done]
+        if wait and self._waiting:
             futures.wait(self._waiting, return_when=futures.FIRST_COMPLETED)
+        done = [future for future in self._waiting if future.done()]
+        return [self._said(future, self._waiting.pop(future)) for future in done]
 
     def keep(self, live: Collection[int], waiting: Collection[int]) -> None:
-        self._rows = {n: known for n, known in self._rows.items() if n in live or n in waiting}
+        super().keep(live, waiting)
+        self._prompts = {n: prompt for n, prompt in self._prompts.items() if n in live or n in waiting}
         for future in [future for future, number in self._waiting.items() if number not in live]:
             future.cancel()
             del self._waiting[future]
 
-    def _said(self, future: "Future[tuple[Said, int]]", number: int) -> Said:
+    def _said(self, future: Future[Said], number: int) -> Said:
         """What a request came to.
 
         Raises:
             EngineError: too many have failed.
         """
         try:
-            said, asks = future.result()
-            why = f"no answer began with a word in {asks} attempts"
-            self.passes += Passes(spans=int(asks > 0), asks=asks)
+            said = future.result()
+            why = f"no answer began with a word in {said.asks} attempts"
         except EngineError as error:
             said, why = Said(number, b"", "failed"), str(error)
         if said.end == "failed":

@@ -181,7 +181,6 @@ class Responder(Protocol):
 
     def submit(self, turn: Turn) -> None:
         """Begin to answer a turn, and return without waiting for the answer."""
-        ...
 
     def replies(self, *, wait: bool) -> list[Reply]:
         """The answers that are ready. Each answer is returned once.
@@ -192,11 +191,9 @@ class Responder(Protocol):
         Raises:
             EngineError: the environment is broken; the call of ``generate`` ends with this error.
         """
-        ...
 
     def transcript(self, number: int) -> Transcript:
         """The transcript of a completion that has ended, for whatever reason."""
-        ...
 
 
 class EngineInfo(NamedTuple):
@@ -286,11 +283,9 @@ class Engine(Protocol):
         Raises:
             EngineError: a request asks for something this engine lacks, or does not fit its context.
         """
-        ...
 
     def abort(self) -> None:
         """Give up the running call of ``generate``, which fails, or ends its completions as ``abort``. Thread-safe."""
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the senior's weights in place. The junior is never touched.
@@ -299,15 +294,12 @@ class Engine(Protocol):
 
         In another thread than that of a running ``generate``, this waits for the end of the call.
         """
-        ...
 
     def fingerprint(self, who: Who = "senior") -> int:
         """An integer checksum of the weights this engine decodes with (see ``rollout.sync.fingerprint``)."""
-        ...
 
     def close(self) -> None:
         """Release the processes and the memory that the engine holds itself. It cannot be used afterwards."""
-        ...
 
 
 class SentWeights:

@@ -14,6 +14,7 @@ from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.types import Author, Group, Response, Rollout
 
+_UNSCORED = Graded(NO_SCORE)
 _QUESTION, _ANSWER = "What is two and two?", "It is four."
 _TAIL = 256
 """Where in a prompt the beginning of the answer is looked for first: in so many tokens at its end."""
@@ -113,19 +114,9 @@ def score_rollouts(
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
         rollouts, logged = [], dict[str, list[float]]()
         for index, completion in enumerate(completions):
-            each = found.get((g, index), Graded(NO_SCORE))
-            rollouts.append(
-                rollout_of(
-                    prompt,
-                    completion,
-                    group=g,
-                    index=index,
-                    reward=each.score.value,
-                    reward_parts=each.score.parts,
-                    logged=each.extra,
-                    response=read[g, index],
-                )
-            )
+            each = found.get((g, index), _UNSCORED)
+            response = read[g, index]
+            rollouts.append(rollout_of(prompt, completion, group=g, index=index, graded=each, response=response))
             for name, values in each.metrics.items():
                 logged.setdefault(name, []).extend(values)
         groups.append(Group(prompt.row.example_id, tuple(rollouts), logged))
@@ -133,12 +124,12 @@ def score_rollouts(
 
 
 def rollout_of(
-    prompt: Prompt, completion: Completion, *, group: int, index: int, reward: float = 0.0, **scored: Any
+    prompt: Prompt, completion: Completion, *, group: int, index: int, graded: Graded = _UNSCORED, **read: Response
 ) -> Rollout:
     """The rollout of a prompt and a completion.
 
     Args:
-        scored: other fields that are known once it is scored.
+        read: its ``response``, if that is known.
     """
     context, told = np.full(len(prompt.tokens), Author.CONTEXT), completion.handover_logprobs
     return Rollout(
@@ -149,11 +140,13 @@ def rollout_of(
         tokens=np.concatenate([prompt.tokens, completion.tokens]),
         author=np.concatenate([context, completion.author]),
         behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
-        reward=reward,
+        reward=graded.score.value,
+        reward_parts=graded.score.parts,
+        logged=graded.extra,
         stop_reason=completion.stop_reason,
         turns=max(1, len(completion.turns)),
         transcript=completion.transcript,
         policy_version=completion.policy_version,
         handover_logprobs=None if told is None else np.concatenate([np.zeros(len(context)), told]),
-        **scored,
+        **read,
     )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tandemrl.models.compile import eagerly
@@ -199,7 +200,9 @@ def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
     parts: list[Layers] = []
     size = max(1, PREFILL_TOKENS // width)
     for start in range(0, len(prompts), size):
-        tokens = _padded([prompt[:-1] for prompt in prompts[start : start + size]], width)
+        texts = [torch.tensor([*prompt[:-1]], dtype=torch.int64) for prompt in prompts[start : start + size]]
+        tokens = pad_sequence(texts, batch_first=True)
+        tokens = F.pad(tokens, (0, width - tokens.shape[1]))
         layout = _PrefillLayout(width)
         positions = torch.arange(width, device=device).expand(len(tokens), width)
         with eagerly(model):
@@ -266,11 +269,3 @@ def extend(
             hidden = hidden_states(model, tokens, layout.columns, layout)
         last.append(hidden[counts[some].cumsum(0).to(device) - 1])
     return torch.cat(last)
-
-
-def _padded(texts: Sequence[Sequence[int]], width: int) -> Int64[Tensor, "b w"]:
-    """The texts as one tensor of ``width`` columns, right-padded with zeros."""
-    tokens = torch.zeros(len(texts), width, dtype=torch.int64)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
-    return tokens

@@ -21,14 +21,12 @@ from tandemrl.rollout.engine import (
     Request,
     SentWeights,
 )
-from tandemrl.rollout.local_partner import LocalPartner
-from tandemrl.rollout.partner import MakePartner
+from tandemrl.rollout.partner import LocalPartner, MakePartner
 from tandemrl.rollout.sync import check_shapes, fingerprint
 from tandemrl.rollout.torch_writer import TorchWriter
 from tandemrl.selection import Who
-from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.whole_words import text_tables
-from tandemrl.selection.words import vocabulary_of
+from tandemrl.selection.words import Vocabulary, vocabulary_of
 
 
 class TorchEngine(BatchEngine):
@@ -59,7 +57,6 @@ class TorchEngine(BatchEngine):
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_rows: int = 256,
-        policy_version: int = 0,
         draft_tokens: int | str = 0,
         host_every: int | str = "auto",
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -74,10 +71,10 @@ class TorchEngine(BatchEngine):
         if junior is not None and junior_tokenizer is not None:
             decoder = _decoder({1: junior}, junior_tokenizer, None)
             tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
-            pieces, context = token_bytes(tokenizer), context_of(junior.config)
+            context = context_of(junior.config)
 
-            def local() -> LocalPartner:
-                return LocalPartner(TorchWriter(decoder, tables), own, decoder.eos, context, pieces)
+            def local(words: Vocabulary) -> LocalPartner:
+                return LocalPartner(words, TorchWriter(decoder, tables), own, decoder.eos, context)
 
             make_partner = local
         if make_partner is not None and draft_tokens:
@@ -87,7 +84,6 @@ class TorchEngine(BatchEngine):
             min(context_of(model.config) for model in ours.models.values()),
             max_rows=max_rows,
             has_junior=junior is not None or partner is not None,
-            policy_version=policy_version,
             make_partner=make_partner,
         )
         self._tables = None if make_partner is None else text_tables(tokenizer, self.vocabulary)
@@ -117,7 +113,7 @@ class TorchEngine(BatchEngine):
         check_shapes(sent.shapes, {name: tuple(parameter.shape) for name, parameter in own.items()})
         with self.exclusive(), torch.no_grad():
             self._half_loaded = True
-            self.sessions.clear()
+            self._kept.clear()  # other weights compute other keys and values
             left = dict(own)
             for name, tensor in sent:
                 left.pop(name).copy_(tensor)
@@ -138,13 +134,11 @@ class TorchEngine(BatchEngine):
         if self.endpoint is not None:
             self.endpoint.close()
 
-    def make_batch(
-        self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, streams: bool
-    ) -> DecodingBatch:
+    def make_batch(self, requests: Sequence[Request], *, turns: bool, streams: bool) -> DecodingBatch:
         by_text = streams or any(request.strategy.removed is not None for request in requests)
         if self._tables is None or not by_text:
-            return DecodingBatch(self._decoder, requests, total, turns=turns, drafts=drafts, alone=self._alone)
-        return self.relay({1: TorchWriter(self._decoder, self._tables)}, requests, total, turns=turns)
+            return DecodingBatch(self._decoder, turns=turns, alone=self._alone)
+        return self.relay({1: TorchWriter(self._decoder, self._tables)}, turns=turns)
 
 
 def _decoder(

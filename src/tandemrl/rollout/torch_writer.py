@@ -7,14 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tandemrl.models.sampling import race_times
-from tandemrl.rollout.decoding_rows import Decoder, Shaping, sample, sampling_parameters, shaped
+from tandemrl.rollout.decoding_rows import Decoder, Row, Shaping, sample, sampling_parameters, shaped
 from tandemrl.rollout.kv_cache import KVCache, extend, prefill
-from tandemrl.rollout.partner import Job, Written
+from tandemrl.rollout.partner import Job, Writer, Written
 from tandemrl.rollout.spans import SpanRules, draw_keys
 from tandemrl.selection.whole_words import TextTables
 
 
-class TorchWriter:
+class TorchWriter(Writer):
     """A `partner.Writer`. The keys and values of a row stay until it is dropped; what another author has written is
     read when the row is gone on with.
 
@@ -39,16 +39,16 @@ class TorchWriter:
     def __contains__(self, number: object) -> bool:
         return number in self._jobs
 
-    def admit(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        distinct = list({id(prompt): prompt for prompt in prompts.values()}.values())
+    def admit(self, prompts: Mapping[Row, Sequence[int]]) -> None:
+        distinct = {id(prompt): [*prompt] for prompt in prompts.values()}
         if not distinct:
             return
-        of = {id(prompt): i for i, prompt in enumerate(distinct)}
+        of = {name: i for i, name in enumerate(distinct)}
         places = range(self._size, self._size + len(prompts))
-        prefilled = prefill(self._decoder.models[1], [list(prompt) for prompt in distinct])
+        prefilled = prefill(self._decoder.models[1], [*distinct.values()])
         self._cache.put(places, prefilled, [of[id(prompt)] for prompt in prompts.values()])
-        for place, (number, prompt) in enumerate(prompts.items(), self._size):
-            self._place[number], self._read[number] = place, list(prompt[:-1])
+        for place, (row, prompt) in zip(places, prompts.items(), strict=True):
+            self._place[row.number], self._read[row.number] = place, list(prompt[:-1])
         self._size += len(prompts)
 
     def begin(self, jobs: Sequence[Job]) -> None:
@@ -59,7 +59,7 @@ class TorchWriter:
                 del read[next((k for k, equal in enumerate(same) if not equal), len(tokens) - 1) :]
             self._unread[number], self._jobs[number] = tokens[len(read) :], job
 
-    def step(self) -> dict[int, Written]:
+    def step(self, *, wait: bool) -> dict[int, Written]:
         if not self._jobs:
             return {}
         jobs = [*self._jobs.items()]

@@ -63,7 +63,7 @@ class VllmCall(Call):
     def _begin(self, requests: Sequence[Request], rows: Sequence[Row]) -> None:
         with death_reported():
             self._register(requests)
-            for row, params in [(row, self._params(f"completion {row.number}", row)) for row in rows]:
+            for row, params in [(row, self._params(row)) for row in rows]:
                 self._begin_turn(row, params)
 
     def _register(self, requests: Sequence[Request]) -> None:
@@ -75,14 +75,14 @@ class VllmCall(Call):
         known: Any = self._strategies if self._engine.in_process else cloudpickle.dumps(self._strategies)
         self._engine.call_workers("tandem_register", known)
 
-    def _params(self, where: str, row: Row) -> SamplingParams:
+    def _params(self, row: Row) -> SamplingParams:
         """vLLM's sampling parameters of the row's next turn."""
         s = row.request.sampling
         history = [*map(list, row.request.history), *(turn.tolist() for turn in row.turns)]
         arguments = {"tandem_key": row.key, "tandem_strategy": _name(row.request), "tandem_history": history}
         if self._turns:
             arguments["tandem_row"] = row.number
-        return sampling_params(where, s, self._engine.eos, row.turn_left, arguments, stop=s.stop)
+        return sampling_params(f"completion {row.number}", s, self._engine.eos, row.turn_left, arguments, stop=s.stop)
 
     def _begin_turn(self, row: Row, params: SamplingParams) -> None:
         """Start the next turn of a row in vLLM.
@@ -156,7 +156,7 @@ class VllmCall(Call):
     def _go_on(self, row: Row, reply: Reply) -> None:
         row.observe(reply.context)
         with death_reported():
-            self._begin_turn(row, self._params(f"completion {row.number}", row))
+            self._begin_turn(row, self._params(row))
 
     def take(self, numbers: Sequence[int]) -> list[Completion]:
         name_authors([self._rows[number] for number in numbers])

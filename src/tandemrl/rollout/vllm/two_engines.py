@@ -7,7 +7,6 @@ request; what the other one wrote is part of its prompt, of which the prefix cac
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,21 @@ from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabu
 from tandemrl.rollout.batch_engine import BatchEngine
 from tandemrl.rollout.decoding_rows import Decoder
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request
-from tandemrl.rollout.local_partner import LocalPartner
-from tandemrl.rollout.partner import Job, MakePartner, Written
+from tandemrl.rollout.partner import Job, LocalPartner, MakePartner, Writer, Written
 from tandemrl.rollout.relay import Relay
 from tandemrl.rollout.vllm.call import death_reported, sampling_params
 from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
 from tandemrl.rollout.vllm.sampler import HANDED_OVER, arguments_of
 from tandemrl.selection import Who
-from tandemrl.selection.boundaries import start_table, token_bytes
+from tandemrl.selection.boundaries import start_table
 from tandemrl.selection.whole_words import id_tables, text_tables
-from tandemrl.selection.words import vocabulary_of
+from tandemrl.selection.words import Vocabulary, vocabulary_of
 
 BLOCK_SIZE = 32
 """Tokens in a block of the KV cache on a CPU, where vLLM would take 128. A row that goes on reads the last one anew."""
 
 
-class VllmWriter:
+class VllmWriter(Writer):
     """A `partner.Writer`, whose engine was told of the vocabulary (``tandem_spans``)."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -49,9 +47,6 @@ class VllmWriter:
     def __contains__(self, number: object) -> bool:
         return number in self._flying
 
-    def admit(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """vLLM hears of a prompt with its first span."""
-
     def begin(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             row, sampling = job.row, job.row.request.sampling
@@ -61,7 +56,7 @@ class VllmWriter:
             name = self._llm.add_request(str(row.number), prompt, params, priority=row.number)
             self._flying[row.number] = name, sampling.temperature == 0
 
-    def step(self) -> dict[int, Written]:
+    def step(self, *, wait: bool) -> dict[int, Written]:
         whole = {}
         for output in self._llm.step() if self._flying else ():
             number, span = int(output.request_id), output.outputs[0]
@@ -139,8 +134,11 @@ class VllmTwoEngines(BatchEngine):
             vocabulary, context = first.vocabulary, first.context
             make_partner: MakePartner | None = None
             if apart:
-                own, pieces = vocabulary_of(second.tokenizer), token_bytes(tokenizer)
-                make_partner = partial(LocalPartner, self._writers.pop(0), own, second.eos, second.context, pieces)
+                theirs = self._writers.pop(0), vocabulary_of(second.tokenizer), second.eos, second.context
+
+                def make_partner(words: Vocabulary) -> LocalPartner:
+                    return LocalPartner(words, *theirs)
+
             else:
                 vocabulary, context = min(vocabulary, second.vocabulary), min(context, second.context)
             decoder = Decoder({}, {}, vocabulary, first.eos, tokenizer)
@@ -191,8 +189,8 @@ class VllmTwoEngines(BatchEngine):
                 "rollout.engine=torch"
             )
 
-    def make_batch(self, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool, streams: bool) -> Relay:
-        return self.relay(self._writers, requests, total, turns=turns)
+    def make_batch(self, requests: Sequence[Request], *, turns: bool, streams: bool) -> Relay:
+        return self.relay(self._writers, turns=turns)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self.exclusive():
