@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
-from tandemrl.data.rows import Prompt, Row, encode_prompts
-from tandemrl.models.batching import pack
+from helpers import EOS, IDS, prompts, tokenizer
+from tandemrl.data.rows import Prompt, Row
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rollout.collect import CompletionBatch, generate
@@ -120,22 +119,6 @@ def test_a_group_with_shared_draws_has_keys_that_name_it():
     assert len(named.unique()) == 3
 
 
-def drop_a_completion(written: list[list[Completion]]) -> None:
-    del written[1][2]
-
-
-def drop_a_group(written: list[list[Completion]]) -> None:
-    del written[-1]
-
-
-def swap_groups(written: list[list[Completion]]) -> None:
-    written[0], written[1] = written[1], written[0]
-
-
-def swap_samples(written: list[list[Completion]]) -> None:
-    written[2].reverse()
-
-
 def flip_an_author(written: list[list[Completion]]) -> None:
     author = written[3][2].author.copy()
     author[-1] = 1 - author[-1]
@@ -145,10 +128,10 @@ def flip_an_author(written: list[list[Completion]]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (drop_a_completion, "request 1"),
-        (drop_a_group, "3 groups for 4 requests"),
-        (swap_groups, "request 0"),
-        (swap_samples, "request 2"),
+        (lambda written: written[1].pop(), "request 1"),
+        (lambda written: written.pop(), "3 groups for 4 requests"),
+        (lambda written: written.insert(0, written.pop(1)), "request 0"),
+        (lambda written: written[2].reverse(), "request 2"),
         (flip_an_author, "token 7 is recorded as written by"),
     ],
 )
@@ -180,24 +163,3 @@ def test_rollouts_have_the_score_of_their_own_text():
             # One character a token, and EOS is not part of the text.
             assert rollout.reward == len(completion.tokens) - 1
             assert rollout.reward_parts == {"acc": 0.0, "chars": rollout.reward}
-
-
-def test_the_reference_engine_collects_rollouts_that_pack():
-    rows, dropped = encode_prompts([row(0), row(1)], tokenizer(), max_prompt_tokens=16)
-    assert dropped == 0
-    engine = TorchEngine(prepared(qwen3()), prepared(small_qwen3()), tokenizer())
-    told: list[int] = []
-    written = generate(
-        engine, list(enumerate(rows)), strategy=STRATEGY, sampling=SAMPLING, group_size=4, seed=0, step=0,
-        progress=told.append,
-    )  # fmt: skip
-    groups = score_rollouts(written, CountingScorer(), tokenizer())
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert len(rollouts) == 8
-    assert sum(told) == sum(rollout.response_tokens for rollout in rollouts)
-    batch = pack(rollouts)
-    assert batch.num_sequences == 8
-    assert (batch.behaviour_logprobs[batch.author == -1] == 0).all()
-    assert (batch.behaviour_logprobs[batch.author >= 0] < 0).all()
-    texts = {tuple(rollout.tokens[len(rows[0].tokens) :]) for rollout in groups[0].rollouts}
-    assert len(texts) == 4

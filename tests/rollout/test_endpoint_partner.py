@@ -225,14 +225,13 @@ def test_answers_that_begin_no_word_are_asked_again_with_another_seed() -> None:
     ("answer", "reason"),
     [
         (Reply(body=b"{}"), "not a completion"),
-        (Reply(body=b"<html>"), "not JSON"),
         (Reply(status=503, body=b"loading"), "HTTP 503: loading"),
         (Reply(status=400, body=b"prompt must be a string"), "HTTP 400: prompt must be"),
         (Reply(body=b"{}", delay=3.0), "no complete reply within 1 s"),
         (reply("a\ufffdb"), "began with a word in 8 attempts"),
         (reply("", "length"), "began with a word in 8 attempts"),
     ],
-    ids=["garbage", "html", "loading", "strings", "slow", "cut", "nothing"],
+    ids=["garbage", "loading", "strings", "slow", "cut", "nothing"],
 )
 def test_an_endpoint_that_does_not_work_ends_the_run_with_its_reason(answer: Reply, reason: str) -> None:
     with (

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import IDS, PAD, save_speaker, tokenizer
 from tandemrl.config import RolloutConfig, VllmConfig
-from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids
+from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -75,12 +75,6 @@ def test_loaded_models_bring_their_ends_along(tmp_path, named):
     models = [load_model(folder / name) for name in ("senior", "junior")]
     engine = TorchEngine(*models, tokenizer())
     assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
-
-
-def test_the_ends_of_a_pair_are_those_of_both(tmp_path):
-    folder = save_pair(tmp_path, "list")
-    ends = stored_eos_token_ids(str(folder / "senior"), tokenizer(), str(folder / "junior"))
-    assert ends == tuple(sorted([IDS["<eos>"], IDS[PAD], IDS["z"]]))
 
 
 @pytest.mark.vllm

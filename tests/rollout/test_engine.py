@@ -8,21 +8,17 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import Completion, Draws, EngineError, Sampling, check_authors, check_completion
-from tandemrl.selection import Strategy, alternating, bernoulli, replay, solo
+from tandemrl.selection import Strategy, bernoulli, replay
 from tandemrl.selection.draws import request_key
 
 OUT_OF_RANGE = [
     ("max_tokens", 0, "at least 1"),
     ("temperature", -0.1, "0 .greedy. or a positive number"),
-    ("temperature", float("inf"), "0 .greedy. or a positive number"),
     ("temperature", float("nan"), "0 .greedy. or a positive number"),
     ("top_p", 0.0, r"in \(0, 1\]"),
-    ("top_p", 1.01, r"in \(0, 1\]"),
     ("top_k", -1, r"0 \(off\) or a positive number"),
-    ("min_p", -0.01, r"in \[0, 1\]"),
     ("min_p", 1.01, r"in \[0, 1\]"),
     ("repetition_penalty", 0.0, "positive"),
-    ("repetition_penalty", -1.0, "positive"),
 ]
 
 
@@ -113,22 +109,3 @@ def test_any_single_changed_author_is_found(name):
             mutants = [*completions[:row], mutant, *completions[row + 1 :]]
             with pytest.raises(EngineError, match=rf"completion {completion.key}: token {index} .* \(1 tokens differ"):
                 check_authors(mutants, strategy)
-
-
-def test_authors_of_another_key_or_strategy_are_found():
-    completions = written(bernoulli(0.5))
-    swapped = [dataclasses.replace(completions[0], key=completions[1].key), *completions[1:]]
-    with pytest.raises(EngineError, match=f"completion {completions[1].key}"):
-        check_authors(swapped, bernoulli(0.5))
-    with pytest.raises(EngineError, match="disagree"):
-        check_authors(completions, bernoulli(0.45 + 0.5))
-    with pytest.raises(EngineError, match="disagree"):
-        check_authors(written(solo("senior")), alternating())
-
-
-def test_a_short_channel_is_refused_before_any_replay():
-    strategy = bernoulli(0.5)
-    completions = written(strategy)
-    completions[2] = dataclasses.replace(completions[2], author=completions[2].author[:-2])
-    with pytest.raises(EngineError, match=rf"completion {completions[2].key}: author has 8 entries for 10 tokens"):
-        check_authors(completions, strategy)

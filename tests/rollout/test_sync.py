@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
+from helpers import prepared, prompts, qwen3, requests, small_qwen3, tokenizer
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import prepare
@@ -155,30 +155,11 @@ class OneOff(TorchEngine):
         parameter.data.view(torch.int32)[3] ^= 1
 
 
-class Skipping(TorchEngine):
-    """Loses the last tensor on the way."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        own = dict(self.senior.named_parameters())
-        *given, (name, _) = weights
-        super().load_weights([*given, (name, own[name])], version)
-
-
-@pytest.mark.parametrize("kind", [Deaf, Forgetful, OneOff, Skipping])
+@pytest.mark.parametrize("kind", [Deaf, Forgetful, OneOff])
 def test_weights_that_did_not_arrive_are_noticed(kind):
     engine = tandem(kind)
     with pytest.raises(EngineError, match=r"weights did not reach the engine: version \d+ \(sent 7\).* stale policy"):
         sync_weights(prepared(qwen3(9)), engine, 7)
-
-
-def test_a_model_of_another_shape_is_refused():
-    engine = tandem()
-    before = engine.fingerprint()
-    with pytest.raises(EngineError, match="weights do not match"):
-        sync_weights(prepared(small_qwen3()), engine, 1)
-    with pytest.raises(EngineError, match="weights do not match"):
-        sync_weights(prepared(llama()), engine, 1)
-    assert engine.fingerprint() == before
 
 
 def test_weights_are_gathered_one_by_one(monkeypatch):

@@ -216,14 +216,6 @@ def test_a_row_that_comes_back_late_takes_the_place_that_it_left():
     assert {len(completion.turns) for completion in found} == {1, 2, 3}
 
 
-def test_a_request_with_a_history_goes_on_where_it_was():
-    past = ((3, 4, 5), (6, 7))
-    batch = [replace(r, history=past) for r in requests(prompts(6), SAMPLINGS[0], strategies()["word"])]
-    found, wanted = (flat(engine("alike", ahead).generate(batch)) for ahead in (4, 0))
-    assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in wanted]
-    assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
-
-
 def test_a_draft_stays_within_the_context_of_the_model():
     """Learnt positions: one beyond the last would be an error."""
     name = "Llama senior, GPT-2 junior"
@@ -251,15 +243,6 @@ def test_an_abort_ends_rows_between_two_drafts():
 # ----------------------------------------------------------------------------------------------------- how far to draft
 
 LARGE, SMALL = Size(12, 57_000_000), Size(4, 5_000_000)
-
-
-def test_auto_drafts_where_the_junior_is_cheap_and_the_rows_are_few():
-    auto = DraftLength(None, LARGE, SMALL, CPU)
-    assert auto(1, Passes()) > 4
-    assert auto(256, Passes()) == 0
-    assert auto(1, Passes(drafted=1000, accepted=980)) > auto(1, Passes(drafted=1000, accepted=600)) > 0
-    assert auto(1, Passes(), share=1.0) > 0
-    assert auto(1, Passes(drafted=1000, accepted=50), share=1.0) == 0
 
 
 def test_auto_gives_the_same_completions():

@@ -2,8 +2,8 @@
 
 import copy
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -46,7 +46,7 @@ from tandemrl.rollout.engine import (
     check_completion,
 )
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo
+from tandemrl.selection import Strategy, alternating, bernoulli, chunk, solo
 from tandemrl.selection.draws import request_key
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -177,16 +177,11 @@ def test_behaviour_logprobs_are_those_of_the_authors_distribution(name):
     sampling = SAMPLINGS[name]
     given = prompts(3, seed=1, lengths=(6, 1, 15))
     strategy = bernoulli(0.5)
-    completions = flat(engine().generate(requests(given, sampling_of(sampling, max_tokens=20), strategy, samples=2)))
+    completions = flat(engine().generate(requests(given, replace(sampling, max_tokens=20), strategy, samples=2)))
     assert_sound(completions, strategy)
     for i, completion in enumerate(completions):
         assert_follows(completion, given[i // 2], sampling, pair("smaller junior"))
     assert any(len(set(c.author)) == 2 for c in completions)
-
-
-def sampling_of(sampling: Sampling, **changes: object) -> Sampling:
-    fields = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
-    return Sampling(**(fields | changes))
 
 
 def test_one_call_mixes_samplings_and_strategies():
@@ -198,7 +193,7 @@ def test_one_call_mixes_samplings_and_strategies():
         Request(
             tuple(prompt),
             (request_key(3, 0, i, 0), request_key(3, 0, i, 1)),
-            sampling_of(settings[i % len(settings)], max_tokens=3 + i % 9, ignore_eos=i % 2 == 0),
+            replace(settings[i % len(settings)], max_tokens=3 + i % 9, ignore_eos=i % 2 == 0),
             kinds[i % len(kinds)],
         )
         for i, prompt in enumerate(given)
@@ -282,38 +277,6 @@ def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows,
 # ---------------------------------------------------------------------------------------------- coming, going, stopping
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 5, 9, 100])
-def test_rows_of_every_length_finish_and_make_room(max_rows):
-    """Greedy texts do not depend on the batch, so neither admission nor retirement may mix rows up."""
-    given = prompts(23, seed=9)
-    limits = [1 + (5 * i) % 14 for i in range(23)]
-    strategy = chunk(2)
-    batch = [
-        Request(tuple(p), (i,), Sampling(max_tokens=limits[i], temperature=0.0, ignore_eos=True), strategy)
-        for i, p in enumerate(given)
-    ]
-    completions = flat(engine(max_rows=max_rows).generate(batch))
-    assert [len(c.tokens) for c in completions] == limits
-    assert_sound(completions, strategy)
-    models = pair("smaller junior")
-    for prompt, completion in zip(given, completions, strict=True):
-        logits = author_logits(*models, prompt, completion)
-        assert (logits[np.arange(len(logits)), completion.tokens] >= logits.max(1) - 1e-4).all()
-
-
-def test_uninitialised_memory_never_reaches_a_logit():
-    """Torch fills fresh memory with NaN in this mode; a masked NaN in a KV cache would still poison its row."""
-    sampling = Sampling(max_tokens=6, ignore_eos=True)
-    batch = requests(prompts(12, seed=10), sampling, bernoulli(0.5))
-    normal = engine(max_rows=5).generate(batch)
-    torch.use_deterministic_algorithms(True)
-    try:
-        poisoned = engine(max_rows=5).generate(batch)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert [channels(c) for c in flat(poisoned)] == [channels(c) for c in flat(normal)]
-
-
 def test_finished_rows_stay_within_the_context_of_the_model():
     """A finished row is kept until an eighth of the batch is; GPT-2 has no embedding for a position past its end."""
     models = (llama(context=40), gpt2(context=40))
@@ -326,27 +289,6 @@ def test_finished_rows_stay_within_the_context_of_the_model():
     assert [len(c.tokens) for c in completions] == [4] + [36] * 20
     for request, completion in zip(batch[:3], completions[:3], strict=True):
         assert_follows(completion, list(request.prompt), request.sampling, models)
-
-
-def test_stop_reasons():
-    given = prompts(1, seed=11, lengths=(5,))
-    free = flat(engine().generate(requests(given, Sampling(max_tokens=40, ignore_eos=True), bernoulli(0.5))))[0]
-    tokens = free.tokens.tolist()
-    assert free.stop_reason == "length"
-    assert len(tokens) == 40
-
-    stop = tokens[10]
-    first = tokens.index(stop)
-    stopped = run(given, stop_token_ids=(stop,), ignore_eos=True)
-    assert stopped.stop_reason == "stop"
-    assert stopped.tokens.tolist() == tokens[: first + 1]  # the stop id is kept
-    assert stopped.author.tolist() == free.author.tolist()[: first + 1]
-    np.testing.assert_array_equal(stopped.behaviour_logprobs, free.behaviour_logprobs[: first + 1])
-
-
-def run(given: list[list[int]], **sampling: object) -> Completion:
-    settings = Sampling(**({"max_tokens": 40} | sampling))
-    return flat(engine().generate(requests(given, settings, bernoulli(0.5))))[0]
 
 
 def eos_first(model: PreTrainedModel) -> PreTrainedModel:
@@ -375,13 +317,8 @@ def test_eos_ends_a_completion_unless_ignored():
     assert ended.author.tolist() == [0, 0, 0, 1]
     assert ignored.stop_reason == "length"
     assert ignored.tokens[3:6].tolist() == [IDS[EOS]] * 3
-    as_stop = flat(
-        both.generate(
-            requests(
-                given, Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(IDS[EOS],)), strategy
-            )
-        )
-    )[0]
+    stopping = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(IDS[EOS],))
+    as_stop = flat(both.generate(requests(given, stopping, strategy)))[0]
     assert (as_stop.stop_reason, len(as_stop.tokens)) == ("stop", 4)
 
 
@@ -412,16 +349,6 @@ def test_stop_strings_are_kept_and_may_span_tokens(stop, count):
     assert completion.stop_reason == ("stop" if count < 12 else "length")
     assert text(completion.tokens) == tokenizer().decode([IDS[word] for word in SPOKEN[:count]])
     check_completion(completion)
-
-
-def test_a_blank_line_hands_over_to_the_other_model():
-    both = TorchEngine(
-        prepared(writing(SPOKEN)), prepared(writing([*SPOKEN[:7], "x", "y", "z", "x", "y"])), tokenizer()
-    )
-    strategy = sentence("senior", boundaries.step_tables(tokenizer()))
-    completion = flat(both.generate(requests([[2]], Sampling(max_tokens=12, temperature=0.0), strategy)))[0]
-    assert text(completion.tokens) == " ab éc\n\nxyzxy"
-    assert completion.author.tolist() == [1] * 7 + [0] * 5
 
 
 def test_the_prompt_does_not_complete_a_stop_string():
@@ -470,13 +397,11 @@ def test_abort_from_a_thread_takes_effect_at_once():
     thread = threading.Thread(target=lambda: out.extend(running.generate(batch, progress=lambda _: started.set())))
     thread.start()
     assert started.wait(30)
-    begin = time.perf_counter()
     running.abort([batch[1].keys[0]])
     running.abort()
     running.abort([batch[0].keys[0]])
     thread.join(30)
     assert not thread.is_alive()
-    assert time.perf_counter() - begin < 5
     assert all(c.stop_reason == "abort" and len(c.tokens) < 200 for c in flat(out))
 
 
