@@ -128,10 +128,9 @@ def loop(run: Run, tracker: Tracker) -> None:
     sync_weights(models.policy, models.engine, version=done)
     folder = Path(config.output_dir, "profile") if train.profile else None
     profiler = Profiler(folder, setup.device, traces=world.main, step=min(done + 2, train.steps))
-    heldout = setup.preflight.heldout.prompts
-    warnings_of = watcher(config, setup.recipe, len(heldout))
+    warnings_of = watcher(config, setup.recipe, len(setup.preflight.heldout.prompts))
     with AsyncRollouts(run, tracker, profiler) as rollouts, Signals() as signals:
-        if done == 0 and heldout and train.eval_first:
+        if done == 0 and setup.preflight.heldout.prompts and train.eval_first:
             with explain_errors(0, profiler.clock(), world) as clock:
                 with clock("eval"):
                     metrics = evaluate(run, 0)

@@ -119,8 +119,7 @@ class Tracker:
 
         def line(rollout: Rollout) -> str:
             text = {} if rollout.response is not None else {"text": written_text(rollout, tokenizer)}
-            record = {"step": step, **text, **rollout.to_json()}
-            return json.dumps(record, ensure_ascii=False)
+            return json.dumps({"step": step, **text, **rollout.to_json()}, ensure_ascii=False)
 
         _write(self._samples, [line(rollout) for rollout in rollouts])
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
