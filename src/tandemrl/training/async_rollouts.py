@@ -223,13 +223,15 @@ def _known(mismatch: Metrics, _: CompletionBatch) -> Metrics:
 
 
 def _plain(c: Completion) -> dict[str, Any]:
-    values = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in vars(c).items()}
-    return values | {"transcript": c.transcript and c.transcript.to_json()}
+    names = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
+    channels = {name: torch.from_numpy(getattr(c, name)) for name in names if getattr(c, name) is not None}
+    episode = {} if c.transcript is None else {"transcript": c.transcript.to_json()}
+    return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels, **episode}
 
 
 def _completion(line: Mapping[str, Any]) -> Completion:
     values: dict[str, Any] = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in line.items()}
-    if values.get("transcript") is not None:
+    if "transcript" in values:
         values["transcript"] = Transcript.from_json(values["transcript"])
     return Completion(**values)
 
