@@ -181,8 +181,7 @@ class Engines:
     def stock(self, given: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """What stock vLLM writes with the senior, greedily."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm import EngineArgs, LLMEngine, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm import EngineArgs, LLMEngine
 
         if "stock" not in self._running:
             with settable_threads():
@@ -192,15 +191,7 @@ class Engines:
                         kv_cache_memory_bytes=2**26, disable_log_stats=True,
                     )
                 )  # fmt: skip
-        engine = self._running["stock"]
-        final = RequestOutputKind.FINAL_ONLY
-        for i, prompt in enumerate(given):
-            greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=final)
-            engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, greedy)
-        written: dict[str, list[int]] = {}
-        while engine.has_unfinished_requests():
-            written |= {out.request_id: list(out.outputs[0].token_ids) for out in engine.step()}
-        return [written[str(i)] for i in range(len(given))]
+        return greedy(self._running["stock"], given, max_tokens)
 
     def close(self) -> None:
         """Stop the processes. What runs in this one goes with it: taking thirty engines down collects garbage sixty
@@ -214,6 +205,22 @@ class Engines:
                 engine._close.detach()
             else:
                 engine.close()
+
+
+def greedy(engine: Any, given: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """What a stock engine writes."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    final, written = RequestOutputKind.FINAL_ONLY, dict[str, list[int]]()
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=final
+    )
+    for i, prompt in enumerate(given):
+        engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, sampling)
+    while engine.has_unfinished_requests():
+        written |= {out.request_id: list(out.outputs[0].token_ids) for out in engine.step()}
+    return [written[str(i)] for i in range(len(given))]
 
 
 def start_engine(

@@ -1,5 +1,7 @@
 """On which card an engine computes."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,6 +17,7 @@ from runs import UNDECIDED
 from tandemrl.config import load, packaged_configs
 from tandemrl.models.loading import resolve_device
 from tandemrl.rollout.vllm import engine as vllm_engine
+from tandemrl.rollout.vllm import worker as vllm_worker
 from tandemrl.training.build import build_engine
 
 pytestmark = pytest.mark.vllm
@@ -73,3 +76,11 @@ def test_an_engine_of_one_process_is_where_the_config_says(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     build_engine(load(None, ["rollout.engine=vllm", *keys]), None, tokenizer())
     assert chosen == [wanted]
+
+
+def test_a_gpu_never_imports_the_cpu_worker() -> None:
+    """Its import replaces torch.cuda's streams and events, so it stands below a question about the platform."""
+    module = ast.parse(Path(vllm_worker.__file__).read_text())
+    unasked = [node.module for node in module.body if isinstance(node, ast.ImportFrom)]
+    assert "vllm.v1.worker.gpu_worker" in unasked
+    assert "vllm.v1.worker.cpu_worker" not in unasked

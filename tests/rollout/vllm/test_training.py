@@ -45,16 +45,20 @@ def runs(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {engine: train(config(tiny_pair, out / engine, engine), quiet=True) for engine in ("torch", "vllm")}
 
 
-def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
-    """Same keys, same draws, same tokens: rewards are equal, losses to rounding, and every sync was read back."""
-    for ours, theirs in zip(metrics(runs["torch"]), metrics(runs["vllm"]), strict=True):
+def assert_same(torch_run: Path, vllm_run: Path) -> None:
+    for ours, theirs in zip(metrics(torch_run), metrics(vllm_run), strict=True):
         for name in ("reward/mean", "tandem/senior_frac", "tandem/senior_draw_frac", "tokens/response"):
             assert ours[name] == theirs[name], name
         assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
         assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
         assert theirs["mismatch/mean_abs"] < 1e-4
         assert theirs["weights/version_lag"] == 0
-    assert metrics(runs["torch"])[-1]["eval/pass@1"] == metrics(runs["vllm"])[-1]["eval/pass@1"]
+    assert metrics(torch_run)[-1]["eval/pass@1"] == metrics(vllm_run)[-1]["eval/pass@1"]
+
+
+def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
+    """Same keys, same draws, same tokens: rewards are equal, losses to rounding, and every sync was read back."""
+    assert_same(runs["torch"], runs["vllm"])
 
 
 @pytest.mark.slow
@@ -69,13 +73,7 @@ def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pa
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    for ours, theirs in zip(metrics(wanted), metrics(tmp_path / "two"), strict=True):
-        for name in ("reward/mean", "tandem/senior_frac", "tandem/senior_draw_frac", "tokens/response"):
-            assert ours[name] == theirs[name], name
-        assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
-        assert theirs["mismatch/mean_abs"] < 1e-4
-        assert theirs["weights/version_lag"] == 0
-    assert metrics(wanted)[-1]["eval/pass@1"] == metrics(tmp_path / "two")[-1]["eval/pass@1"]
+    assert_same(wanted, tmp_path / "two")
 
 
 def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

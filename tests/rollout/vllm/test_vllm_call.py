@@ -103,17 +103,20 @@ def test_a_session_computes_a_block_twice_at_most(engines, mode):
     assert max(computed) <= len(turn.prompt) + 2 * 32
 
 
-def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines):
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines, begun):
     engine = engines(PAIR)
     batch = mixed(prompts(40, seed=30), changed(KINDS[0], max_tokens=25, ignore_eos=True), seed=30)
     wanted, left, told = flat(engine.generate(batch)), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
         first = call.submit(batch[:3])
         left |= set(first)
-        step(call, left, told)
+        if begun:
+            step(call, left, told)
         call.abort([batch[1].keys[0]])
         done = ended(call, left, first, told)
         assert [c.stop_reason for c in done] == ["length", "abort", "length"]
+        assert begun or len(done[1].tokens) <= 1
         assert_equal_completions([done[0], done[2]], [wanted[0], wanted[2]])
         for request, alone in zip(batch[3:], wanted[3:], strict=True):
             numbers = call.submit([request])
@@ -126,14 +129,3 @@ def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines):
             call.submit([batch[0], Request((-1,), (1,), Sampling(), batch[0].strategy)])
         assert call.idle
     assert engine.stats()["requests"] <= 1
-
-
-def test_an_abort_before_the_first_step_is_kept(engines):
-    engine = engines(PAIR)
-    batch = mixed(prompts(3, seed=31), changed(KINDS[0], max_tokens=10, ignore_eos=True), seed=31)
-    with engine.open() as call:
-        left = set(numbers := call.submit(batch))
-        call.abort([batch[1].keys[0]])
-        done = ended(call, left, numbers, {})
-    assert [c.stop_reason for c in done] == ["length", "abort", "length"]
-    assert len(done[1].tokens) <= 1

@@ -170,30 +170,6 @@ class Script:
         return Transcript(())
 
 
-def test_limits_end_turns_and_completions(engine):
-    def says(number: int, *contexts: Sequence[int], reason: Any = None) -> list[Reply]:
-        return [*(Reply(number, tuple(said)) for said in contexts), Reply(number, stop_reason=reason)]
-
-    replies = [
-        says(0, [2] * 4, [3] * 5),  # over because nothing more is said: for how the last turn ended
-        says(1, [2] * 4, [3] * 5, reason="turns"),
-        says(2, [2] * 4, [3] * 7),  # 11 of 10 tokens of the world
-        says(3, [2], [3], [4], [5]),  # own tokens used up in the third turn
-        says(4, reason="stop"),
-    ]
-    batch = plain(5, seed=7, turn_tokens=20, observation_tokens=10)
-    batch[3] = dataclasses.replace(batch[3], turn_tokens=25)
-    script = Script(replies)
-    found = flat(engine.generate(batch, responder=script))
-    assert [[len(t) for t in c.turns] for c in found] == [[20] * 3, [20] * 3, [20] * 2, [25, 25, 10], [20]]
-    assert [c.stop_reason for c in found] == ["length", "turns", "length", "length", "stop"]
-    assert [int((c.author == -1).sum()) for c in found] == [9, 9, 4, 2, 0]
-    assert found[0].tokens[20:24].tolist() == [2] * 4
-    assert found[0].tokens[44:49].tolist() == [3] * 5
-    assert len([told for told in script.told if told.number == 3]) == 3  # the last one is answered, too
-    assert [told.tokens.tolist() for told in script.told if told.number == 1] == [t.tolist() for t in found[1].turns]
-
-
 def test_a_stop_string_belongs_to_one_turn(engine):
     """What the world said, or half of it and half of the turn before, ends no turn."""
     [request] = plain(1, seed=9, turn_tokens=10)

@@ -52,22 +52,15 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
             with other weights than its embedding (after everything is yielded).
     """
     model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
-    for tensor in list(parameters_of(model)):
-        layer, leaf = tensor.layer, tensor.leaf
+    for layer, leaf, parts in list(parameters_of(model)):
         stored = leaf != "weight" or type(layer) is VocabParallelEmbedding
-        for name, value in _named(tensor, getattr(layer, leaf) if stored else _multiplied(layer)):
-            yield name, value.to(dtype)
+        shards = (getattr(layer, leaf) if stored else _multiplied(layer)).split([part.rows for part in parts])
+        for name, group in groupby(zip(parts, shards, strict=True), key=lambda pair: pair[0].name):
+            pieces = [whole(part, shard) for part, shard in group]
+            yield name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
     for path, head in tied_heads(model):
         if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
             raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
-
-
-def _named(tensor: "_Tensor", value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face parameters in a tensor of this rank, whole."""
-    shards = value.split([part.rows for part in tensor.parts])
-    for name, group in groupby(zip(tensor.parts, shards, strict=True), key=lambda pair: pair[0].name):
-        pieces = [whole(part, shard) for part, shard in group]
-        yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class Part(NamedTuple):
@@ -80,12 +73,8 @@ class Part(NamedTuple):
     replicas: int  # how many neighbouring ranks have the same rows; above 1 for key and value heads on more ranks
 
 
-class _Tensor(NamedTuple):
-    """One parameter of a layer on this rank, named ``leaf`` there. Its ``parts`` are stacked along the rows."""
-
-    layer: nn.Module
-    leaf: str
-    parts: list[Part]
+_Tensor = tuple[Any, str, list[Part]]
+"""A layer on this rank, the name of a parameter there, and its parts, which are stacked along the rows."""
 
 
 def parameters_of(model: nn.Module) -> Iterator[_Tensor]:
@@ -104,10 +93,10 @@ def parameters_of(model: nn.Module) -> Iterator[_Tensor]:
                 if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
                     kind = type(layer.quant_method).__name__
                     raise EngineError(f"{path} is quantised ({kind}): its weights cannot be replaced or read back")
-                yield _Tensor(layer, leaf, _parts(path, layer, leaf, fused))
+                yield layer, leaf, _parts(path, layer, leaf, fused)
             elif getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader and parameter.ndim:
                 shape = tuple(parameter.shape)
-                yield _Tensor(layer, leaf, [Part(f"{path}.{leaf}", shape, shape[0], None, 1)])
+                yield layer, leaf, [Part(f"{path}.{leaf}", shape, shape[0], None, 1)]
             else:
                 raise EngineError(
                     f"{path}.{leaf} is of a kind ({type(layer).__name__}) whose weights cannot be replaced or read back"

@@ -154,7 +154,15 @@ class Planner:
         before = np.array([sum(map(len, a.history)) for a in admissions])
         # Workers may have written on before a stop string was found in what they wrote: then they begin anew, too.
         goes_on = np.array([slot is not None for slot in kept]) & (before > 0) & (before == state.written(at))
-        state.author[at] = self._first_authors(admissions, at, keys, goes_on)
+        senior, places = np.empty(len(at), dtype=bool), torch.from_numpy(at)
+        if goes_on.any():
+            going = places[goes_on]
+            senior[goes_on] = self.selection.turn(going, torch.from_numpy(state.author[at[goes_on]] == SENIOR)).numpy()
+        if len(new := (~goes_on).nonzero()[0]):
+            some = [admissions[i] for i in new.tolist()]
+            known = [a.strategy for a in some], keys[new], [a.history for a in some]
+            senior[new] = self.selection.admit(places[new], *known).numpy()
+        state.author[at] = senior
         self.slots.update((a.id, slot) for a, slot in zip(admissions, slots, strict=True))
         self._row_of.update((slot, a.row) for a, slot in zip(admissions, slots, strict=True) if a.row is not None)
         state.prompt[at] = state.length[at] = [a.prompt_length for a in admissions]
@@ -279,29 +287,6 @@ class Planner:
 
     def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
-
-    def _first_authors(
-        self, admissions: Sequence[Admission], slots: np.ndarray, keys: Tensor, goes_on: np.ndarray
-    ) -> np.ndarray:
-        """Draw whether the senior writes the first token of each request.
-
-        Args:
-            admissions: the requests.
-            slots: the slot of each request.
-            keys: the key of each request.
-            goes_on: for each request, whether its slot still has the strategy's state from the turn before.
-        """
-        senior = np.empty(len(slots), dtype=bool)
-        if goes_on.any():
-            at = slots[goes_on]
-            last = torch.from_numpy(self.state.author[at] == SENIOR)
-            senior[goes_on] = self.selection.turn(torch.from_numpy(at), last).numpy()
-        new = (~goes_on).nonzero()[0]
-        if len(new):
-            some, at = [admissions[i] for i in new.tolist()], torch.from_numpy(slots[new])
-            strategies, histories = [a.strategy for a in some], [a.history for a in some]
-            senior[new] = self.selection.admit(at, strategies, keys[torch.from_numpy(new)], histories).numpy()
-        return senior
 
     def _grow(self, needed: int) -> None:
         """Make room until at least ``needed`` slots are free."""

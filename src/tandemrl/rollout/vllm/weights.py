@@ -2,8 +2,8 @@
 
 ``rollout.sync.sync_weights`` sends them through ``VllmEngine.load_weights`` and compares the checksums of both sides.
 Workers in the trainer's process get them as they are, others through a file (``written_weights``). Each worker loads
-them, cast to its dtype, and reads them back from what the kernels compute with (``ReplacesWeights``); the checksum is
-of what was read. Keys and values of the old weights are dropped.
+them, cast to its dtype, and reads them back from what the kernels compute with; the checksum is of what was read. Keys
+and values of the old weights are dropped.
 """
 
 import logging
@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from tandemrl.rollout.engine import EngineError, SentWeights
-from tandemrl.rollout.sync import check_shapes, fingerprint
-from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
-from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.parameters import hf_parameters, parameters_of, shapes_of, tied_heads
-from tandemrl.selection import Who
+from tandemrl.rollout.engine import SentWeights
+from tandemrl.rollout.sync import check_shapes
+from tandemrl.rollout.vllm.parameters import parameters_of, shapes_of, tied_heads
 
 SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
@@ -49,7 +46,7 @@ def load_checkpoint_weights(runner: Any, weights: SentWeights) -> None:
             changed.
     """
     model, config = runner.get_model(), runner.vllm_config
-    check_shapes(weights.shapes, shapes_of(part for tensor in parameters_of(model) for part in tensor.parts))
+    check_shapes(weights.shapes, shapes_of(part for _, _, parts in parameters_of(model) for part in parts))
     # Detached, because the loader annotates tensors.
     stream = ((name, tensor.detach().to(config.model_config.dtype)) for name, tensor in weights)
     with set_current_vllm_config(config):
@@ -94,39 +91,3 @@ def read_weights(path: str) -> SentWeights:
     content = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)[start:].view(dtype)
     pieces = content.split([prod(shape) for shape in shapes.values()])
     return SentWeights(shapes, ((n, piece.view(shapes[n])) for n, piece in zip(shapes, pieces, strict=True)))
-
-
-class ReplacesWeights:
-    """What the workers of tandem decoding do with weights. ``VllmEngine`` calls the methods by their names."""
-
-    model_runner: Any
-    device: torch.device
-
-    def tandem_load(self, weights: SentWeights | str) -> None:
-        """Replace the senior's weights in place, or only its adapters if it is adapters.
-
-        Args:
-            weights: the trainer's, or the path of a file with them (``written_weights``).
-        """
-        sent = read_weights(weights) if isinstance(weights, str) else weights
-        with self.model_runner.runner_of(SENIOR) as runner:
-            if self.model_runner.adapters is None:
-                load_checkpoint_weights(runner, sent)
-            else:
-                load_adapters(runner.get_model(), sent)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
-
-    def tandem_fingerprint(self, who: Who) -> int:
-        """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
-
-        Raises:
-            EngineError: the weights cannot be read back.
-        """
-        runners, author = self.model_runner.runners, SENIOR if who == "senior" else JUNIOR
-        if author not in runners:
-            raise EngineError("this engine has no junior")
-        with self.model_runner.runner_of(author):
-            if author == SENIOR and self.model_runner.adapters is not None:
-                return fingerprint(adapted_parameters(runners[SENIOR], runners[JUNIOR]))
-            return fingerprint(hf_parameters(runners[author]))

@@ -23,14 +23,17 @@ if current_platform.is_cpu():  # its import replaces torch.cuda's streams and ev
 from vllm.v1.worker.gpu_worker import Worker
 
 from tandemrl.models.lora import AdapterPlan
-from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.kv_state import SENIOR
+from tandemrl.rollout.engine import EngineError, SentWeights
+from tandemrl.rollout.sync import fingerprint
+from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.parameters import hf_parameters
 from tandemrl.rollout.vllm.planner import SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.sampler import HANDED_OVER, SPAN, Spans
 from tandemrl.rollout.vllm.step_data import TandemOutput
-from tandemrl.rollout.vllm.weights import ReplacesWeights
-from tandemrl.selection import Strategy, solo
+from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights
+from tandemrl.selection import Strategy, Who, solo
 from tandemrl.selection.whole_words import TextTables
 
 
@@ -53,11 +56,13 @@ class TandemOptions:
     only them."""
 
 
-class _TandemWorker(ReplacesWeights):
+class _TandemWorker:
     """What the workers below add to vLLM's. ``LLMEngine.collective_rpc`` calls the methods named ``tandem_*``."""
 
     vllm_config: VllmConfig
     device_config: DeviceConfig
+    model_runner: Any
+    device: torch.device
     local_rank: int
 
     def init_device(self) -> None:
@@ -108,6 +113,35 @@ class _TandemWorker(ReplacesWeights):
         runner.spans = sampler.spans = Spans(known)
         sampler.vocabulary = min(runner.vocabulary, len(known.starts))
         runner.strategies[SPAN] = solo("senior")
+
+    def tandem_load(self, weights: SentWeights | str) -> None:
+        """Replace the senior's weights in place, or only its adapters if it is adapters.
+
+        Args:
+            weights: the trainer's, or the path of a file with them (``written_weights``).
+        """
+        sent = read_weights(weights) if isinstance(weights, str) else weights
+        with self.model_runner.runner_of(SENIOR) as runner:
+            if self.model_runner.adapters is None:
+                load_checkpoint_weights(runner, sent)
+            else:
+                load_adapters(runner.get_model(), sent)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
+
+    def tandem_fingerprint(self, who: Who) -> int:
+        """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
+
+        Raises:
+            EngineError: the weights cannot be read back.
+        """
+        runners, author = self.model_runner.runners, SENIOR if who == "senior" else JUNIOR
+        if author not in runners:
+            raise EngineError("this engine has no junior")
+        with self.model_runner.runner_of(author):
+            if author == SENIOR and self.model_runner.adapters is not None:
+                return fingerprint(adapted_parameters(runners[SENIOR], runners[JUNIOR]))
+            return fingerprint(hf_parameters(runners[author]))
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
         """Set the scheduling mode, which measurements compare."""
