@@ -104,7 +104,7 @@ def test_a_function_of_verifiers_reads_messages_and_state() -> None:
 
 
 def test_an_error_of_the_function_itself_is_not_tried_again() -> None:
-    with pytest.raises(GraderError, match=r"TypeError: 'in <string>' requires .* parameters completion, answer; name"):
+    with pytest.raises(GraderError, match=r"TypeError: 'in <string>' requires string"):
         scored(lambda completion, answer: float(int(answer) in completion))
     with pytest.raises(GraderError, match=r"KeyError: 'level of detail'"):
         scored(lambda completions, **kwargs: [kwargs["level of detail"]])

@@ -48,7 +48,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from tandemrl.config import RewardConfig
@@ -194,16 +193,6 @@ class Call(NamedTuple):
         own = (row, response.text, *((options,) if self.options else ())) if self.form == "own" else ()
         return Given(own, {name: told[name] for name in self.names})
 
-    @property
-    def remark(self) -> str:
-        """What to add to an error of the function: for which library's it was taken, where that may be wrong."""
-        if self.form != "verifiers":
-            return ""
-        return (
-            f" (called in verifiers' form because of its parameters {', '.join(self.names)}; name the first one `row` "
-            "to get a Row)"
-        )
-
     def checked(self, result: Any, name: str, items: Sequence[Item]) -> Score | GroupScores:
         """The result of the function as a score; what `called_group` returns as scores.
 
@@ -231,19 +220,16 @@ class Call(NamedTuple):
 
     def _columns(self, name: str, items: Sequence[Item], form: Shown, state: TrainerState | None) -> dict[str, Any]:
         """TRL's arguments, with those of verifiers in the plural. Other names are columns of the data set."""
-        rows = []
-        for item in items:
-            plurals = {f"{key}s": value for key, value in _of_verifiers(item, form).items()}
-            theirs = {key: plurals[key] for key in PLURALS & {*self.names}}
-            rows.append({**theirs, "opened": item.response.opened, **columns(item.row, truth_of(item.row))})
-        known: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
-        lacking = {key: i for key in known for i, row in enumerate(rows) if key not in row}
+        row, ids, theirs = items[0].row, [item.response.ids for item in items], [_of_verifiers(i, form) for i in items]
+        fields = [columns(item.row, truth_of(item.row)) for item in items]
+        known: dict[str, Any] = {key: [each[key[:-1]] for each in theirs] for key in PLURALS & {*self.names}}
+        known["opened"] = [item.response.opened for item in items]
+        known |= {key: [each.get(key) for each in fields] for key in fields[0]}
         known |= zip(("prompts", "completions"), map(list, zip(*map(form, items), strict=True)), strict=True)
-        ids = [item.response.ids for item in items]
         known |= {} if None in ids else {"completion_ids": [list(each or ()) for each in ids]}
         known |= {} if state is None else {"trainer_state": state}
         for each in self.names:
-            if each in LOGS or each in self.optional or (each in known and each not in lacking):
+            if each in LOGS or each in self.optional or each in known:
                 continue
             there = ", ".join(sorted(known.keys() - {"opened"}))
             of_row = f"which is no field of the row; put it into the row's extra_info. There are {there}"
@@ -251,7 +237,6 @@ class Call(NamedTuple):
                 "completion_ids": "and the ids of a text alone are not known; score a samples.jsonl, which has them",
                 "trainer_state": "which only a training run has",
             }.get(each, of_row)
-            row = items[lacking.get(each, 0)].row
             raise GraderError(f"{name}, row {row.example_id}: it takes {each}, {why}; or give the parameter a default")
         own = {*self.names} | (known.keys() - {"opened"} if self.rest else set())
         return {each: value for each, value in known.items() if each in own}

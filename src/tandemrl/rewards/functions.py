@@ -161,7 +161,7 @@ def in_process(short: str, function: RewardFunction) -> Term:
             try:
                 return made(function, given, how.logs, len(items))
             except GraderError as error:
-                raise GraderError(f"{name}, row {items[0].row.example_id}: {error}{how.remark}") from error.__cause__
+                raise GraderError(f"{name}, row {items[0].row.example_id}: {error}") from error.__cause__
 
         return Deferred("function", (call,), lambda result: how.checked(result, name, items))
 
@@ -189,7 +189,7 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Term:
             if not isinstance(result, Lost):
                 return how.checked(result, path, items)
             if result.why:
-                raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}{how.remark}")
+                raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}")
             return GroupScores([result.score()] * len(items))
 
         given = how.given(path, items, options, state)

@@ -66,7 +66,7 @@ class Scorer:
             many are unscored, or all were lost, is decided over the whole batch.
 
     Raises:
-        GraderError: math-verify is not installed, or ``reward.workers`` is below 1.
+        GraderError: math-verify is not installed.
 
     Examples:
         >>> from tandemrl.data.rows import Row
@@ -85,8 +85,6 @@ class Scorer:
         worker: Sequence[str] = WORKER,
         world: Any = None,
     ) -> None:
-        if reward.workers is not None and reward.workers < 1:
-            raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
         self.functions = dict(functions or {})
         self.timeouts = 0
         self.failures = 0
@@ -305,35 +303,29 @@ def _voters() -> "_Processes":
     return _Processes(RewardConfig(workers=1), WORKER)
 
 
-class _Processes:
+class _Processes(ChildCalls):
     """Child processes that call functions by name; an answer is a JSON value, or `Lost`."""
 
     def __init__(self, reward: RewardConfig, command: Sequence[str]) -> None:
         processes, queue = reward.workers or cores(), 1 if reward.workers else TASKS_PER_WORKER
-        self._calls = ChildCalls(command, None, processes=processes, limit_s=reward.timeout_s, queue=queue)
-        self._timeout_s, self._lock = reward.timeout_s, threading.Lock()
+        super().__init__(command, None, processes=processes, limit_s=reward.timeout_s, queue=queue)
 
     def settle(self, pending: Sequence[Deferred]) -> list[Any]:
         """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once."""
         keys = [pickle.dumps((each.payload, each.responses)) for each in pending]
         tasks, outcomes = dict(zip(keys, pending, strict=True)), dict[bytes, Outcome]()
-        with self._lock:
-            try:
-                for key, task in tasks.items():
-                    deliver = partial(outcomes.__setitem__, key)
-                    self._calls.call(task.payload, deliver, limit_s=self._timeout_s * task.responses)
-                while len(outcomes) < len(tasks):
-                    self._calls.poll(wait=True)
-            except ProcessError as error:
-                raise GraderError(f"scoring process {error}") from None
-            except BaseException:  # what is under way is nothing for the next batch
-                self._calls.close()
-                raise
+        try:
+            for key, task in tasks.items():
+                limit_s = self._limit_s * task.responses
+                self.call(task.payload, partial(outcomes.__setitem__, key), limit_s=limit_s)
+            while len(outcomes) < len(tasks):
+                self.poll(wait=True)
+        except ProcessError as error:
+            raise GraderError(f"scoring process {error}") from None
+        except BaseException:  # what is under way is nothing for the next batch
+            self.close()
+            raise
         return [_answer(outcomes[key]) for key in keys]
-
-    def close(self) -> None:
-        with self._lock:
-            self._calls.close()
 
 
 def _answer(outcome: Outcome) -> Any:

@@ -2,7 +2,6 @@
 process is left."""
 
 import os
-import re
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -16,12 +15,11 @@ import torch
 from helpers import flat, qwen3, small_qwen3, tokenizer
 from local_workers import asked, bits, learnt
 from tandemrl.config import ConfigError, RolloutConfig
-from tandemrl.config.hints import pip_install
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers, cards_of, parts_of, require_ray, restored
+from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers, cards_of, parts_of, restored
 from tandemrl.rollout.sync import sync_weights
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")
@@ -168,13 +166,6 @@ def test_workers_on_this_machine_get_the_gpus_that_trainers_leave(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", trainers)
     assert cards_of(Cluster("local", workers=1, gpus=1)) == cards
     assert cards_of(Cluster("local", workers=1)) is None
-
-
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    what = f"rollout.workers=2 needs Ray, which is not installed: {pip_install('ray')}"
-    with pytest.raises(ConfigError, match=re.escape(what)):
-        require_ray("rollout.workers=2")
 
 
 def test_weights_come_out_of_the_store_as_they_went_in() -> None:

@@ -137,7 +137,7 @@ def test_what_vllm_cannot_sample_is_refused_and_nothing_of_the_call_stays(engine
     wanted = tokens(flat(engine.generate(batch)))
     fine = mixed(prompts(2, seed=25), LONG, seed=25)
     bad = Request((2, 3), (1,), Sampling(max_tokens=4, **sampling), bernoulli(0.5))
-    with pytest.raises(EngineError, match=f"request 2: .*{match}"):
+    with pytest.raises(EngineError, match=f"completion 2: .*{match}"):
         engine.generate([*fine, bad])
     assert tokens(flat(engine.generate(batch))) == wanted
 

@@ -19,7 +19,7 @@ from pairs import (
     tokens,
 )
 
-from helpers import IDS, VOCABULARY, prompts, text
+from helpers import IDS, prompts, text
 from scripted_world import ScriptedWorld, answer
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.selection import Strategy, alternating_turns, turn
@@ -206,26 +206,18 @@ def test_aborts_reach_rows_that_await_an_answer(engine):
         check_authors([completion], request.strategy)
 
 
-@pytest.mark.parametrize(
-    ("reply", "match"),
-    [
-        (None, "the index is gone"),
-        (Reply(0, (2, VOCABULARY)), f"completion 0: .*outside the vocabulary of {VOCABULARY}"),
-        (Reply(3, (2,)), "completion 3"),
-    ],
-)
-def test_a_broken_world_ends_the_call_and_nothing_else(engine, reply, match):
+def test_a_broken_world_ends_the_call_and_nothing_else(engine):
     batch = plain(6, seed=13, lengths=(40, 70))
 
     class Broken(Script):
         def replies(self, *, wait: bool) -> list[Reply]:
-            if self.told and reply is None:
+            if self.told:
                 raise EngineError("the index is gone")
-            return [reply] if self.told else []
+            return []
 
     wanted = flat(engine.generate(batch, responder=world()))
     uneven = [dataclasses.replace(r, turn_tokens=20 + 5 * i) for i, r in enumerate(batch)]
-    with pytest.raises(EngineError, match=match):
+    with pytest.raises(EngineError, match="the index is gone"):
         engine.generate(uneven, responder=Broken([[Reply(i, (2,))] for i in range(6)], late=range(6)))
     assert_same_turns(flat(engine.generate(batch, responder=world())), wanted)
     short = mixed(prompts(1, seed=14), Sampling(max_tokens=4))
