@@ -60,13 +60,9 @@ class Scorer:
         judge: scores rows that a judge has to see, a whole batch of (row, response, score by the rules) at a time: a
             `tasks.rubric.judge.JudgePool`.
         functions: reward functions of this process by name; see `routing` for the rows that they score.
-        worker: the command that starts a scoring process (see `worker.serve`).
         world: the processes of a run (`processes.world.World`), which must all make the same calls: responses are dealt
             out to the scorers of all, those that a function gets together to one, and scores are gathered. Whether too
             many are unscored, or all were lost, is decided over the whole batch.
-
-    Raises:
-        GraderError: math-verify is not installed.
 
     Examples:
         >>> from tandemrl.data.rows import Row
@@ -82,7 +78,6 @@ class Scorer:
         code: Coder | None = None,
         judge: Any = None,
         functions: Mapping[str, RewardFunction] | None = None,
-        worker: Sequence[str] = WORKER,
         world: Any = None,
     ) -> None:
         self.functions = dict(functions or {})
@@ -91,7 +86,7 @@ class Scorer:
         self._reward = reward
         self._code = code
         self._judge, self._world = judge, world
-        self._processes = _Processes(reward, worker)
+        self._processes = _Processes(reward)
         self._terms: dict[RowKind, tuple[Term, ...]] = {}
         self._lock = threading.Lock()
 
@@ -300,15 +295,15 @@ def surely_equal(a: str, b: str) -> bool:
 
 @cache
 def _voters() -> "_Processes":
-    return _Processes(RewardConfig(workers=1), WORKER)
+    return _Processes(RewardConfig(workers=1))
 
 
 class _Processes(ChildCalls):
     """Child processes that call functions by name; an answer is a JSON value, or `Lost`."""
 
-    def __init__(self, reward: RewardConfig, command: Sequence[str]) -> None:
+    def __init__(self, reward: RewardConfig) -> None:
         processes, queue = reward.workers or cores(), 1 if reward.workers else TASKS_PER_WORKER
-        super().__init__(command, None, processes=processes, limit_s=reward.timeout_s, queue=queue)
+        super().__init__(WORKER, None, processes=processes, limit_s=reward.timeout_s, queue=queue)
 
     def settle(self, pending: Sequence[Deferred]) -> list[Any]:
         """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once."""
