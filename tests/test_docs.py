@@ -168,7 +168,7 @@ PHASES = ("loop.py", "rollouts.py", "evaluation.py", "update.py", "experience.py
 def test_the_glossary_has_every_metric_of_a_step() -> None:
     code = "".join((HOUSE / "training" / name).read_text() for name in PHASES)
     keys = {key for key in re.findall(r'"([a-z]+/[a-z_]+)"', code) if not key.startswith("update/")}
-    recipes = (HOUSE / "losses" / "recipes.py").read_text()
+    recipes = (HOUSE / "losses" / "policy.py").read_text()
     keys |= set(re.findall(r'^            "(\w+)": ', recipes, re.MULTILINE))
     keys |= set(re.findall(r'(?:per_token|metrics)\["(\w+)"\] = ', recipes))
     glossary = (ROOT / "docs" / "metrics.md").read_text()

@@ -46,9 +46,7 @@ def test_kl_penalty_is_that_of_trained_tokens():
     [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (25, -1.0)],
 )
 def test_overlong_table(length, expected):
-    penalty = overlong_penalty(torch.tensor([length]), max_tokens=20, buffer=4)
-    assert penalty.item() == expected
-    assert overlong_penalty(torch.tensor([length]), max_tokens=20, buffer=4, factor=0.5).item() == expected / 2
+    assert overlong_penalty(torch.tensor([length]), max_tokens=20, buffer=4).item() == expected
 
 
 @pytest.mark.parametrize("buffer", [0, 21])
@@ -83,16 +81,3 @@ def test_token_rewards_sum_to_the_rewards_with_the_kl_in_them():
 )
 def test_adaptive_kl_hand_computed(measured, expected):
     assert adapt_kl_coef(0.2, measured, target=0.05) == pytest.approx(expected, rel=1e-12)
-
-
-def test_adaptive_kl_finds_the_coefficient_that_meets_the_target():
-    coef = 1.0
-    for _ in range(500):
-        coef = adapt_kl_coef(coef, 0.02 / coef, target=0.1)  # a policy that strays in inverse proportion
-    assert coef == pytest.approx(0.2, rel=1e-3)
-
-
-@pytest.mark.parametrize("bad", [{"target": 0.0}, {"target": 0.1, "gain": 5.0}, {"target": 0.1, "limit": 0.0}])
-def test_adaptive_kl_refuses_what_could_not_steer(bad):
-    with pytest.raises(ValueError, match="target="):
-        adapt_kl_coef(0.1, 0.1, **bad)

@@ -1,11 +1,8 @@
-from typing import get_args
-
 import pytest
 import torch
 
 from helpers import totals_of
-from tandemrl.losses import Reduction, reduce
-from tandemrl.types import Totals
+from tandemrl.losses import reduce
 
 AUTHOR = torch.tensor([-1, 1, 0, 1, -1, 0, 0, -1, 1], dtype=torch.int8)
 WEIGHTS = torch.tensor([0, 1, 0, 1, 0, 0, 0, 0, 1.0])
@@ -38,33 +35,6 @@ def test_totals_count_trained_sequences_response_tokens_and_weight():
 )
 def test_hand_computed(reduction, normalise_by, expected):
     assert float(value(reduction=reduction, normalise_by=normalise_by, constant=5.0)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-def test_global_counts_may_be_floats_or_tensors(reduction):
-    as_tensors = Totals(torch.tensor(4.0), torch.tensor(12.0), torch.tensor(6.0))
-    doubled = value(reduction=reduction, constant=5.0, counts=Totals(4.0, 12.0, 6.0))
-    assert torch.equal(doubled, value(reduction=reduction, constant=5.0, counts=as_tensors))
-    assert doubled.item() == pytest.approx(value(reduction=reduction, constant=5.0).item() / 2)
-
-
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-def test_weight_zero_hides_even_nan(reduction):
-    x = torch.where(WEIGHTS > 0, X, float("nan")).requires_grad_()
-    loss = value(x, reduction=reduction, constant=5.0)
-    assert torch.equal(loss.detach(), value(reduction=reduction, constant=5.0))
-    loss.backward()
-    assert x.grad.isfinite().all()
-    assert (x.grad[WEIGHTS == 0] == 0).all()
-
-
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-def test_no_positive_weight_is_zero_with_zero_gradient(reduction):
-    x = X.clone().requires_grad_()
-    loss = value(x, torch.zeros(9), reduction=reduction, constant=5.0)
-    loss.backward()
-    assert loss.item() == 0
-    assert (x.grad == 0).all()
 
 
 def test_refuses_what_it_cannot_do():

@@ -62,7 +62,10 @@ GRPO = RECIPES["grpo"]
         (GRPO._replace(surrogate=detached), "a loss without a gradient"),
         (GRPO._replace(surrogate=of_the_old), "gradient of the surrogate .* is 0"),
         (GRPO._replace(surrogate=divided), "the surrogate or its gradient is not finite at advantages"),
-        (GRPO._replace(surrogate=no_keywords), "the surrogate function failed: TypeError: .*clip_low.*called as"),
+        (
+            GRPO._replace(surrogate=no_keywords),
+            "one of its functions failed: TypeError: .*no_keywords.*clip_low.*called as",
+        ),
         (GRPO._replace(advantage=spread), r"the advantage function returned a float32 tensor of shape \[\]; .*\[6\]"),
         (GRPO._replace(advantage=without_epsilon), "expected finite numbers, also for a group with equal rewards"),
         (GRPO._replace(reduction="mean"), "reduction='mean': must be one of token_mean"),
@@ -73,7 +76,7 @@ GRPO = RECIPES["grpo"]
 def test_a_recipe_that_cannot_train_is_refused_before_any_weight(
     recipe: Any, message: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(build_module, "load_trained", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=message):
         train(config(tiny_pair, tmp_path), recipe=recipe, quiet=True)
 
@@ -216,7 +219,7 @@ def at_five(step: int) -> Strategy:
 def test_strategies_that_cannot_work_are_refused_before_any_weight(
     strategy: Any, message: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(build_module, "load_trained", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=message) as raised:
         train(config(tiny_pair, tmp_path), strategy=strategy, quiet=True)
     assert "\n" not in str(raised.value)

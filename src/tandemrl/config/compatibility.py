@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 from types import NoneType
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, is_own
 from tandemrl.config.plain import flatten, plain, to_dict
-from tandemrl.config.recipes import CLIPS
+from tandemrl.config.recipes import CLIPS, Recipe
 from tandemrl.config.reference import Leaf, leaves
 from tandemrl.config.schema import Config, LossConfig, RolloutConfig, TrainConfig
 from tandemrl.config.strategies import KINDS
@@ -24,26 +24,10 @@ Rules = Iterator[tuple[bool, str, str]]
 """Whether a rule is broken; the key that breaks it; what its value must be."""
 
 
-class RecipeFacts(NamedTuple):
-    """What is known of a recipe by its name; a ``losses.Recipe`` has the same fields.
-
-    name: for messages. critic: whether it needs one. grouped: whether an advantage comes from the other rollouts of a
-    group. ratio: whether its surrogate corrects for updates since the rollouts. reduction, importance: its own, or what
-    ``loss`` sets instead.
-    """
-
-    name: str
-    critic: bool
-    grouped: bool
-    ratio: bool
-    reduction: str = ""
-    importance: str = ""
-
-
 class Facts(NamedTuple):
     """What a config does not say. None and False: not known, or not so.
 
-    processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the ``losses.Recipe``
+    processes: how many there are; with ``parallel.dp_shard: null`` the launcher says so. recipe: the one
     that trains, with what ``loss`` sets instead of its own choices. drops: whether the strategy drops what an author
     proposes. one_turn: whether there is no environment, not even one that was passed. acted_in: whether one was passed.
     apart: whether the junior has a vocabulary of its own. asked: whether the junior may be asked to write, though
@@ -52,7 +36,7 @@ class Facts(NamedTuple):
     """
 
     processes: int | None = None
-    recipe: Any = None
+    recipe: Recipe | None = None
     drops: bool = False
     one_turn: bool = False
     acted_in: bool = False
@@ -152,7 +136,6 @@ def _retrieval(c: Config) -> Rules:
     yield r.index is not None and not r.kind.corpus, "retrieval.index", must_be
     must_be = f"the address of a service with POST /search, with {r.retriever}"
     yield r.kind.hosted and r.url is None, "retrieval.url", must_be
-    yield r.api_key_env is not None and r.url is None, "retrieval.api_key_env", "null without retrieval.url"
     why = "the time that retrieval.timeout_s, retries and backoff_s allow a service; else its tool times out first"
     short = r.url is not None and t.tool_timeout_s <= r.patience_s
     yield short, "rollout.tool_timeout_s", f"above {r.patience_s:g}: {why}"
@@ -197,9 +180,8 @@ def _loss(c: Config) -> Rules:
     yield wrong, "loss.kl_target", "null, or positive with loss.kl_in_reward"
     wrong = loss.overlong_buffer is not None and not 0 <= loss.overlong_buffer < c.rollout.max_tokens
     yield wrong, "loss.overlong_buffer", "null, 0 (off) or below rollout.max_tokens"
-    kind = loss.kind
-    if kind.critic is not None and c.functions.recipe is None:
-        yield from _with_recipe(c, RecipeFacts(kind.name, kind.critic, not kind.critic, bool(kind.clips)))
+    if not is_own(loss.recipe) and c.functions.recipe is None:
+        yield from _with_recipe(c, loss.kind)
 
 
 def _train(c: Config) -> Rules:
@@ -236,14 +218,14 @@ def _services(c: Config) -> Rules:
     must_be = "positive with judge.command: a server needs minutes to load a model, e.g. 1800"
     yield j.command is not None and j.wait_s == 0, "judge.wait_s", must_be
     yield j.url is None and j.wait_s > 0, "judge.wait_s", "0 without judge.url: waiting requires judge.url"
-    yield j.url is None and j.api_key_env is not None, "judge.api_key_env", "null without judge.url"
     compat = c.reward.compat
     wrong = compat in ("cohlem", "tinyzero") and c.reward.countdown != compat
     yield wrong, "reward.countdown", f"{compat} with reward.compat={compat}"
     must_be = "the folder or hub id of the tokenizer with model.junior_endpoint.url"
     yield e.url is not None and c.model.junior is None, "model.junior", must_be
-    unused = e.url is None and e.api_key_env is not None
-    yield unused, "model.junior_endpoint.api_key_env", "null without model.junior_endpoint.url"
+    for name, service in (("judge", j), ("model.junior_endpoint", e), ("retrieval", c.retrieval)):
+        unused = service.api_key_env is not None and service.url is None
+        yield unused, f"{name}.api_key_env", f"null without {name}.url"
 
 
 def _model(c: Config) -> Rules:
@@ -303,13 +285,13 @@ _OF_A_CRITIC = {
 """The keys that only a critic reads, with their defaults."""
 
 
-def _with_recipe(c: Config, recipe: RecipeFacts) -> Rules:
-    t, name, critic, grouped, ratio = c.train, recipe.name, recipe.critic, recipe.grouped, recipe.ratio
+def _with_recipe(c: Config, recipe: Recipe) -> Rules:
+    t, name, critic = c.train, recipe.name, recipe.critic
     must_be = "at least 2: a group of one has no advantage (with a critic, as in ppo, at least 1)"
-    yield grouped and c.rollout.group_size < 2, "rollout.group_size", must_be
+    yield recipe.grouped and c.rollout.group_size < 2, "rollout.group_size", must_be
     again = t.mini_batch_prompts not in (None, t.prompts_per_step)
     must_be = f"null with {name}, which has no correction for a second update"
-    yield again and not ratio, "train.mini_batch_prompts", must_be
+    yield again and not recipe.clips, "train.mini_batch_prompts", must_be
     needs = "unless the recipe has a critic, as loss.recipe=ppo"
     also = "set that beside a variant of it that is passed to train, too"
     yield c.model.critic is not None and not critic, "model.critic", f"null {needs}; {also}"

@@ -34,6 +34,10 @@ _OMISSIBLE = (
 )
 
 
+_PARTS = {"prompt", "ground_truth", "data_source", "ability"}
+_COLUMNS = Allowed("columns of prompt, ground_truth, data_source and ability", _PARTS.issuperset)
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (needs the `lora` extra). Exports in hf/ and the engine get merged weights. `hf/step_N/adapter`
@@ -119,13 +123,7 @@ class DataConfig:
     monitor: tuple[str, ...] = ()
     """Sources that are evaluated at the same steps and in the same way, and only recorded (`monitor/…`), such as
     benchmarks to be reported: they never choose `hf/best`."""
-    columns: Annotated[
-        dict[str, str],
-        Allowed(
-            "columns of prompt, ground_truth, data_source and ability",
-            {"prompt", "ground_truth", "data_source", "ability"}.issuperset,
-        ),
-    ] = field(default_factory=dict)
+    columns: Annotated[dict[str, str], _COLUMNS] = field(default_factory=dict)
     """The columns of files and hub sets that have other names than ours, e.g. {prompt: question, ground_truth: answer}.
     Without it, `prompt`, `question` or `problem` is the prompt, and `ground_truth`, `answer` or `solution` the answer.
     All other columns are in `extra_info`."""
@@ -346,8 +344,11 @@ class SelectionConfig:
 
     @property
     def kind(self) -> strategies.Kind:
-        """What the strategy says of itself."""
-        return strategies.kind_of(self.strategy)
+        """What the strategy says of itself. One of the user's own may read every key, and needs a junior."""
+        own = strategies.Kind(
+            self.strategy, self.strategy, "", ("prob_senior", "max_gap_tokens", "chunk_size", "first")
+        )
+        return own if is_own(self.strategy) else strategies.KINDS[self.strategy]
 
 
 @dataclass(frozen=True)
@@ -407,9 +408,10 @@ class LossConfig:
     """With ppo: how far the critic's values may move per update before they are clipped; null = no clipping."""
 
     @property
-    def kind(self) -> recipes.Kind:
-        """What is known of the recipe before it is made."""
-        return recipes.kind_of(self.recipe)
+    def kind(self) -> recipes.Recipe:
+        """What is known of the recipe before it is made: of one of the user's own, nothing."""
+        own = recipes.Recipe(self.recipe, "", "", "token_mean")
+        return own if is_own(self.recipe) else recipes.KINDS[self.recipe]
 
     @property
     def loss_kl_coef(self) -> float:
@@ -734,9 +736,8 @@ class Config:
         object.__setattr__(self, "output_dir", at_home(self.output_dir))
         for section, names in PATHS.items():
             old = getattr(self, section)
-            values = {name: at_home(getattr(old, name)) for name in names}
-            if any(value != getattr(old, name) for name, value in values.items()):
-                object.__setattr__(self, section, replace(old, **values))
+            paths = {name: at_home(getattr(old, name)) for name in names}
+            object.__setattr__(self, section, replace(old, **paths))
 
     @property
     def has_episodes(self) -> bool:

@@ -8,8 +8,6 @@ add one, write the function and its row of the table here.
 
 from typing import NamedTuple
 
-from tandemrl.config.fields import is_own
-
 
 class Kind(NamedTuple):
     """What a strategy says of itself.
@@ -37,6 +35,8 @@ class Kind(NamedTuple):
 
 
 _STRATEGIES, _WHOLE_WORDS = "tandemrl.selection.strategies", "tandemrl.selection.whole_words"
+_AS_FOR_ONE = f"{_WHOLE_WORDS}:in_two_vocabularies"
+_BEFORE = "one draw for each whole word; the first token of another author replaces what the one before proposes"
 
 
 def _here(name: str, says: str, *parameters: str) -> Kind:
@@ -44,19 +44,14 @@ def _here(name: str, says: str, *parameters: str) -> Kind:
 
 
 def _of_turns(name: str, says: str, *parameters: str) -> Kind:
-    return _here(name, says, *parameters)._replace(by_turns=True, by_text=f"{_WHOLE_WORDS}:in_two_vocabularies")
+    return _here(name, says, *parameters)._replace(by_turns=True, by_text=_AS_FOR_ONE)
 
 
 _TABLE = (
     _here("word", "redraw the author after each word boundary (the paper's strategy)", "prob_senior", "max_gap_tokens"),
     _here("word_aligned", "as word, but never inside a word", "prob_senior", "max_gap_tokens"),
-    Kind(
-        "before_word",
-        f"{_WHOLE_WORDS}:before_word",
-        "one draw for each whole word; the first token of another author replaces what the one before proposes",
-        ("prob_senior",),
-        drops=True,
-        by_text=f"{_WHOLE_WORDS}:before_text_word",
+    _here("before_word", _BEFORE, "prob_senior")._replace(
+        path=f"{_WHOLE_WORDS}:before_word", drops=True, by_text=f"{_WHOLE_WORDS}:before_text_word"
     ),
     _here("bernoulli", "redraw after each token", "prob_senior"),
     _here("sentence", "hand over after each step", "first"),
@@ -64,25 +59,7 @@ _TABLE = (
     _here("alternating", "hand over after each token", "first"),
     _of_turns("turn", "draw the author of each turn", "prob_senior"),
     _of_turns("alternating_turns", "hand over after each turn", "first"),
-    Kind(
-        "solo",
-        f"{_STRATEGIES}:solo",
-        "one author generates everything",
-        ("first",),
-        solo=True,
-        by_text=f"{_WHOLE_WORDS}:in_two_vocabularies",
-    ),
+    _here("solo", "one author generates everything", "first")._replace(solo=True, by_text=_AS_FOR_ONE),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}
-
-
-def kind_of(name: str) -> Kind:
-    """What is known of a strategy by its name. One of the user's own may read every key, and needs a junior.
-
-    Raises:
-        KeyError: there is no such strategy.
-    """
-    if is_own(name):
-        return Kind(name, name, "", ("prob_senior", "max_gap_tokens", "chunk_size", "first"))
-    return KINDS[name]

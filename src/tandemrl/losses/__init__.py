@@ -3,6 +3,7 @@
 They return one result per token; only ``reduce`` makes a scalar of them.
 """
 
+from tandemrl.config.recipes import Recipe as Recipe
 from tandemrl.config.recipes import Reduction as Reduction
 from tandemrl.losses.advantages import explained_variance as explained_variance
 from tandemrl.losses.advantages import gae as gae
@@ -23,7 +24,6 @@ from tandemrl.losses.policy import policy_loss as policy_loss
 from tandemrl.losses.policy import reduce as reduce
 from tandemrl.losses.policy import totals as totals
 from tandemrl.losses.recipes import RECIPES as RECIPES
-from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
 from tandemrl.losses.recipes import try_recipe as try_recipe
 from tandemrl.losses.sums import sequence_sum as sequence_sum

@@ -23,15 +23,14 @@ def _alone(x: Tensor) -> Tensor:
     return x
 
 
-def group_normalised(rewards: PerSequence, group_ids: IntPerSequence, *, epsilon: float = 1e-6) -> PerSequence:
-    """GRPO: (R − group mean) / (group std + ε), std with ddof = 1 (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+def group_normalised(rewards: PerSequence, group_ids: IntPerSequence) -> PerSequence:
+    """GRPO: (R − group mean) / (group std + 1e-6), std with ddof = 1 (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     A group of one gets 0.
 
     Args:
         rewards: one reward per rollout.
         group_ids: the group of each rollout. Any integers: rollouts with equal ids are one group.
-        epsilon: added to the standard deviation.
 
     Examples:
         >>> group_normalised(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 7]))
@@ -41,7 +40,7 @@ def group_normalised(rewards: PerSequence, group_ids: IntPerSequence, *, epsilon
     group, size = _groups(group_ids)
     squares = rewards.new_zeros(size.shape).index_add(0, group, centred.square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return centred / (std[group] + epsilon)
+    return centred / (std[group] + 1e-6)
 
 
 def group_centred(rewards: PerSequence, group_ids: IntPerSequence) -> PerSequence:
@@ -73,10 +72,8 @@ def zero_variance_groups(outcomes: PerSequence, group_ids: IntPerSequence) -> Bo
     return (high == low)[group]
 
 
-def whiten(
-    x: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, epsilon: float = 1e-8, total: Total = _alone
-) -> Float[Tensor, " k"]:
-    """(x − mean) / √(var + ε) with weighted mean and unbiased variance; 0 where the weight is 0.
+def whiten(x: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, total: Total = _alone) -> Float[Tensor, " k"]:
+    """(x − mean) / √(var + 1e-8) with weighted mean and unbiased variance; 0 where the weight is 0.
 
     An entry of weight w counts as w entries. So whitening the advantages of sequences, each weighted by the Σw of its
     tokens, gives the same as whitening their tokens with the token weights. Where all weights together are at most 1,
@@ -86,11 +83,10 @@ def whiten(
         x: all entries that this process holds of the batch, not those of one micro-batch: the mean and the variance
             are taken over them.
         weights: how often each entry counts, 0 or more.
-        epsilon: added to the variance.
         total: sums a tensor over the processes that hold the batch's other entries. The default suits one process.
     """
     centred, variance = _moments(x, weights, total)
-    return centred * torch.rsqrt(variance + epsilon)
+    return centred * torch.rsqrt(variance + 1e-8)
 
 
 def explained_variance(

@@ -71,34 +71,28 @@ def token_rewards(
     return rewards if penalty is None else rewards - penalty
 
 
-def adapt_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2) -> float:
-    """The KL coefficient of the next step: coef·(1 + gain·e), where e = kl / target − 1 is clamped to ±``limit``.
+def adapt_kl_coef(coef: float, kl: float, *, target: float) -> float:
+    """The KL coefficient of the next step: coef·(1 + 0.1·e), where e = kl / target − 1 is clamped to ±0.2.
 
     This is the controller of Ziegler et al. (arXiv 1909.08593, section 2.2).
 
     Args:
         coef: the coefficient of the step that is over.
         kl: the KL measured in that step, in nats per token.
-        target: the KL to hold, in nats per token.
-
-    Raises:
-        ValueError: ``target`` is not positive, or gain·limit is not in (0, 1).
+        target: the KL to hold, in nats per token; positive.
 
     Examples:
         >>> [round(adapt_kl_coef(0.1, kl, target=0.05), 4) for kl in (0.0, 0.05, 0.055, 1.0)]
         [0.098, 0.1, 0.101, 0.102]
     """
-    if target <= 0 or not 0 < gain * limit < 1:
-        raise ValueError(f"target={target}, gain={gain}, limit={limit}: target must be positive, gain·limit in (0, 1)")
-    error = max(-limit, min(limit, kl / target - 1))
-    return coef * (1 + gain * error)
+    return coef * (1 + 0.1 * max(-0.2, min(0.2, kl / target - 1)))
 
 
-def overlong_penalty(lengths: IntPerSequence, *, max_tokens: int, buffer: int, factor: float = 1.0) -> PerSequence:
+def overlong_penalty(lengths: IntPerSequence, *, max_tokens: int, buffer: int) -> PerSequence:
     """DAPO's soft overlong punishment, a number ≤ 0 to add to each reward (arXiv 2503.14476, equation 13).
 
-    It is 0 for responses of up to ``max_tokens − buffer`` tokens. From there it falls linearly to −``factor`` at
-    ``max_tokens`` tokens, and stays there beyond.
+    It is 0 for responses of up to ``max_tokens − buffer`` tokens. From there it falls linearly to −1 at ``max_tokens``
+    tokens, and stays there beyond.
 
     Args:
         lengths: response tokens of each sequence.
@@ -109,4 +103,4 @@ def overlong_penalty(lengths: IntPerSequence, *, max_tokens: int, buffer: int, f
     if not 1 <= buffer <= max_tokens:
         raise ValueError(f"buffer={buffer}: must be between 1 and max_tokens ({max_tokens})")
     excess = (lengths - (max_tokens - buffer)).clamp(0, buffer)
-    return -factor * excess.float() / buffer
+    return -excess.float() / buffer

@@ -19,17 +19,11 @@ import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
-from tandemrl.config.recipes import Importance, Reduction
+from tandemrl.config.recipes import Importance, RatioLevel, Recipe, Reduction, library_name
 from tandemrl.losses.penalties import KLKind, kl
-from tandemrl.losses.recipes import SURROGATES, Recipe, require_per_token
+from tandemrl.losses.recipes import losses_of
 from tandemrl.losses.sums import divisor, require_one_of, sequence_sum
-from tandemrl.losses.surrogates import (
-    RatioLevel,
-    clip_range,
-    importance_weights,
-    log_ratio,
-    sequence_old_logprobs,
-)
+from tandemrl.losses.surrogates import clip_range, importance_weights, log_ratio, sequence_old_logprobs
 from tandemrl.types import Author, Batch, IntPerToken, PerSequence, PerToken, Scalar, Totals
 
 NormaliseBy = Literal["weight", "response"]
@@ -108,10 +102,7 @@ def policy_loss(
     if recipe.ratio_level == "sequence":
         ratio_old = sequence_old_logprobs(new, old, weights, sequence_ids, num_sequences=num_sequences)
 
-    advantages = torch.where(trained, batch.advantages, 0.0)
-    clips = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
-    x = recipe.surrogate(new, ratio_old, advantages, **clips)
-    require_per_token(x, new)
+    x = losses_of(recipe, new, ratio_old, torch.where(trained, batch.advantages, 0.0))
 
     with torch.no_grad():
         ratio = log_ratio(new, ratio_old).exp()
@@ -245,7 +236,7 @@ def idle(
 
     These are the rollouts whose advantage is exactly 0, or none of whose tokens has a weight, if every term of the loss
     is multiplied by the advantage. With a KL or entropy term, with advantages per token from a critic, and with a
-    surrogate that is not one of ``SURROGATES`` (what it does at 0 is not known), no rollout is idle.
+    surrogate of the user's (what it does at 0 is not known), no rollout is idle.
 
     Args:
         recipe: the algorithm.
@@ -253,7 +244,7 @@ def idle(
         token_counts: Σw over the tokens of each rollout.
         coefficients: the further terms of the loss.
     """
-    by_advantage = recipe.advantage is not None and recipe.surrogate in SURROGATES.values()
+    by_advantage = not recipe.critic and library_name(recipe.surrogate)
     if not by_advantage or coefficients.kl_coef or coefficients.entropy_coef or coefficients.junior_kl_coef:
         return torch.zeros_like(advantages, dtype=torch.bool)
     return (advantages == 0) | (token_counts == 0)

@@ -11,18 +11,15 @@ matter: ``policy_loss`` and ``reduce`` mask it.
 
 from collections.abc import Callable
 from math import inf
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tandemrl.config.recipes import RatioLevel
 from tandemrl.losses.sums import divisor, sequence_sum
 from tandemrl.types import IntPerToken, PerToken
 
-RatioLevel = Literal["token", "sequence"]
-
 MAX_LOG_RATIO = 20.0
-
 
 Surrogate = Callable[..., Tensor]
 """A policy surrogate: ``(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip)`` -> the loss of each

@@ -17,6 +17,7 @@ tokens if ``junior_kl_coef`` is not 0. Everywhere else they use ``author`` only 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int8, Shaped
@@ -74,20 +75,15 @@ def with_word_ends(
         return None if tokens is None or own is None else torch.cat([tokens, own])
 
     none = torch.zeros_like(ends.behaviour_logprobs)
+    own: dict[str, Any] = dict.fromkeys(("old_values", "returns", "taken_over", "word_ends"))
+    own |= {name: at(getattr(batch, name)) for name in ("tokens", "positions", "sequence_ids", "advantages")}
     extended = replace(
         batch,
-        tokens=at(batch.tokens),
-        positions=at(batch.positions),
-        sequence_ids=at(batch.sequence_ids),
+        **own,
         author=torch.cat([batch.author, torch.full_like(ends.places, Author.CONTEXT, dtype=torch.int8)]),
-        advantages=at(batch.advantages),
         behaviour_logprobs=torch.cat([batch.behaviour_logprobs, ends.behaviour_logprobs]),
         old_logprobs=joined(batch.old_logprobs, ends.old_logprobs),
         ref_logprobs=joined(batch.ref_logprobs, ends.ref_logprobs),
         junior_logprobs=joined(batch.junior_logprobs, none),
-        old_values=None,
-        returns=None,
-        taken_over=None,
-        word_ends=None,
     )
     return extended, torch.cat([weights, torch.ones_like(none)]), [torch.cat(each) for each in channels]
