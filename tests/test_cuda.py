@@ -18,7 +18,7 @@ from tandemrl.evals import PHASES
 from tandemrl.models import attention
 from tandemrl.models.batching import pack
 from tandemrl.models.compile import use_liger
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -52,7 +52,7 @@ def passes(model: PreTrainedModel, autocast: torch.dtype | None = None) -> tuple
     """Log-probs of a packed batch, and the gradients of a weighted sum of them and of entropies; moved to the CPU."""
     batch = pack(rollouts(), model.device)
     options = ForwardOptions(temperature=0.8, autocast=autocast)
-    logprobs, entropy = token_logprobs(model, batch, select=batch.author >= 0, options=options)
+    logprobs, entropy, *_ = token_scores(model, batch, select=batch.author >= 0, options=options)
     weight = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(11)).to(model.device)
     (weight * logprobs + weight.flip(0) * entropy).sum().backward()
     grads = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}

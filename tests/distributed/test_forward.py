@@ -19,7 +19,7 @@ from tandemrl.config import ParallelConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
@@ -138,8 +138,8 @@ def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
         batch, select, weights = packed[number]
         with torch.no_grad():
             resident = how.options._replace(activation_offload=False)
-            before, _ = token_logprobs(model, batch, select=select, options=resident, shards=world.shards)
-        logp, entropy = token_logprobs(model, batch, select=select, options=how.options, shards=world.shards)
+            before, *_ = token_scores(model, batch, select=select, options=resident, shards=world.shards)
+        logp, entropy, *_ = token_scores(model, batch, select=select, options=how.options, shards=world.shards)
         assert torch.equal(before, logp)
         part = (weights * logp).sum() + (weights.flip(0) * entropy).sum() * how.entropy
         part.backward()
@@ -148,7 +148,7 @@ def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
     gradients = gradients_of(model)
     norm = clip_gradients(list(model.parameters()), 1e9)
     with torch.no_grad():
-        token_logprobs(model, packed[0][0], select=packed[0][1], shards=world.shards)
+        token_scores(model, packed[0][0], select=packed[0][1], shards=world.shards)
     sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return Outcome(logprobs, entropies, float(world.data_sum(loss)), norm, gradients, sharded)
 

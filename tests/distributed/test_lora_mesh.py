@@ -9,7 +9,7 @@ from helpers import prepared, prompts, qwen3, tokenizer
 from processes import MESHES_OF_TWO, gradients_of, on_every_mesh, run
 from tandemrl.config import LoraConfig
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.lora import adapter_free, attach, merged_parameters
 from tandemrl.models.sharding import shard
 from tandemrl.processes.world import World
@@ -31,7 +31,7 @@ def one_pass(world: World, exports: Path) -> tuple[list[Tensor], list[Tensor], d
     batch = pack_tokens(prompts(4, lengths=(9, 5, 12, 3))[world.data_rank :: world.data_size])
 
     def logprobs() -> Tensor:
-        return token_logprobs(model, batch, select=batch.positions > 0, shards=world.shards)[0]
+        return token_scores(model, batch, select=batch.positions > 0, shards=world.shards)[0]
 
     with torch.no_grad(), adapter_free(model):  # the first forward of all: it must not decide what has gradients
         free = logprobs()

@@ -22,7 +22,7 @@ from tandemrl.apps.planning.rehearsal import (
 )
 from tandemrl.config import Config, load
 from tandemrl.models.critic import load_critic, packed_values, token_values
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model
 from tandemrl.models.lora import attach
@@ -106,7 +106,7 @@ def _measured(config: Config, critic: bool, size: int) -> dict[str, int]:
         if critic:
             token_values(model, batch, select=select, options=options, shards=world.shards).sum().backward()
         else:
-            token_logprobs(model, batch, select=select, options=options, shards=world.shards)[0].sum().backward()
+            token_scores(model, batch, select=select, options=options, shards=world.shards)[0].sum().backward()
 
     tracker = MemTracker()
     if config.model.lora.rank:  # it cannot take frozen parameters

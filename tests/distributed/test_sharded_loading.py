@@ -17,7 +17,7 @@ from tandemrl.config import LoraConfig, ParallelConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.loading import load_model
 from tandemrl.models.lora import attach
 from tandemrl.models.sharded_loading import Adapters, load_sharded
@@ -86,7 +86,7 @@ def difference(model: PreTrainedModel, expected: PreTrainedModel, world: World) 
     if generation[0] is not None and generation[0].to_dict() != generation[1].to_dict():
         return "generation config"
     batch = pack_tokens(prompts(4, lengths=(9, 5, 12, 3)))
-    score: Any = token_values if hasattr(model, "packed_values") else token_logprobs
+    score: Any = token_values if hasattr(model, "packed_values") else token_scores
     results = [score(each, batch, select=batch.positions > 0, shards=world.shards) for each in (model, expected)]
     numbers = [each if isinstance(each, torch.Tensor) else each[0] for each in results]
     return "" if torch.equal(*numbers) else "numbers"

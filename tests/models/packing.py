@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from helpers import VOCABULARY, gpt2, llama, qwen3, with_head_bias
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.types import Batch
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -84,4 +84,4 @@ def scored(model: PreTrainedModel, given: list[list[int]]) -> Tensor:
     """The packed model's log-probs of all tokens."""
     batch = pack_tokens(given)
     with torch.no_grad():
-        return token_logprobs(model, batch, select=everything(batch))[0]
+        return token_scores(model, batch, select=everything(batch))[0]

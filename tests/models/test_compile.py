@@ -18,7 +18,7 @@ from helpers import VOCABULARY, llama, prepared, prompts, qwen3, requests, small
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.compile import compile_layers, use_liger
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.trainable import checkpoint_gradients
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -44,7 +44,7 @@ def numbers(model: PreTrainedModel, lengths: list[int]) -> tuple[torch.Tensor, d
     """Log-probs of a packed batch, and gradients of a weighted sum of them."""
     random = np.random.default_rng(sum(lengths))
     batch = pack_tokens([random.integers(0, VOCABULARY, length).tolist() for length in lengths])
-    logprobs, _ = token_logprobs(model, batch, select=torch.ones_like(batch.tokens, dtype=torch.bool))
+    logprobs, *_ = token_scores(model, batch, select=torch.ones_like(batch.tokens, dtype=torch.bool))
     model.zero_grad()
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

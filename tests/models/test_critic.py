@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from packing import assert_equal_gradients, everything, sequences
@@ -13,9 +12,9 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from helpers import gpt2, llama, qwen3
 from tandemrl.losses import value_loss
 from tandemrl.models.attention import ModelError
-from tandemrl.models.batching import pack, pack_tokens
+from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, token_values, value_head
-from tandemrl.types import Author, Batch, Rollout
+from tandemrl.types import Batch
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"qwen3": qwen3, "llama": llama, "gpt2": gpt2}
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -68,20 +67,6 @@ def test_values_and_gradients_are_those_of_separate_sequences(name, lengths, fol
     loss_of(values, batch).backward()
     loss_of(wanted, batch).backward()
     assert_equal_gradients(*({key: p.grad for key, p in each.named_parameters()} for each in (critic, reference)))
-
-
-def test_a_group_whose_prompt_is_shared_has_the_same_values(folders):
-    prompt, answers = sequences([6])[0], sequences([4, 7, 5])
-    rollouts = []
-    for i, answer in enumerate(answers):
-        author = np.array([Author.CONTEXT] * 6 + [Author.SENIOR] * len(answer))
-        rollouts.append(Rollout("x", 0, i, 0, np.array(prompt + answer), author, np.zeros(len(author)), 0.0))
-    batch = pack(rollouts)
-    _, wanted = direct_values(folders("qwen3-critic"), [prompt + answer for answer in answers])
-    written = batch.author >= 0
-    values = token_values(load_critic(folders("qwen3-critic")), batch, select=written)
-    torch.testing.assert_close(values[written], wanted[written], rtol=0, atol=1e-5)
-    assert (values[~written] == 0).all()
 
 
 @every_model

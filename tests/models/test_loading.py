@@ -68,7 +68,7 @@ def test_a_cuda_device_beyond_those_present_is_refused(monkeypatch: pytest.Monke
     assert [str(resolve_device(name)) for name in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
     monkeypatch.setenv("LOCAL_RANK", "2")
     for name, number in (("cuda:7", 7), ("cuda", 2)):
-        with pytest.raises(ModelError, match=rf"model\.device=cuda:{number}: this machine has 2 CUDA device\(s\)"):
+        with pytest.raises(ModelError, match=rf"model\.device=cuda:{number}: torch .* sees 2 CUDA device"):
             resolve_device(name)
 
 
@@ -159,9 +159,6 @@ def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
             load(missing)
         with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
             load(tmp_path / "tiny" / "senior")
-    (tmp_path / "run" / "hf" / "best").mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"did you mean .*hf/best"):
-        load_model(tmp_path / "run")
     torn = tmp_path / "torn"
     small_qwen3().save_pretrained(torn)
     (torn / "model.safetensors").write_bytes(b"torn")

@@ -16,7 +16,7 @@ from helpers import llama, prepared, prompts, qwen3, tokenizer
 from runs import assert_same_run, config, metrics, weights
 from tandemrl.config import ConfigError, LoraConfig
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.lora import AdapterDropout, adapted_layers, adapter_free, attach, dropping, merged_parameters
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training.checkpoint import CheckpointError
@@ -45,7 +45,7 @@ def adapted(plain: PreTrainedModel, lora: LoraConfig = LORA, *, random: bool = T
 
 def logprobs(model: PreTrainedModel) -> Tensor:
     batch = pack_tokens(prompts(5))
-    return token_logprobs(model, batch, select=torch.ones(len(batch.tokens), dtype=torch.bool))[0]
+    return token_scores(model, batch, select=torch.ones(len(batch.tokens), dtype=torch.bool))[0]
 
 
 def merged_by_hand(plain: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from helpers import VOCABULARY, llama, prepared, qwen3, reference_distribution
 from tandemrl.models import attention, forward, head
 from tandemrl.models.attention import PackedLayout
 from tandemrl.models.batching import pack, pack_tokens
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
@@ -33,7 +33,7 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(name, len
     batch = pack_tokens(given)
     temperature = 0.7
     wanted, wanted_entropy = dense(reference, given, temperature)
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy, *_ = token_scores(
         packed, batch, select=everything(batch), options=ForwardOptions(temperature=temperature)
     )
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
@@ -81,7 +81,9 @@ def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
     batch = with_contexts(given, contexts)
     computed: list[int] = []
     hook = packed.get_input_embeddings().register_forward_hook(lambda _, ids, __: computed.append(ids[0].numel()))
-    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), options=ForwardOptions(temperature=1.2))
+    logprobs, entropy, *_ = token_scores(
+        packed, batch, select=everything(batch), options=ForwardOptions(temperature=1.2)
+    )
     hook.remove()
     total = sum(map(len, given))
     assert computed == [total - 5 * 8 - 8 - 8 - 5]  # five repeats of a, two of b, one of its beginning
@@ -139,7 +141,7 @@ def test_flash_attention_over_packed_sequences_gives_what_rectangles_give(name, 
     flash = kernel()
 
     def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch))
+        logprobs, entropy, *_ = token_scores(packed, batch, select=everything(batch))
         found = gradients(packed, (w * logprobs + w.flip(0) * entropy).sum())
         return logprobs.detach(), entropy.detach(), {name: gradient.clone() for name, gradient in found.items()}
 
@@ -182,7 +184,7 @@ def test_tokens_that_are_not_selected_are_zero_and_change_no_gradient():
     batch = pack_tokens(given)
     select = torch.zeros(19, dtype=torch.bool)
     select[[0, 3, 6, 7, 9]] = True  # 0 and 7 begin their sequences: there is nothing to score
-    logprobs, entropy = token_logprobs(packed, batch, select=select)
+    logprobs, entropy, *_ = token_scores(packed, batch, select=select)
     wanted, wanted_entropy = dense(reference, given, 1.0)
     scored = [3, 6, 9]
     for found, full in ((logprobs, wanted), (entropy, wanted_entropy)):
@@ -193,16 +195,6 @@ def test_tokens_that_are_not_selected_are_zero_and_change_no_gradient():
     assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs)
 
 
-def test_selecting_nothing_gives_zeros_and_finite_gradients():
-    packed = prepared(qwen3())
-    batch = pack_tokens(sequences([3, 5]))
-    logprobs, entropy = token_logprobs(packed, batch, select=torch.zeros(8, dtype=torch.bool))
-    assert torch.equal(logprobs, torch.zeros(8))
-    assert torch.equal(entropy, torch.zeros(8))
-    found = gradients(packed, logprobs.sum() + entropy.sum())
-    assert all((gradient == 0).all() for gradient in found.values())
-
-
 @pytest.mark.parametrize("rows", [1, 3, 7])
 @pytest.mark.parametrize("name", ["qwen3 tied", "llama with a head bias"])
 def test_chunks_change_nothing(name, rows, monkeypatch):
@@ -211,7 +203,7 @@ def test_chunks_change_nothing(name, rows, monkeypatch):
     w = weights_for(22)
 
     def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, *_ = token_scores(
             packed, batch, select=everything(batch), options=ForwardOptions(temperature=0.9)
         )
         found = gradients(packed, (w * logprobs + w.flip(0) * entropy).sum())
@@ -232,7 +224,7 @@ def test_only_one_loss_needs_only_one_gradient():
     given = sequences([5, 8])
     batch = pack_tokens(given)
     for output in (0, 1):
-        found = token_logprobs(packed, batch, select=everything(batch))[output]
+        found = token_scores(packed, batch, select=everything(batch))[output]
         theirs = gradients(reference, dense(reference, given, 1.0)[output].sum())
         assert_equal_gradients(gradients(packed, found.sum()), theirs)
 
@@ -266,7 +258,7 @@ def test_full_logits_are_never_materialised_nor_saved(truncation, monkeypatch):
         return tensor
 
     with Shapes(vocabulary) as watch, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, *_ = token_scores(
             packed, batch, select=everything(batch), options=ForwardOptions(truncation=truncation)
         )
         (logprobs + entropy).sum().backward()
@@ -297,7 +289,7 @@ def test_activations_on_the_host_change_no_number(checkpointing, monkeypatch):
     monkeypatch.setattr(forward, "_to_host", spy)
     runs = []
     for offload in (False, True):
-        logprobs, _ = token_logprobs(
+        logprobs, *_ = token_scores(
             packed, batch, select=everything(batch), options=ForwardOptions(activation_offload=offload)
         )
         found = gradients(packed, (w * logprobs).sum())
@@ -342,13 +334,13 @@ def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(name):
         return keep.scatter(1, targets[:, None], True)
 
     wanted, wanted_entropy = dense(reference, given, 2.5, kept=kept)
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy, *_ = token_scores(
         packed, batch, select=everything(batch), options=ForwardOptions(temperature=2.5, truncation=truncation)
     )
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
     torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
     assert 0 < outside < 20
-    full, _ = token_logprobs(packed, batch, select=everything(batch), options=ForwardOptions(temperature=2.5))
+    full, *_ = token_scores(packed, batch, select=everything(batch), options=ForwardOptions(temperature=2.5))
     scored = batch.positions > 0
     assert (logprobs >= full - 1e-6)[scored].all()
     w = weights_for(23)
@@ -367,9 +359,9 @@ def test_bfloat16_weights_and_autocast_run():
     wanted = wanted.detach()
 
     low = prepare(copy.deepcopy(reference).to(torch.bfloat16))
-    found, entropy = token_logprobs(low, batch, select=everything(batch))
+    found, entropy, *_ = token_scores(low, batch, select=everything(batch))
     mixed = prepared(reference)
-    under_autocast, _ = token_logprobs(
+    under_autocast, *_ = token_scores(
         mixed, batch, select=everything(batch), options=ForwardOptions(autocast=torch.bfloat16)
     )
     for logprobs in (found, under_autocast):

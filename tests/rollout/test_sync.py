@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers import prepared, prompts, qwen3, requests, small_qwen3, tokenizer
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.loading import prepare
 from tandemrl.rollout import sync
 from tandemrl.rollout.engine import EngineError, Sampling
@@ -113,7 +113,7 @@ def test_after_a_sync_the_engine_writes_with_the_new_weights():
     assert [c.tokens.tolist() for c in old] != [c.tokens.tolist() for c in new]
     for prompt, completion in zip(prompts(3), new, strict=True):
         packed = pack_tokens([[*prompt, *completion.tokens.tolist()]])
-        logprobs, _ = token_logprobs(trainer, packed, select=packed.positions >= len(prompt))
+        logprobs, *_ = token_scores(trainer, packed, select=packed.positions >= len(prompt))
         torch.testing.assert_close(
             logprobs[len(prompt) :].detach(), torch.from_numpy(completion.behaviour_logprobs), rtol=0, atol=5e-5
         )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -139,30 +140,16 @@ class PackedLayout:
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Float[Tensor, "t h d"]:
         x = self.varlen
-        if x.queries is not None:
-            q = q.index_select(0, x.queries)
-        if x.keys is not None:
-            k, v = k.index_select(0, x.keys), v.index_select(0, x.keys)
-        grouped: dict[str, Any] = {}
-        if q.shape[1] != k.shape[1]:
-            if HAS_GROUPS:
-                grouped = {"enable_gqa": True}
-            else:
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        out = varlen_attn(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            x.query_starts,
-            x.key_starts,
-            x.max_queries,
-            x.max_keys,
-            scale=scaling,
-            window_size=(-1, 0),  # causal, the last query on the last key: a sequence's own tokens are its end
-            **grouped,
-        )
+        q, k, v = (_at(each, places).contiguous() for each, places in ((q, x.queries), (k, x.keys), (v, x.keys)))
+        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        if grouped and not HAS_GROUPS:
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+            grouped = {}
+        # Causal, the last query on the last key: a sequence's own tokens are its end.
+        starts, most = (x.query_starts, x.key_starts), (x.max_queries, x.max_keys)
+        out = varlen_attn(q, k, v, *starts, *most, scale=scaling, window_size=(-1, 0), **grouped)
         assert isinstance(out, Tensor)
-        return out if x.outputs is None else out.index_select(0, x.outputs)
+        return _at(out, x.outputs)
 
     def _rectangular(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Float[Tensor, "t h d"]:
         parts, grouped = [], q.shape[1] != k.shape[1]
@@ -239,6 +226,10 @@ class PackedLayout:
         return torch.from_numpy(indices).to(self.device)
 
 
+def _at(x: Tensor, places: Tensor | None) -> Tensor:
+    return x if places is None else x.index_select(0, places)
+
+
 def _has_flash(device: torch.device, dtype: torch.dtype, *head_sizes: int) -> bool:
     """Whether torch's flash kernels can be used. They need 16 bits, an Ampere GPU or later, and heads of one size up to
     256."""
@@ -310,25 +301,8 @@ class UlyssesLayout:
         return rearrange(self._exchange(out), "p t h d -> 1 t (p h) d")
 
     def _exchange(self, x: Tensor) -> Tensor:
-        return _AllToAll.apply(x.contiguous(), self.group)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send part i of the first dimension to process i. The exchange is its own inverse, hence also its own gradient."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        out = torch.empty_like(grad)
-        dist.all_to_all_single(out, grad, group=ctx.group)
-        return out, None
+        """Send part i of the first dimension to process i."""
+        return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
 
 
 class SharedSum(torch.autograd.Function):

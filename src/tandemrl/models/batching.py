@@ -107,14 +107,13 @@ def micro_batches(
     members: dict[int, list[int]] = {}
     for i in order:
         members.setdefault(i if groups is None else groups[i], []).append(i)
-    costs = [attention_cost(length) for length in lengths]
     bins = sum(lengths) / budget
     count = max(math.ceil(bins), round(SLACK * bins))
     while True:
         count += -count % parts
         for pieces, even in product((list(members.values()), [[i] for i in order]), (True, False)):
-            if (deal := _deal(pieces, count, lengths, costs, budget, even=even)) is not None:
-                return sorted(map(sorted, deal), key=lambda bin_: (-_sum(costs, bin_), bin_))
+            if (deal := _deal(pieces, count, lengths, budget, even=even)) is not None:
+                return sorted(map(sorted, deal), key=lambda bin_: (-_cost(bin_, lengths), bin_))
         count += parts
 
 
@@ -122,30 +121,24 @@ def micro_batches(
 
 
 def _deal(
-    pieces: Iterable[list[int]],
-    count: int,
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    budget: int,
-    *,
-    even: bool,
+    pieces: Iterable[list[int]], count: int, lengths: Sequence[int], budget: int, *, even: bool
 ) -> list[list[int]] | None:
     """Put pieces into ``count`` bins, the costliest first, or return None if a sequence fits nowhere.
 
     A piece goes into the bin of lowest cost (``even``), or else the first, of those with room. A piece that fits
     nowhere is halved, as are some if there are fewer than bins.
     """
-    bins, room, load = [list[int]() for _ in range(count)], [float(budget)] * count, [0.0] * count
-    left = [(-_sum(costs, piece), piece) for piece in pieces]
+    bins, room, load = [list[int]() for _ in range(count)], [budget] * count, [0.0] * count
+    left = [(-_cost(piece, lengths), piece) for piece in pieces]
     heapq.heapify(left)
     while left:
         cost, piece = heapq.heappop(left)
-        size, empty = _sum(lengths, piece), bins.count([])
+        size, empty = sum(lengths[i] for i in piece), bins.count([])
         # Once no more pieces are left than bins are empty, each gets one of these.
         fitting = [b for b in range(count) if room[b] >= size and (len(left) >= empty or not bins[b])]
         if len(piece) > 1 and (not fitting or len(left) + 1 < empty):
             for half in (piece[::2], piece[1::2]):
-                heapq.heappush(left, (-_sum(costs, half), half))
+                heapq.heappush(left, (-_cost(half, lengths), half))
         elif fitting:
             chosen = min(fitting, key=load.__getitem__) if even else fitting[0]
             bins[chosen] += piece
@@ -156,5 +149,5 @@ def _deal(
     return bins
 
 
-def _sum(values: Sequence[int] | Sequence[float], indices: Sequence[int]) -> int | float:
-    return sum(values[i] for i in indices)
+def _cost(piece: Sequence[int], lengths: Sequence[int]) -> float:
+    return sum((attention_cost(lengths[i]) for i in piece), 0.0)

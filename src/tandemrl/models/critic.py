@@ -83,8 +83,8 @@ def token_values(
 
     Args:
         select: True at the tokens that get a value.
-        options: as for ``forward.token_logprobs``. The temperature, the truncation and the vocabulary are not used.
-        shards: as for ``forward.token_logprobs``, but every process of ``shards.tensor`` has the whole head.
+        options: as for ``forward.token_scores``. The temperature, the truncation and the vocabulary are not used.
+        shards: as for ``forward.token_scores``, but every process of ``shards.tensor`` has the whole head.
 
     Returns:
         The values in float32. Entry i describes token i, and is computed from the hidden state of token i - 1.

@@ -73,19 +73,6 @@ class Scores(NamedTuple):
         return torch.cat([tokens, self.end_logprobs.detach() - batch.word_ends.behaviour_logprobs])
 
 
-def token_logprobs(
-    model: PreTrainedModel,
-    batch: Batch,
-    *,
-    select: Bool[Tensor, " t"],
-    options: ForwardOptions = PLAIN,
-    shards: Shards = WHOLE,
-) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
-    """The log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from: the
-    first two entries of ``token_scores``."""
-    return token_scores(model, batch, select=select, options=options, shards=shards)[:2]
-
-
 def token_scores(
     model: PreTrainedModel,
     batch: Batch,
@@ -107,10 +94,8 @@ def token_scores(
     Raises:
         ValueError: the batch has tokens that were drawn from ``starts``, and ``options`` has no such table.
     """
-    index, count = (
-        (select & (batch.positions > 0)).nonzero().squeeze(1),
-        batch.tokens.shape[0],
-    )  # the first has no prefix
+    index = (select & (batch.positions > 0)).nonzero().squeeze(1)  # the first has no prefix
+    count = len(batch.tokens)
     targets, slots, ends, events = batch.tokens, index, index[:0], None
     if batch.taken_over is not None:
         if options.starts is None:
@@ -212,21 +197,15 @@ def prefix_states(
     options: ForwardOptions,
 ) -> Float[Tensor, "i h"]:
     """The last hidden states of the tokens at the indices ``prefixes``."""
-    offload = activations_on_host() if options.activation_offload else nullcontext()
+    # The inputs of the layers, with gradient checkpointing. torch.autograd.graph.save_on_cpu would also copy weights,
+    # and gather distributed tensors.
+    offload = saved_tensors_hooks(_to_host, _from_host) if options.activation_offload else nullcontext()
     with offload, torch.autocast(tokens.device.type, dtype=options.autocast, enabled=options.autocast is not None):
         return hidden_states(model, tokens, positions, layout).index_select(0, prefixes)
 
 
-def activations_on_host() -> saved_tensors_hooks:
-    """A context in which tensors that autograd saves for backward are kept in host memory, except parameters.
-
-    With gradient checkpointing these tensors are the inputs of the layers. Unlike
-    ``torch.autograd.graph.save_on_cpu``, the context does not copy weights, and does not gather distributed tensors.
-    """
-    return saved_tensors_hooks(_to_host, _from_host)
-
-
 def _to_host(saved: Tensor) -> Any:
+    """What is kept of a tensor that autograd saves for backward: a copy in host memory, or a parameter itself."""
     origin = saved if saved._base is None else saved._base
     if isinstance(origin, nn.Parameter) or not saved.is_floating_point():
         return saved

@@ -33,8 +33,6 @@ from tandemrl.models.forward import packed_logits, with_gathered_parameters
 from tandemrl.models.weight_files import stored_shapes
 
 CONFIG = "config.json"
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
-"""What transformers raises for a folder that holds no model it can load; `refusal` says it in words."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -52,12 +50,10 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(f"cuda:{rank}" if device == "cuda" and (rank := os.getenv("LOCAL_RANK")) else device)
     except RuntimeError:
         raise ModelError(f"model.device={device}: not a torch device; use auto, cpu or cuda") from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"model.device={device}: torch {torch.__version__} sees no CUDA device; use model.device=cpu")
-    if resolved.type == "cuda" and (resolved.index or 0) >= (present := torch.cuda.device_count()):
-        raise ModelError(
-            f"model.device={resolved}: this machine has {present} CUDA device(s); choose one of them, or cpu"
-        )
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if resolved.type == "cuda" and (resolved.index or 0) >= present:
+        sees = f"torch {torch.__version__} sees {present or 'no'} CUDA device(s)"
+        raise ModelError(f"model.device={resolved}: {sees}; choose one of them, or model.device=cpu")
     return resolved
 
 
@@ -92,11 +88,8 @@ def from_files(kind: Any, path: str | Path, what: str = "model", **options: Any)
     """
     check_folder(path)
     stored_shapes(path)  # names the file that is not whole
-    try:
-        with no_progress_bars():
-            model, report = kind.from_pretrained(path, output_loading_info=True, trust_remote_code=False, **options)
-    except UNREADABLE as error:
-        raise refusal(what, path, error) from None
+    with no_progress_bars(), _refused(what, path):
+        model, report = kind.from_pretrained(path, output_loading_info=True, trust_remote_code=False, **options)
     return model, sorted(map(str, report["missing_keys"]))
 
 
@@ -123,12 +116,9 @@ def load_configuration(
         ModelError: it cannot be read.
     """
     check_folder(path)
-    try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=False, local_files_only=not download, **options
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise refusal(what, path, error) from None
+    options |= {"trust_remote_code": False, "local_files_only": not download}
+    with _refused(what, path):
+        found: PretrainedConfig = AutoConfig.from_pretrained(path, **options)
     return found
 
 
@@ -244,10 +234,8 @@ def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedToke
         ModelError: it cannot be loaded, or its files are missing.
     """
     check_folder(path)
-    try:
+    with _refused("tokenizer of", path):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise refusal("tokenizer of", path, error) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes out of no files
         raise ModelError(
             f"{path}: no tokenizer is there, only a model; copy its files (tokenizer.json, tokenizer_config.json and, "
@@ -393,6 +381,15 @@ def check_folder(path: str | Path) -> None:
     kind = "a file; expected the folder of a model" if folder.is_file() else "neither a model nor a tokenizer is there"
     kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else kind
     raise ModelError(f"{path}: {kind}{export}")
+
+
+@contextmanager
+def _refused(what: str, path: str | Path) -> Iterator[None]:
+    """A context in which what transformers raises for a folder that it cannot load becomes a `refusal`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise refusal(what, path, error) from None
 
 
 def refusal(what: str, path: str | Path, error: Exception) -> ModelError:

@@ -86,32 +86,31 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
+    where = f"model.lora.targets={list(config.targets)}"
     if "all-linear" in config.targets and len(config.targets) > 1:
-        raise ConfigError(f"model.lora.targets={list(config.targets)}: all-linear stands alone")
+        raise ConfigError(f"{where}: all-linear stands alone")
     settings = PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft's annotation says int; it divides by the rank
         target_modules="all-linear" if config.targets == ("all-linear",) else list(config.targets),
     )
-    device = model.get_output_embeddings().weight.device
+    head = model.get_output_embeddings()
+    device = head.weight.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, model, ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"model.lora.targets={list(config.targets)}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
     adapted = adapted_layers(model)
     for target in config.targets:
         if target != "all-linear" and not any(name == target or name.endswith(f".{target}") for name in adapted):
-            raise ConfigError(f"model.lora.targets={list(config.targets)}: the model has no linear layer {target}")
+            raise ConfigError(f"{where}: the model has no linear layer {target}")
     for name, layer in adapted.items():
         if config.dropout > 0:
             layer.lora_dropout[ADAPTER] = AdapterDropout(config.dropout)
-        if not isinstance(layer.base_layer, nn.Linear) or layer.base_layer is _head(model):
-            raise ConfigError(
-                f"model.lora.targets={list(config.targets)}: {name} cannot be adapted; name linear layers other than "
-                "the LM head"
-            )
+        if not isinstance(layer.base_layer, nn.Linear) or layer.base_layer is head:
+            raise ConfigError(f"{where}: {name} cannot be adapted; name linear layers other than the LM head")
     return model
 
 
@@ -271,8 +270,3 @@ def adapter_free(model: PreTrainedModel) -> AbstractContextManager[None]:
     from peft.helpers import rescale_adapter_scale
 
     return rescale_adapter_scale(model, 0.0)
-
-
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    head = model.get_output_embeddings()
-    return getattr(head, "base_layer", head)

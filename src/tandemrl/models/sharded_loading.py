@@ -37,7 +37,7 @@ from tandemrl.models.loading import (
 )
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
-from tandemrl.models.weight_files import is_converted, opened, stored_names, tied_names
+from tandemrl.models.weight_files import is_converted, misfits, opened, stored_names, tied_names
 from tandemrl.processes.world import World
 
 
@@ -97,7 +97,7 @@ def load_sharded(
         name, head = value_head(model) if critic else ("", None)
         keys = stored_names(model, stored)
         of_head = {key for key in keys if critic and key.startswith(f"{name}.")}
-        if reason := why_not_sliceable(model, stored, keys, without=of_head):
+        if reason := why_not_sliceable(model, stored, without=name):
             if world.main:
                 warnings.warn(
                     f"{path}: every process loads the whole model before it is split, since {reason}; save it again "
@@ -189,19 +189,12 @@ def fill(parameter: Tensor, value: Any) -> None:
         here.copy_(value[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))])
 
 
-def why_not_sliceable(
-    model: PreTrainedModel,
-    stored: Mapping[str, Any],
-    keys: Mapping[str, str],
-    *,
-    without: frozenset[str] | set[str] = frozenset(),
-) -> str:
+def why_not_sliceable(model: PreTrainedModel, stored: Mapping[str, Any], *, without: str | None = None) -> str:
     """Why a model cannot be read from its files in parts, or an empty text if it can. All processes get the same.
 
     Args:
         stored: the tensors of the files by name.
-        keys: the result of ``stored_names``.
-        without: names of parameters that need not be in the files.
+        without: the name of a submodule whose parameters need not be in the files.
     """
     if not stored:
         return "it has no safetensors files"
@@ -209,14 +202,9 @@ def why_not_sliceable(
         return "its files hold other tensors than its parameters"
     if model._keep_in_fp32_modules_strict and model.dtype != torch.float32:
         return "some of its parameters have a dtype of their own"
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, key in keys.items():
-        if key not in stored:
-            if name in without:
-                continue
-            return f"{name} is not in its files"
-        if tuple(stored[key].get_shape()) != shapes[name]:
-            return f"{key} has another shape in its files"
+    shapes = {name: tuple(tensor.get_shape()) for name, tensor in stored.items()}
+    if problems := misfits(model, shapes, without=without):
+        return problems[0]
     if buffers := sorted(model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}):
         return f"its files hold the buffer {buffers[0]}"
     for names in tied_names(model):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -116,16 +116,11 @@ def check_heads(model: PreTrainedModel, world: World) -> None:
     assert world.mesh is not None
     config = model.config.get_text_config()
     tp, sp = world.mesh["tp"].size(), world.mesh["sp"].size()
-    if (heads := config.num_attention_heads) % (tp * sp):
-        raise ModelError(
-            f"num_attention_heads is {heads}: parallel.tp={tp} x parallel.sp={sp} must divide it (every process of the "
-            "two axes attends with some of the heads)"
-        )
-    if (heads := config.num_key_value_heads) % tp:  # sp repeats them where they do not suffice
-        raise ModelError(
-            f"num_key_value_heads is {heads}: parallel.tp={tp} must divide it (every process has some of their "
-            "matrices); parallel.sp need not"
-        )
+    both = f"parallel.tp={tp} x parallel.sp={sp}"  # sp repeats heads of keys where they do not suffice
+    limits = (("num_attention_heads", tp * sp, both), ("num_key_value_heads", tp, f"parallel.tp={tp}"))
+    for name, parts, axes in limits:
+        if (heads := getattr(config, name)) % parts:
+            raise ModelError(f"{name} is {heads}: {axes} must divide it, so that every process has some of the heads")
 
 
 class _WithAdapters(ParallelStyle):
@@ -169,29 +164,16 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {
         f"{model.base_model_prefix}.{name}": _WithAdapters(styles[style]) for name, style in model_plan.items()
     }
-    name = next(name for name, module in model.named_modules() if module is embedding)
-    plan[name] = RowwiseParallel(input_layouts=Replicate())
+    names = {module: name for name, module in model.named_modules()}
+    plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate())
+    if head is not None:
+        plan[names[head]] = ColwiseParallel(output_layouts=Replicate())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     parallelize_module(model, mesh, plan)
     for name, parameter in model.named_parameters():  # SequenceParallel makes new ones, which learn
         parameter.requires_grad_(name in trained)
     if tied:
         head.weight = embedding.weight
-    elif head is not None:
-        for key, parameter in list(head.named_parameters()):
-            part = torch.distributed.tensor.distribute_tensor(parameter.data, mesh, [Shard(0)])
-            head.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    if head is not None:  # so that it can be called, too: scoring takes its weight alone
-        hooks: Any = {"input_fn": _on_every_process, "output_fn": _whole_logits}  # torch says None, and takes values
-        distribute_module(head, mesh, **hooks)
-
-
-def _on_every_process(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    return tuple(DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in inputs)
-
-
-def _whole_logits(_: nn.Module, logits: DTensor, mesh: DeviceMesh) -> Tensor:
-    return logits.redistribute(mesh, [Replicate()]).to_local()
 
 
 # ------------------------------------------------------------------------------------------------ parameters in parts

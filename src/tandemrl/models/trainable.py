@@ -1,6 +1,7 @@
 """Models to be trained: loaded whole or in parts, with gradient checkpointing, and their optimiser."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,47 +14,31 @@ from tandemrl.models.sharding import parameter_groups
 from tandemrl.processes.world import World
 
 
-def load_policy(model: ModelConfig, world: World, *, seed: int, offload: bool = False) -> PreTrainedModel:
-    """Load the senior to be trained in float32.
+def load_trained(
+    model: ModelConfig, world: World, *, critic: bool = False, seed: int = 0, offload: bool = False
+) -> PreTrainedModel:
+    """Load the senior to be trained, or the critic, in float32.
 
-    In a world of one it is the whole model, else the part of this process, with its adapters if it has any.
+    In a world of one it is the whole model, else the part of this process, with the senior's adapters if it has any.
 
     Args:
         seed: the seed of the adapters' first weights.
         offload: whether the parts are kept in host memory.
 
     Raises:
-        ConfigError, ModelError: as ``load_model``, ``attach`` and ``load_sharded``.
+        ConfigError, ModelError: as ``load_model``, ``load_critic``, ``attach`` and ``load_sharded``.
     """
-    policy = load_sharded(
-        model.senior,
-        world,
-        compute=getattr(torch, model.dtype),
-        device=model.device,
-        adapters=Adapters(model.lora, seed) if model.lora.rank and world.size > 1 else None,
-        offload=offload,
-    )
-    if model.liger:
-        use_liger(policy, name=model.senior, device=resolve_device(model.device))
+    path = (model.critic or model.senior) if critic else model.senior
+    adapters = Adapters(model.lora, seed) if model.lora.rank and world.size > 1 and not critic else None
+    how: dict[str, Any] = {"compute": getattr(torch, model.dtype), "device": model.device}
+    loaded = load_sharded(path, world, **how, adapters=adapters, critic=critic, offload=offload)
+    if critic and model.compile:
+        compile_layers(loaded)
+    if model.liger and not critic:
+        use_liger(loaded, name=path, device=resolve_device(model.device))
     if model.gradient_checkpointing:
-        checkpoint_gradients(policy)
-    return policy
-
-
-def load_value_model(model: ModelConfig, world: World, *, offload: bool = False) -> PreTrainedModel:
-    """Load the critic to be trained. It is sharded and recomputes activations like the policy.
-
-    Raises:
-        ModelError: the model cannot be loaded as a critic.
-    """
-    path = model.critic or model.senior
-    dtype = getattr(torch, model.dtype)
-    critic = load_sharded(path, world, compute=dtype, device=model.device, critic=True, offload=offload)
-    if model.compile:
-        compile_layers(critic)
-    if model.gradient_checkpointing:
-        checkpoint_gradients(critic)
-    return critic
+        checkpoint_gradients(loaded)
+    return loaded
 
 
 def checkpoint_gradients(model: PreTrainedModel) -> None:
@@ -69,9 +54,8 @@ def checkpoint_gradients(model: PreTrainedModel) -> None:
 
 
 def make_optimizer(model: PreTrainedModel, train: TrainConfig, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameter_groups(model.parameters()), lr=lr, betas=train.betas, weight_decay=train.weight_decay, fused=True
-    )
+    groups = parameter_groups(model.parameters())
+    return torch.optim.AdamW(groups, lr=lr, betas=train.betas, weight_decay=train.weight_decay, fused=True)
 
 
 def self_paired(model: ModelConfig) -> bool:

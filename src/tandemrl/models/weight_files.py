@@ -1,7 +1,7 @@
 """Reads the headers of a model's weight files, and finds what is missing or cut off before any weight is loaded."""
 
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,27 +108,36 @@ def check_weights(path: str | Path, model: PreTrainedModel, *, without: str | No
         ModelError: as ``stored_shapes``, or parameters are missing there or have another shape.
     """
     stored = stored_shapes(path)
-    if not stored or is_converted(model):
-        return
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    problems = []
-    for name, key in stored_names(model, stored).items():
-        there = stored.get(key, stored.get(key.removeprefix(f"{model.base_model_prefix}.")))  # of the body alone
-        if there is None and not (without and name.startswith(f"{without}.")):
-            problems.append(f"{name} is missing")
-        elif there is not None and there != shapes[name]:
-            problems.append(f"{key} is {list(there)} there, {list(shapes[name])} by its {CONFIG_NAME}")
-    if problems:
+    if stored and not is_converted(model) and (problems := misfits(model, stored, without=without)):
         raise ModelError(
-            f"{path}: {len(problems)} of the {len(shapes)} weights do not fit the model, the first: {problems[0]}. "
+            f"{path}: {len(problems)} of its weights do not fit the model, the first: {problems[0]}. "
             f"Its weights and its {CONFIG_NAME} are not of one model, or a file is missing"
         )
 
 
-def stored_names(model: nn.Module, stored: Container[str]) -> dict[str, str]:
+def misfits(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]], *, without: str | None = None) -> list[str]:
+    """Which parameters of a model its files lack or hold in another shape, in words.
+
+    Args:
+        stored: the shapes of the tensors in the files, by name.
+        without: the name of a submodule whose parameters need not be there.
+    """
+    found, shapes = [], {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, key in stored_names(model, stored).items():
+        there = stored.get(key)
+        if there is None and not (without and name.startswith(f"{without}.")):
+            found.append(f"{name} is missing")
+        elif there is not None and there != shapes[name]:
+            found.append(f"{key} is {list(there)} there, {list(shapes[name])} by its {CONFIG_NAME}")
+    return found
+
+
+def stored_names(model: PreTrainedModel, stored: Container[str]) -> dict[str, str]:
     """For each parameter, the name under which the files store it. It may be the name of a parameter that is tied to
-    it."""
-    return {names[0]: next((name for name in names if name in stored), names[0]) for names in tied_names(model)}
+    it, or its name in the body, if the files are of the body alone."""
+    body = f"{model.base_model_prefix}."
+    every = {names[0]: (*names, *(name.removeprefix(body) for name in names)) for names in tied_names(model)}
+    return {name: next((each for each in names if each in stored), name) for name, names in every.items()}
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -19,7 +19,7 @@ from tandemrl.models.compile import compile_layers
 from tandemrl.models.loading import load_configuration, load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
 from tandemrl.models.sharded_loading import load_sharded, meta_model
-from tandemrl.models.trainable import load_policy, load_value_model, make_optimizer, self_paired
+from tandemrl.models.trainable import load_trained, make_optimizer, self_paired
 from tandemrl.processes.world import World
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.scoring import Scorer
@@ -88,7 +88,7 @@ def build(
         functions=preflight.rewards_by_name,
         world=None if world.size == 1 else world,
     )
-    policy = load_policy(model, world, seed=config.train.seed, offload=config.parallel.offload_parameters)
+    policy = load_trained(model, world, seed=config.train.seed, offload=config.parallel.offload_parameters)
     logits, apart = policy.get_output_embeddings().weight.shape[0], preflight.junior_tokenizer is not None
     schedule = schedule_of(config.selection, tokenizer, logits, by_text=apart)
     if strategy is not None:
@@ -128,7 +128,7 @@ def build(
 def build_models(
     preflight: Preflight, policy: PreTrainedModel, first: Strategy, world: World, factory: EngineFactory | None = None
 ) -> Models:
-    """Make all models of a run around the policy of ``load_policy``, which is changed in place.
+    """Make all models of a run around the policy of ``load_trained``, which is changed in place.
 
     Args:
         first: the strategy of the first step. What it asks for, those of all steps do.
@@ -177,7 +177,7 @@ def build_models(
             compile_layers(policy)
         value_model = None
         if preflight.trained_recipe.critic:
-            module = load_value_model(model, world, offload=config.parallel.offload_parameters)
+            module = load_trained(model, world, critic=True, offload=config.parallel.offload_parameters)
             value_model = Trained(module, make_optimizer(module, config.train, config.train.critic_lr))
         made = Models(
             policy=policy,

@@ -181,7 +181,7 @@ def one_pass(
     critic: bool = False,
     entropy: bool = False,
 ) -> Tensor:
-    """Do what ``forward.token_logprobs`` and ``critic.token_values`` do, on tensors without contents.
+    """Do what ``forward.token_scores`` and ``critic.token_values`` do, on tensors without contents.
 
     The batch itself is real, and what depends on it is computed outside of the fake mode.
     """

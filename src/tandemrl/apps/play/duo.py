@@ -21,7 +21,7 @@ from tandemrl.config import SelectionConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import token_scores
 from tandemrl.models.loading import context_of
 from tandemrl.rollout.call import CallEngine, Finished, NewTokens
 from tandemrl.rollout.engine import Request, Sampling, StopReason
@@ -324,7 +324,7 @@ class Duo:
         """-log junior(token) of the tokens from ``first`` on."""
         batch = pack_tokens([ids], self.junior.device)
         select = torch.arange(len(batch.tokens), device=batch.tokens.device) >= first
-        return (-token_logprobs(self.junior, batch, select=select)[0])[first:].tolist()
+        return (-token_scores(self.junior, batch, select=select)[0])[first:].tolist()
 
     def _surprisals_by_text(self, draft: Draft, start: int) -> list[float | None]:
         """The surprisals of the tokens from ``start`` on, by what a junior with a vocabulary of its own reads."""
