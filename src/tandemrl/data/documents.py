@@ -1,5 +1,6 @@
 """The documents of a question, which can be searched and some of which support the answer. Without torch."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,11 +33,9 @@ def documents_of(row: Row) -> list[Document]:
     if not isinstance(records, Sequence) or isinstance(records, str):
         raise DataError(f"{where}': expected a list of documents, found {records!r:.80}")
     documents = [document(record, f"{where}[{number}]'") for number, record in enumerate(records)]
-    seen: set[str] = set()
-    for each in documents:
-        if each.id in seen:
-            raise DataError(f"{where}': two documents have the id {each.id!r}")
-        seen.add(each.id)
+    for name, count in Counter(each.id for each in documents).items():
+        if count > 1:
+            raise DataError(f"{where}': two documents have the id {name!r}")
     return documents
 
 

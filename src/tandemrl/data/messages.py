@@ -77,11 +77,7 @@ class Transcript:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; ``Transcript.from_json`` is its inverse."""
-        return {
-            "messages": [dict(message) for message in self.messages],
-            "state": self.state,
-            "counts": dict(self.counts),
-        }
+        return {"messages": [dict(each) for each in self.messages], "state": self.state, "counts": dict(self.counts)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Transcript":

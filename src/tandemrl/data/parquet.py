@@ -5,8 +5,8 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandemrl.data.rows import DataError
@@ -32,28 +32,23 @@ def write_splits(
     Raises:
         DataError: a split has no rows.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    parts = {split: out / f".{split}.parquet.{os.getpid()}" for split in splits}
     manifest: dict[str, Any] = {"schema": 1, "data_source": data_source, **origin, "splits": {}}
     prompts: dict[str, set[bytes]] = {}
-    try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         for split, records in splits.items():
-            rows, prompts[split] = _write_parquet(records, parts[split], where=f"{data_source}, split {split}")
-            manifest["splits"][split] = {"file": f"{split}.parquet", "rows": rows, "sha256": checksum(parts[split])}
-    except BaseException:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
-        with suppress(OSError):  # it was there before, with something in it
-            out.rmdir()
-        raise
+            file = Path(beside) / f"{split}.parquet"
+            rows, prompts[split] = _write_parquet(records, file, where=f"{data_source}, split {split}")
+            manifest["splits"][split] = {"file": file.name, "rows": rows, "sha256": checksum(file)}
+        out.mkdir(exist_ok=True)
+        (out / "manifest.json").unlink(missing_ok=True)
+        for file in Path(beside).iterdir():
+            os.replace(file, out / file.name)
     manifest["shared_prompts"] = {
         f"{one}/{other}": shared
         for one, other in itertools.combinations(splits, 2)
         if (shared := len(prompts[one] & prompts[other]))
     }
-    (out / "manifest.json").unlink(missing_ok=True)
-    for split, part in parts.items():
-        os.replace(part, out / f"{split}.parquet")
     write_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     return json.loads((out / "manifest.json").read_text())
 

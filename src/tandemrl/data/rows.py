@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
-from tandemrl.config import ConfigError
 from tandemrl.data.controls import END_OF_THOUGHT, THOUGHT, Controls, controls_of
 from tandemrl.data.messages import THOUGHTS, Message, text_of
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
@@ -198,8 +197,6 @@ def chat_tokens(
                     **({"tools": list(told)} if told else {}),
                 )
             )
-        except ConfigError:
-            raise
         except Exception as error:
             raise DataError(f"{where}: {name} failed: {type(error).__name__}: {error}") from error
 
@@ -215,9 +212,9 @@ def chat_tokens(
         named = f"'{role}'" in template or f'"{role}"' in template
         if controls.occur(role) or (controls.may_join(role) and not named):
             raise DataError(f"{where}: the role {role!r} may become a control token; write one that {name} knows")
-    if not any_control(tokenizer, messages, tools):
+    texts = {*_texts([messages, tools])}
+    if not any(controls.occur(text) or controls.may_join(text) for text in texts - _USUAL):
         return encode(plain)
-    texts = _texts([messages, tools])
     mark = chr(min({*range(0xE000, 0xF900)} - {*map(ord, plain.join(texts))}))
 
     def tokens(**how: bool) -> tuple[str, list[int]]:
@@ -232,13 +229,6 @@ def chat_tokens(
     apart = tokens(thoughts=thoughts, borders=True)[1]
     joined = sum(token in controls.ids for token in ids) > sum(token in controls.ids for token in apart)
     return apart if joined else ids
-
-
-def any_control(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-    """Whether a text of messages or tools holds a control token, or may become one with what is beside it."""
-    controls = controls_of(tokenizer, template_of(tokenizer, tools))
-    texts = {*_texts([*messages, *tools])} - _USUAL
-    return any(controls.occur(text) or controls.may_join(text) for text in texts)
 
 
 def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:

@@ -110,16 +110,16 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
     if not source.is_dir():
         raise DataError(f"{source}: no such {'file or folder' if alone else 'folder'}")
     files = [path for suffix in SUFFIXES if (path := source / f"{origin.name}{suffix}").is_file()]
-    folder = next((path for path in (source / origin.repo, source / origin.name) if path.is_dir()), None)
-    if not files and folder is None and not alone:
+    among = source if alone else None
+    folder = next((path for path in (source / origin.repo, source / origin.name) if path.is_dir()), among)
+    if not files and folder is None:
         raise DataError(
             f"{source}: no copy of {origin.repo}; expected a folder {origin.name}/ or a file {origin.name}"
             f"{{{','.join(SUFFIXES)}}} there"
         )
-    if not files:
-        folder = folder or source
-        config = origin.config is not None and (folder / origin.config).is_dir()
-        files = _below(folder / str(origin.config) if config else folder)
+    if not files and folder is not None:
+        config = folder / str(origin.config)
+        files = _below(config if config.is_dir() else folder)
     chosen = files
     if origin.split is not None:
         chosen = [path for path in files if _in_split(path, origin.split)]
@@ -213,13 +213,8 @@ def checksum(path: Path) -> str:
 
 def _below(folder: Path) -> list[Path]:
     """The data files of a folder and of the folders in it. Hidden ones, which the hub's client uses, are left out."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix in SUFFIXES
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    found = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return sorted(each for each in found if not re.search(r"(^|/)\.", each.relative_to(folder).as_posix()))
 
 
 def _in_split(path: Path, split: str) -> bool:

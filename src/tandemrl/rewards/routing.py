@@ -139,11 +139,12 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
     if not names and options.fallback is not None:
         names = _names(options.fallback)
     if not names:
+        close = difflib.get_close_matches(row.data_source, [*TABLE, *SUFFIXES], n=3)
+        meant = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise DataError(
-            f"row {row.example_id}: no scorer for data_source {row.data_source!r}; name one in reward.scorers, as "
-            f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(scorers())}; or one for all "
-            "such rows, as reward.fallback=prime; or rename the data source to one of "
-            f"{', '.join([*TABLE, *SUFFIXES])}"
+            f"row {row.example_id}: no scorer for data_source {row.data_source!r}{meant}; name one in reward.scorers, "
+            f"as {{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(scorers())}; or one for "
+            "all such rows, as reward.fallback=prime. The data sources that need neither: TABLE in rewards/routing.py"
         )
     short = [_short(name) for name in names]
     if len(names) > 1 or any(name in options.weights for name in short):
