@@ -50,20 +50,13 @@ class EnvironmentKind(NamedTuple):
     searches: bool = False
 
 
+_HERE = "tandemrl.rollout.envs"
+_CALLS = "the authors call `rollout.tools` until a turn calls none"
+_SEARCHES = "questions about documents (search, cite, complete)"
 ENVIRONMENTS: dict[str, EnvironmentKind] = {
     "single": EnvironmentKind("single", None, "a prompt gets one response", turns=False),
-    "tools": EnvironmentKind(
-        "tools",
-        "tandemrl.rollout.envs.environment:Environment",
-        "the authors call `rollout.tools` until a turn calls none",
-        only_tools=True,
-    ),
-    "multihop": EnvironmentKind(
-        "multihop",
-        "tandemrl.rollout.envs.multihop:multihop",
-        "questions about documents (search, cite, complete)",
-        searches=True,
-    ),
+    "tools": EnvironmentKind("tools", f"{_HERE}.environment:Environment", _CALLS, only_tools=True),
+    "multihop": EnvironmentKind("multihop", f"{_HERE}.multihop:multihop", _SEARCHES, searches=True),
 }
 
 
@@ -80,7 +73,6 @@ class RetrieverKind(NamedTuple):
     hosted: bool = False
 
 
-_HERE = "tandemrl.rollout.envs"
 _BM25, _SEMANTIC = f"{_HERE}.retrieval:bm25", f"{_HERE}.retrieval:semantic"
 _SERVICE, _HOPS = f"{_HERE}.retrieval:service", "tandemrl.tasks.generated.hops:retriever"
 _IN_HOPS = "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra"

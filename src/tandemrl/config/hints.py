@@ -17,11 +17,7 @@ def hint(path: str | Path) -> str:
     missing = Path(path).expanduser()
     here = next(parent for parent in (missing, *missing.parents) if parent.exists() or not parent.name)
     name, *rest = missing.relative_to(here).parts or ("",)
-    try:
-        names = [entry.name for entry in here.iterdir()]
-    except OSError:
-        return ""
-    for close in difflib.get_close_matches(name, names, n=3):
+    for close in difflib.get_close_matches(name, [entry.name for entry in here.glob("*")], n=3):
         if (candidate := here.joinpath(close, *rest)).exists():
             return f"; did you mean {candidate}?"
     return ""

@@ -6,7 +6,7 @@ line, and the code revision. All three are stored with every checkpoint and resu
 
 import difflib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import reduce
@@ -29,8 +29,8 @@ def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence
 
     Args:
         path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, which
-            stands for its ``config.yaml``; or a mapping of sections, plain or an OmegaConf config, whose interpolations
-            are resolved. None means the defaults only.
+            stands for its ``config.yaml``; or a mapping of sections, such as an OmegaConf config. None
+            means the defaults only.
         overrides: dotted assignments such as ``train.lr=1e-5``. For a key that takes a text, what
             follows the ``=`` is that text, unless it is ``null`` or in quotes. Lists and mappings are YAML in brackets.
 
@@ -68,8 +68,8 @@ def load(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence
         assignments = ", ".join(f"{key}=…" for key in sorted(unset))
         raise ConfigError(f"{sources[0][0]} leaves a value to you (???); set {assignments}")
     check(config)
-    length = {"train.steps", "train.epochs"}
-    if config.train.epochs is not None and stated_keys(overrides) & length == {"train.steps"}:
+    stated = stated_keys(overrides)
+    if config.train.epochs is not None and "train.steps" in stated and "train.epochs" not in stated:
         raise ConfigError(
             f"train.steps={config.train.steps} has no effect beside train.epochs={config.train.epochs:g} of {path}; "
             "add train.epochs=null, or leave train.steps out"
@@ -149,15 +149,13 @@ def find_config(path: str | Path) -> Path:
     packaged = packaged_configs()
     if candidate.parent in (Path("."), Path("configs")) and candidate.name.removesuffix(".yaml") in packaged:
         return packaged[candidate.name.removesuffix(".yaml")]
-    names = f"packaged configs: {', '.join(packaged)}"
-    if candidate.is_dir():
-        if (inside := candidate / "config.yaml").is_file():
-            return inside
-        raise ConfigError(f"config {str(path)!r}: a folder without a config.yaml, so not that of a run; {names}")
-    if len(candidate.parts) > 1 or candidate.suffix:
-        named = _closest(candidate.stem, packaged) if len(candidate.parts) == 1 else ""
-        raise ConfigError(f"config {str(path)!r}: no such file{hint(candidate) or f'{named}; {names}'}")
-    raise ConfigError(f"config {str(path)!r} not found{_closest(candidate.name, packaged)}; {names}")
+    if (inside := candidate / "config.yaml").is_file():
+        return inside
+    name, there = candidate.name.removesuffix(".yaml"), "a folder without a config.yaml, so not that of a run"
+    if not candidate.is_dir():
+        near = [known for known in packaged if known.startswith(name)] or difflib.get_close_matches(name, packaged, n=1)
+        there = "no such file" + (f"; did you mean {' or '.join(near)}?" if near else hint(candidate))
+    raise ConfigError(f"config {str(path)!r}: {there}; packaged configs: {', '.join(packaged)}")
 
 
 def packaged_configs() -> dict[str, Path]:
@@ -166,13 +164,6 @@ def packaged_configs() -> dict[str, Path]:
 
     paths = sorted(Path(str(file)) for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
     return {path.stem: path for path in paths}
-
-
-def _closest(name: str, packaged: Collection[str]) -> str:
-    """A question that names the packaged config that was probably meant, or nothing."""
-    longer = [known for known in packaged if known.startswith(name)]
-    close = longer or difflib.get_close_matches(name, packaged, n=1)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 _WANDB = "Weights & Biases reads its own variable, {}"

@@ -5,7 +5,7 @@ YAML alone reads 0123 as 83 and yes as true. Here a scalar stays the text that w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -50,7 +50,11 @@ def read(text: str | bytes, where: str) -> Tree:
         fix = "compare its indentation, brackets and quotes with the lines above; a text may need quotes"
         raise ConfigError(f"{where}{line}: not readable as YAML: {error.problem}; {fix}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{where}: not readable as YAML in UTF-8: {' '.join(str(error).split())}") from None
+        at = getattr(error, "position", None)
+        line = f", line {text[:at].count(10) + 1}" if at is not None and isinstance(text, bytes) else ""
+        why = getattr(error, "reason", None) or error
+        fix = "save it as UTF-8, without control characters"
+        raise ConfigError(f"{where}{line}: not readable as YAML in UTF-8: {why}; {fix}") from None
 
 
 def _tree(node: yaml.Node) -> Tree:
@@ -73,17 +77,13 @@ def _tree(node: yaml.Node) -> Tree:
 
 
 def tree_of(value: Any) -> Tree:
-    """The tree of plain values, or of an OmegaConf config, whose interpolations are resolved."""
+    """The tree of plain values, or of an OmegaConf config, which resolves its interpolations as it is read."""
     if isinstance(value, Mapping):
-        from omegaconf import OmegaConf
-
-        if OmegaConf.is_config(value):
-            value = OmegaConf.to_container(value, resolve=True)
         return {Written(str(key), plain=False): tree_of(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [tree_of(each) for each in value]
     if isinstance(value, str):
         return Written(value, plain=False)
+    if isinstance(value, Sequence):
+        return [tree_of(each) for each in value]
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return Written(text, plain=True)
 
