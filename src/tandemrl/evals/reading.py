@@ -184,9 +184,8 @@ def readable(
             author = np.repeat([who for _, who in pieces], [len(tokens) for tokens, _ in pieces])
         if (author >= 0).any() and len(prompt) + len(text) <= longest:
             tokens, whole = np.array([*prompt, *text]), np.pad(author, (len(prompt), 0), constant_values=Author.CONTEXT)
-            unknown = np.zeros(len(tokens))
             place = sample.example_id, sample.problem, sample.sample, sample.key
-            texts[i] = Rollout(*place, tokens, whole, unknown, reward=0.0)
+            texts[i] = Rollout(*place, tokens, whole, np.zeros(len(tokens)), reward=0.0)  # without log-probs
     return texts
 
 

@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tandemrl.config import RolloutConfig
 from tandemrl.data.messages import Message, sound
 from tandemrl.data.rows import RENDERED, Row, with_suffix
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.measures import EvalError, Sample, group_of
 from tandemrl.evals.protocol import Profile, same_problems
 from tandemrl.evals.session import Session
-from tandemrl.processes.calls import Caller
 from tandemrl.processes.http import Response, RetryableError, chat_message, excerpt
-from tandemrl.rollout.engine import StopReason, Turn
-from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes, make_caller
+from tandemrl.rollout.engine import Reply, StopReason, Turn
+from tandemrl.rollout.envs.episodes import Acting, Episodes, make_caller
 from tandemrl.rollout.envs.parsing import checked_turn, parse_turn
 from tandemrl.rollout.envs.rendering import CUT, Rendered
+from tandemrl.rollout.envs.tools import Schema
 from tandemrl.selection.draws import request_key
 
 CHARS_PER_TOKEN = 4
@@ -45,39 +43,35 @@ def play(session: Session, *, progress: Callable[[int], None]) -> list[Sample]:
     config, profile, (prompts, _) = session.config, session.profile, session.prompts
     assert session.remote is not None
     assert session.environment is not None  # refused in evaluate
-    count, remote = (
-        config.eval.samples,
-        _Remote(session.environment, config.rollout, make_caller(config, session.passed)),
-    )
-    keys = [request_key(config.eval.seed, 0, problem, i) for problem in range(len(prompts)) for i in range(count)]
-    episodes = [_Episode(number, prompts[number // count].row, key) for number, key in enumerate(keys)]
-    for episode in episodes:
-        if episode.row.extra_info.get(RENDERED):
-            raise EvalError(f"row {episode.row.example_id}: its prompt is rendered, and an endpoint takes messages")
-        opening = with_suffix(episode.row, remote.opening(episode.row).messages, config.data.prompt_suffix)
-        episode.conversation = [*map(dict, opening)]
-        if episode.conversation[-1]["role"] == "assistant":
-            raise EvalError(f"row {episode.row.example_id}: its prompt ends in a begun answer; endpoints do not go on")
-    table, left = Episodes(remote), episodes
-    with closing(session.remote.client()) as client, remote:
+    count, caller = config.eval.samples, make_caller(config, session.passed)
+    remote = _Remote(session.environment, config.rollout, caller)
+    remote.episodes = []
+    for number in range(len(prompts) * count):
+        problem, sample = divmod(number, count)
+        row, key = prompts[problem].row, request_key(config.eval.seed, 0, problem, sample)
+        if row.extra_info.get(RENDERED):
+            raise EvalError(f"row {row.example_id}: its prompt is rendered, and an endpoint takes messages")
+        opening = with_suffix(row, remote.opening(row).messages, config.data.prompt_suffix)
+        if opening[-1]["role"] == "assistant":
+            raise EvalError(f"row {row.example_id}: its prompt ends in a begun answer; endpoints do not go on")
+        remote.episodes.append(_Episode(number, row, key, [*map(dict, opening)]))
+    table, left = Episodes(remote), remote.episodes
+    with closing(session.remote.client()) as client, closing(remote):
         while left:
             bodies = [_body(each, session.model, remote, profile, config.data.template_arguments) for each in left]
-            said = client.post_all("/chat/completions", bodies, _said)
-            for episode, each in zip(left, said, strict=True):
-                remote.written[episode.number] = episode.hear(each, remote)
-                how: StopReason = "length" if each.cut else "eos"
+            for episode, said in zip(left, client.post_all("/chat/completions", bodies, _said), strict=True):
+                episode.said.append(said)
+                how: StopReason = "length" if said.cut else "eos"
                 table.submit(Turn(episode.number, episode.row, len(episode.said) - 1, np.empty(0, np.int64), how))
-            progress(sum(each.tokens for each in said))
-            answered = 0
-            while answered < len(left):
-                for reply in table.replies(wait=True):
-                    episode, answered = episodes[reply.number], answered + 1
-                    episode.answer(table.transcript(reply.number).messages)
-                    own = reply.stop_reason
-                    episode.stop_reason = own or episode.limit(bool(reply.context), remote, profile.sampling.max_tokens)
+            progress(sum(episode.said[-1].tokens for episode in left))
+            replies = list[Reply]()
+            while len(replies) < len(left):
+                replies += table.replies(wait=True)
+            for reply in replies:
+                remote.end(reply, profile.sampling.max_tokens)
             left = [episode for episode in left if episode.stop_reason is None]
     same = same_problems(prompts, episodes=True)
-    return [_sample(episode, count, table, same[episode.number // count]) for episode in episodes]
+    return [_sample(episode, count, table, same[episode.number // count]) for episode in remote.episodes]
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
@@ -97,20 +91,18 @@ def _body(
 ) -> dict[str, Any]:
     sampling, left = profile.sampling, profile.sampling.max_tokens - episode.tokens
     own = {name: value for name, value in arguments.items() if value is not None}
-    optional = {
+    body = {
+        "model": model,
+        "messages": episode.conversation,
+        "max_completion_tokens": min(left, remote.config.turn_tokens or left),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "tools": remote.tools or None,
         "chat_template_kwargs": None if arguments == DEFAULT_ARGUMENTS else own or None,
         "top_k": sampling.top_k or None,
         "seed": (episode.key + len(episode.said)) % 2**31 if sampling.temperature > 0 else None,
     }
-    return {
-        "model": model,
-        "messages": episode.conversation,
-        "max_completion_tokens": min(left, remote.turn_tokens or left),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _said(response: Response) -> _Said:
@@ -145,8 +137,8 @@ class _Episode:
     """One episode.
 
     conversation: the messages as they are sent to the endpoint. said: the model's replies, one for each turn. calls:
-    the ids of the last turn's calls, in the order in which they are answered. heard: how many messages of the
-    transcript were sent to the model. told: how many characters the environment said.
+    the ids of the last turn's calls, in the order in which they are answered. told: how many characters the environment
+    said.
     """
 
     number: int
@@ -155,7 +147,6 @@ class _Episode:
     conversation: list[dict[str, Any]] = field(default_factory=list)
     said: list[_Said] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    heard: int = 0
     told: int = 0
     stop_reason: str | None = None
 
@@ -163,14 +154,13 @@ class _Episode:
     def tokens(self) -> int:
         return sum(said.tokens for said in self.said)
 
-    def hear(self, said: _Said, remote: "_Remote") -> Message:
-        """Add a turn of the model to the conversation, and return it as the environment gets it."""
-        self.said.append(said)
-        content, calls = said.content, said.calls
+    def hear(self, schemas: Mapping[str, Schema]) -> Message:
+        """Add the model's last turn to the conversation, and return it as the environment gets it."""
+        content, calls, *_ = self.said[-1]
         if calls:
-            read = checked_turn({"tool_calls": [*map(_parsed, calls)]}, remote.schemas)
+            read = checked_turn({"tool_calls": [*map(_parsed, calls)]}, schemas)
         else:  # an endpoint without a parser of calls: they are in the text
-            read = parse_turn(content, remote.schemas)
+            read = parse_turn(content, schemas)
             if "tool_calls" in read and "invalid_calls" not in read:
                 content, calls = read["content"], [*map(_call, read["tool_calls"])]
         calls = [{**call, "id": call["id"] or f"call_{len(self.said)}_{i}"} for i, call in enumerate(calls)]
@@ -180,28 +170,15 @@ class _Episode:
         return {"role": "assistant", "content": content, **found}
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Add the environment's answers to the conversation, that of each call under the call's id.
-
-        Args:
-            messages: all of the transcript.
-        """
-        new = [message for message in messages[self.heard :] if message["role"] != "assistant"]
-        self.heard, self.told = len(messages), self.told + sum(len(message["content"]) for message in new)
-        answers = [str(message["content"]) for message in new if message["role"] == "tool"]
+        """Add the environment's answers to the conversation, that of each call under the call's id."""
+        self.told += sum(len(message["content"]) for message in messages)
+        answers = [str(message["content"]) for message in messages if message["role"] == "tool"]
         for i, call in enumerate(self.calls if answers else ()):
             content = answers[min(i, len(answers) - 1)]  # a crash is the answer to all
             self.conversation.append({"role": "tool", "tool_call_id": call, "content": content})
         if not self.calls:
             self.conversation += [{"role": "user", "content": text} for text in answers]
-        self.conversation += [dict(message) for message in new if message["role"] != "tool"]
-
-    def limit(self, goes_on: bool, remote: "_Remote", max_tokens: int) -> str | None:
-        """Why an episode that the environment would continue, or not, is over; None if it is not."""
-        if not goes_on:
-            return "length" if self.said[-1].cut else "eos"
-        return (
-            "length" if self.tokens >= max_tokens or self.told > remote.observation_tokens * CHARS_PER_TOKEN else None
-        )
+        self.conversation += [dict(message) for message in messages if message["role"] != "tool"]
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +192,8 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
 def _sample(episode: _Episode, samples: int, table: Episodes, same_as: str | None) -> Sample:
     transcript = table.transcript(episode.number)
     written = [message for message in transcript.messages if message["role"] == "assistant"]
-    texts = ["\n".join([message["content"], *map(_text, message.get("tool_calls", ()))]).strip() for message in written]
+    calls = [[json.dumps(call["function"], ensure_ascii=False) for call in m.get("tool_calls", ())] for m in written]
+    texts = ["\n".join([m["content"], *own]).strip() for m, own in zip(written, calls, strict=True)]
     return Sample(
         problem=episode.number // samples,
         example_id=episode.row.example_id,
@@ -237,44 +215,34 @@ def _sample(episode: _Episode, samples: int, table: Episodes, same_as: str | Non
     )
 
 
-def _text(call: Mapping[str, Any]) -> str:
-    return json.dumps(call["function"], ensure_ascii=False)
-
-
 # ------------------------------------------------------------------------------------------------------ the environment
 
 
-class _Remote(EpisodeRunner):
-    """An episode runner without a tokenizer, in which the turns are messages from the beginning."""
+class _Remote(Acting):
+    """An environment in which turns are messages from the beginning."""
 
-    junior_rendering = None
-
-    def __init__(self, environment: Environment, rollout: RolloutConfig, caller: Caller) -> None:
-        self.environment, self.name = environment, type(environment).__name__
-        self.tools = environment.tool_schemas()
-        self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
-        self.max_turns, self.turn_tokens = rollout.max_turns, rollout.turn_tokens
-        self.observation_tokens = rollout.observation_tokens
-        self.tool_timeout_s = rollout.tool_timeout_s
-        self.caller = caller
-        self.rendering = _Cutting(rollout.result_tokens)  # type: ignore[assignment]  # what `Episodes` needs of one
-        self.written: dict[int, Message] = {}
+    episodes: list[_Episode]
 
     def message(self, turn: Turn) -> Message:
-        return self.written.pop(turn.number)
+        return self.episodes[turn.number].hear(self.schemas)
 
-
-class _Cutting(NamedTuple):
-    """Takes the place of a `Rendering`: it cuts contents that are too long, and leaves them as text."""
-
-    result_tokens: int
-    end_of_turn: int = -1
-
-    def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
-        """The messages, cut where they are too long. The token ids are dummies that say that the episode goes on."""
-        most = self.result_tokens * CHARS_PER_TOKEN
+    def heard(self, turn: Turn, messages: Sequence[Message]) -> tuple[Rendered, tuple[int, ...]]:
+        """The messages, cut where they are too long. The token id is a dummy that says that the episode goes on."""
+        most = self.config.result_tokens * CHARS_PER_TOKEN
+        cut = [len(each["content"]) > most for each in messages]
         shown = [
-            {**each, "content": each["content"][:most] + CUT} if len(each["content"]) > most else each
-            for each in messages
+            {**each, "content": each["content"][:most] + CUT} if long else each
+            for each, long in zip(messages, cut, strict=True)
         ]
-        return Rendered((0,), shown, sum(len(each["content"]) > most for each in messages))
+        self.episodes[turn.number].answer(shown)
+        return Rendered((0,), shown, sum(cut)), ()
+
+    def end(self, reply: Reply, max_tokens: int) -> None:
+        """Note why an episode is over, if it is: as the environment says, or by a limit."""
+        episode = self.episodes[reply.number]
+        if reply.stop_reason is not None:
+            episode.stop_reason = reply.stop_reason
+        elif not reply.context:
+            episode.stop_reason = "length" if episode.said[-1].cut else "eos"
+        elif episode.tokens >= max_tokens or episode.told > self.config.observation_tokens * CHARS_PER_TOKEN:
+            episode.stop_reason = "length"

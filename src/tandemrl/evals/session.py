@@ -29,15 +29,12 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.engine import Engine
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.environment import Environment, make_environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
-from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
 
-CONCURRENCY = 16
-"""How many requests to an endpoint run at once."""
 _TRAINING_ONLY = ("train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 _OF_EPISODES = (
@@ -50,7 +47,7 @@ class Endpoint:
     """The endpoint of a model.
 
     model: its name there; None means the first one that the endpoint lists. api_key_env: the environment variable with
-    the key; None sends no key. The other fields are time-outs and retries, see `http.Service`.
+    the key; None sends no key. The other fields say how patient to be, see `http.Service`.
     """
 
     url: str
@@ -59,6 +56,7 @@ class Endpoint:
     timeout_s: float = 120.0
     retries: int = 3
     backoff_s: float = 1.0
+    concurrency: int = 16
 
     def client(self) -> Client:
         """The HTTP client for this endpoint.
@@ -66,8 +64,7 @@ class Endpoint:
         Raises:
             EvalError: ``api_key_env`` is not set.
         """
-        patience = (self.timeout_s, self.retries, self.backoff_s, CONCURRENCY)
-        return Client(Service("Endpoint", "vllm serve MODEL", EvalError, self.url, self.api_key_env, *patience))
+        return Client(Service.of(self, "Endpoint", "vllm serve MODEL", EvalError))
 
     def served(self) -> str:
         """The name of the model.
@@ -105,6 +102,8 @@ class Session:
         self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._engine: Engine | None = None
+        self._unfit: str | None = None
+        """Why a junior with a vocabulary of its own cannot take turns with the environment."""
 
     def of_junior(self, phase: Phase) -> "Session":
         """A session in which the junior is the model that generates alone, with its own tokenizer and template."""
@@ -224,9 +223,8 @@ class Session:
                 check(Config(self.config.model, rollout=rollout, selection=by_words), Facts(apart=True))
             except ConfigError as error:
                 return f"cannot be run: {error}"
-        if self.has_episodes and (why := self._acting[1]) is not None:
-            return f"needs both in the environment: {why}"
-        return None
+        made = self.episode_runner is not None and self._unfit is not None
+        return f"needs both in the environment: {self._unfit}" if made else None
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -247,22 +245,18 @@ class Session:
         """The environment that the authors act in, or None."""
         return self.passed or make_environment(self.config)
 
-    @property
+    @cached_property
     def episode_runner(self) -> EpisodeRunner | None:
         """Where the authors take turns with an environment. None if a prompt gets one response."""
-        return self._acting[0]
-
-    @cached_property
-    def _acting(self) -> tuple[EpisodeRunner | None, str | None]:
-        """The ``episode_runner``, and why a junior with a vocabulary of its own cannot take part, if it cannot."""
         if not self.has_episodes:
-            return None, None
+            return None
         own, ends = self.passed, self.ends
         make = partial(make_episode_runner, self.config, self.tokenizer, environment=own, eos_token_ids=ends)
         try:
-            return make(junior=reader_of(self.junior, self.junior_tokenizer)), None
+            return make(junior=reader_of(self.junior, self.junior_tokenizer))
         except ConfigError as error:
-            return make(), str(error)  # which raises what is not about the junior
+            self._unfit = str(error)
+            return make()  # which raises what is not about the junior
 
     @property
     def reader(self) -> TextReader | None:
@@ -337,8 +331,8 @@ class Session:
     def close(self) -> None:
         """End the processes that the session has started."""
         self.close_engine()
-        if "_acting" in vars(self) and self.episode_runner is not None:
-            self.episode_runner.close()
+        if (made := vars(self).get("episode_runner")) is not None:
+            made.close()
 
     def close_engine(self) -> None:
         if self._engine is not None:

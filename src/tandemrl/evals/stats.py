@@ -30,7 +30,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     ``1 - C(samples - correct, k) / C(samples, k)``, in exact integers; arXiv 2107.03374, equation 1.
 
     Raises:
-        ValueError: ``k`` or ``correct`` is out of range.
+        ValueError: ``k`` is out of range.
 
     Examples:
         >>> pass_at_k(correct=1, samples=4, k=2)
@@ -38,8 +38,6 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs 1 <= k <= samples, got {samples} samples")
-    if not 0 <= correct <= samples:
-        raise ValueError(f"correct must be between 0 and {samples} (samples), got {correct}")
     return float(1 - Fraction(comb(samples - correct, k), comb(samples, k)))
 
 

@@ -13,7 +13,7 @@ from tandemrl.config import Config, warn_of_reward_function
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.phases import PHASES, Phase, Texts
-from tandemrl.evals.protocol import check_k, generate_samples, sampling_for, strategies
+from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
 from tandemrl.evals.session import Endpoint, Session
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -76,10 +76,8 @@ def evaluate(
     check_instance(environment)
     recorded = config.functions.environment
     if recorded is not None and environment is None and not config.rollout.environment_kind.turns:
-        raise EvalError(
-            f"functions.environment: this config's run took turns with {recorded.name}, which no file holds; pass it "
-            "as evaluate(environment=…), or name a factory of it as rollout.environment=module:factory"
-        )
+        what = f"functions.environment: the run took turns with {recorded.name}, which no file holds"
+        raise EvalError(f"{what}; pass evaluate(environment=…), or set rollout.environment=module:factory")
     if isinstance(model, Endpoint):
         config = replace(config, model=replace(config.model, junior=None))
         if environment is None and not config.has_episodes:
@@ -93,7 +91,9 @@ def evaluate(
             raise EvalError(f"phase {name} {reasons[name]}")
     if out.suffix == ".json" and len(names) != 1:
         raise EvalError(f"{out} is one file for {len(names)} phases; give a folder")
-    check_k(config.eval.k, config.eval.samples)
+    k, most = config.eval.k, config.eval.samples
+    if not k or not all(1 <= m <= most for m in k):  # of a config that was made in Python, which nothing has checked
+        raise EvalError(f"eval.k={list(k)}: each k must be between 1 and eval.samples ({most})")
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     chosen = [PHASES[name] for name in names]

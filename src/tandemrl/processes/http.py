@@ -27,7 +27,8 @@ Body = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 """JSON to send, or a function that makes it of how many replies were refused before (`RefusedError`)."""
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 Read = Callable[["Response"], T]
-"""A function that reads a response with a status below 300 or 404, or raises `RetryableError` or `PermanentError`."""
+"""A function that reads a response with a status below 300, or 404 of a GET request, or raises `RetryableError` or
+`PermanentError`."""
 
 
 class RetryableError(Exception):
@@ -72,6 +73,12 @@ class Service:
     backoff_s: float
     concurrency: int
     cap_retry_after: bool = False
+
+    @classmethod
+    def of(cls, settings: Any, section: str, start: str, error: type[Exception], **more: Any) -> "Service":
+        """The service that a section of a config names by its keys. more: fields that are none of its keys."""
+        shared = [name for name in cls.__dataclass_fields__ if hasattr(settings, name) and name not in more]
+        return cls(section, start, error, **{name: getattr(settings, name) for name in shared}, **more)
 
 
 class Client:
@@ -220,7 +227,7 @@ class Client:
 
         Raises:
             RetryableError: there is no response, or its status may pass.
-            PermanentError: the status is another one from 300 on. 404 is left to the reader.
+            PermanentError: the status is another one from 300 on. Of a GET request, 404 is left to the reader.
         """
         limit = self.service.timeout_s
         try:
@@ -237,8 +244,9 @@ class Client:
             raise RetryableError(
                 f"HTTP {status}: {excerpt(content)}", _retry_after(response.headers.get("retry-after"))
             )
-        if status >= 300 and status != 404:
-            raise PermanentError(f"{self.url}{path} answers HTTP {status}: {excerpt(content)}")
+        if status >= 300 and (status != 404 or body is not None):
+            fix = f"; {self.service.section}.url must end where {path.partition('?')[0]} begins" * (status == 404)
+            raise PermanentError(f"{self.url}{path} answers HTTP {status}: {excerpt(content)}{fix}")
         return Response(status, content)
 
 
@@ -262,8 +270,6 @@ class Response(NamedTuple):
 
 def chat_message(response: Response) -> Mapping[str, Any]:
     """The message of a chat completion; a `Read`."""
-    if response.status == 404:
-        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; the address must end where /chat/completions begins")
     try:
         message = response.json()["choices"][0]["message"]
     except (KeyError, IndexError, TypeError):

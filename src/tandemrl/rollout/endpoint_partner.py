@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config.schema import JuniorEndpointConfig
-from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
+from tandemrl.processes.http import Client, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Request, Sampling
 from tandemrl.rollout.partner import Job, Partner, Said
@@ -45,9 +45,7 @@ def client_of(endpoint: JuniorEndpointConfig) -> Client:
         EngineError: ``api_key_env`` is not set.
     """
     assert endpoint.url is not None
-    e = endpoint
-    patience = (e.timeout_s, e.retries, e.backoff_s, e.concurrency)
-    return Client(Service(SECTION, START, EngineError, endpoint.url, e.api_key_env, *patience))
+    return Client(Service.of(endpoint, SECTION, START, EngineError))
 
 
 def served(endpoint: JuniorEndpointConfig) -> str:
@@ -259,8 +257,6 @@ def _contexts(response: Response) -> dict[str, int]:
 
 def _answer(response: Response) -> tuple[str, bool]:
     """A text completion, and whether the model ended it itself; a `http.Read`."""
-    if response.status == 404:
-        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; the address must end where /completions begins")
     try:
         choice = response.json()["choices"][0]
         text, reason = choice["text"], choice["finish_reason"]

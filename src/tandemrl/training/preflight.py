@@ -48,11 +48,10 @@ from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.protocol import NO_SCORE, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.environment import Environment, make_environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
-from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
-from tandemrl.rollout.envs.semantic import is_cross_encoder
+from tandemrl.rollout.envs.retrieval import is_cross_encoder
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
@@ -211,12 +210,11 @@ class Preflight:
             check(config, Facts(one_turn=True))
             return None
         signature(environment)  # before it is used
-        caller = make_caller(config) if self.environment is None else None
         return EpisodeRunner(
             environment,
             self.tokenizer,
             config.rollout,
-            caller=caller,
+            caller=make_caller(config, self.environment),
             eos_token_ids=self._ends,
             template_arguments=config.data.template_arguments,
             junior=reader_of(config.model.junior, self._reader, download=self.downloads),

@@ -9,9 +9,8 @@ import pytest
 from tandemrl.apps.experiments.agents import EOS, WORLD_WEIGHT, Slips, demonstrate, hops_tokenizer, lessons
 from tandemrl.config import RetrievalConfig, load
 from tandemrl.rollout.engine import Turn
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.environment import Environment, make_environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.parsing import parse_turn
 from tandemrl.tasks.generated.hops import hops_row, uses_jargon, world

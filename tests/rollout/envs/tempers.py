@@ -2,11 +2,18 @@
 
 import json
 import os
-import sys
 import time
 
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, Opening
+from tandemrl.rollout.envs.environment import Answer, Environment, Opening
+
+DOCS = [
+    {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
+    {"id": "1", "title": "Bob", "body": "Bob breeds running foxes.", "is_supporting": False},
+    {"id": "2", "title": "Paris", "text": "The capital of France, on the Seine.", "is_supporting": True},
+    {"id": "3", "title": "Lyon", "body": "The fox runs in Lyon: foxes, foxes.", "is_supporting": False},
+]
+"""Of a row that is searched."""
 
 
 def row(name: str = "r", question: str = "?", **extra: object) -> Row:
@@ -67,16 +74,10 @@ def spoil(how: str, state: dict) -> str:
     if how == "spin":
         while True:
             pass
-    if how == "block":  # holds the interpreter
-        pow(7, 10**9)
     if how == "die":
         os._exit(3)
     if how == "exit":
         raise SystemExit("bye")
-    if how == "large":
-        return "x" * 10_000_000
-    if how == "broken":
-        raise BrokenEnvironmentError("the index is gone")
     if how == "unspeakable":
         return {1, 2}  # type: ignore[return-value]
     raise ValueError("no such harm")
@@ -106,12 +107,6 @@ class World(Environment):
 
     tools = (add, note, who, echo, spoil, wait, complete)
     ends = frozenset({"complete"})
-
-
-class BadStart(Environment):
-    def __init__(self) -> None:
-        if "worker" in sys.argv[0]:
-            raise OSError("no index at /nowhere")
 
 
 class BadReply(Environment):

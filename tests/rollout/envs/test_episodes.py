@@ -11,7 +11,6 @@ import pytest
 import tempers
 from tempers import call, row
 from worlds import (
-    LLAMA,
     LLAMA_31,
     SPECIAL,
     TAGS,
@@ -241,9 +240,9 @@ def on(
     return EpisodeRunner(environment or tempers.World(), words, load(None, overrides).rollout, **options)
 
 
-@pytest.mark.parametrize("template", [LLAMA.replace("parameters", "args"), XML_CALLS])
-def test_a_template_whose_calls_cannot_be_read_is_refused(template: str) -> None:
-    words = copy.copy(tokenizer(template))
+@pytest.mark.parametrize("like", [llama(LLAMA_31.replace("parameters", "args")), tokenizer(XML_CALLS)])
+def test_a_template_whose_calls_cannot_be_read_is_refused(like: Any) -> None:
+    words = copy.copy(like)
     words.name_or_path = "models/mine"
     with pytest.raises(ConfigError, match=r"(?s)tokenizer 'models/mine': .*call of add as .*Use a tokenizer with"):
         on(words)

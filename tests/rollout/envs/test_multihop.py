@@ -6,33 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tempers import DOCS
 
 from tandemrl.config import Config, RetrievalConfig, RolloutConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs.bm25 import write_corpus
-from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError
-from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
 from tandemrl.tasks.qa.grader import COMPLETE, retrieved_ids
-
-DOCS = [
-    {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
-    {"id": "1", "title": "Bob", "body": "Bob breeds running foxes.", "is_supporting": False},
-    {"id": "2", "title": "Paris", "text": "The capital of France, on the Seine.", "is_supporting": True},
-    {"id": "3", "title": "Lyon", "body": "The fox runs in Lyon: foxes, foxes.", "is_supporting": False},
-]
 
 
 def row(docs: Sequence[dict[str, object]] = DOCS) -> Row:
     messages = ({"role": "user", "content": "Of which country is Ann's birthplace the capital?"},)
     return Row("q", messages, "musique", json.dumps(["France"]), {"docs": docs})
-
-
-@pytest.fixture
-def words() -> None:
-    """What searches by words."""
-    pytest.importorskip("bm25s", reason="needs the retrieval extra")
-    pytest.importorskip("Stemmer", reason="needs the retrieval extra")
 
 
 def test_an_episode_begins_with_the_rules_and_the_question() -> None:
@@ -53,7 +39,8 @@ def test_a_row_in_which_nothing_could_be_found_does_not_begin() -> None:
     assert MultihopEnvironment(RetrievalConfig(index="corpus")).start(row([])).state == {}
 
 
-def test_a_corpus_has_no_other_document_by_the_id_of_one_of_the_row(words: None, tmp_path: Path) -> None:
+def test_a_corpus_has_no_other_document_by_the_id_of_one_of_the_row(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="needs the retrieval extra")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps(each) + "\n" for each in [*DOCS[1:], DOCS[0] | {"body": "Ann, else."}]))
     write_corpus(corpus, tmp_path / "index")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tempers import DOCS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
@@ -20,15 +21,15 @@ from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs.bm25 import Corpus, word_scores, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
-from tandemrl.rollout.envs.retrieval import halves, make_retriever, ranked, reciprocal_ranks
-from tandemrl.rollout.envs.semantic import is_cross_encoder, make_relevance
+from tandemrl.rollout.envs.retrieval import (
+    halves,
+    is_cross_encoder,
+    make_relevance,
+    make_retriever,
+    ranked,
+    reciprocal_ranks,
+)
 
-DOCS = [
-    {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
-    {"id": "1", "title": "Bob", "body": "Bob breeds running foxes.", "is_supporting": False},
-    {"id": "2", "title": "Paris", "text": "The capital of France, on the Seine.", "is_supporting": True},
-    {"id": "3", "title": "Lyon", "body": "The fox runs in Lyon: foxes, foxes.", "is_supporting": False},
-]
 BM25, LEXICAL = RetrievalConfig(), RetrievalConfig(retriever="lexical")
 TEXTS = ("ann lives in paris", "bob", "paris is in france on the seine", "the fox of bob is in lyon with ann")
 
@@ -130,12 +131,6 @@ def test_an_index_replaces_an_index_and_nothing_else(words: None, tmp_path: Path
         assert write_corpus(corpus, tmp_path / "index") == 1
     assert corpus.is_file()
     assert other.is_dir()
-
-
-def test_an_index_that_is_not_whole(words: None, tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": "1", "title": "", "text": "a fox"}\n')
-    write_corpus(corpus, tmp_path / "index")
     (tmp_path / "index" / "corpus.jsonl").unlink()
     with pytest.raises(BrokenEnvironmentError, match=r"no whole index.*corpus.*; write one: tandemrl data"):
         Corpus(tmp_path / "index")

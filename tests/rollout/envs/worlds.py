@@ -51,13 +51,6 @@ NO_TOOLS = (
 )
 JSON_RESULTS = HERMES.replace("<tool_response>\n{{ m.content }}", "<tool_response>\n{{ m.content | tojson }}")
 """As Llama 3.1: a result is a JSON string."""
-LLAMA = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
-    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
-    "{% else %}{% if loop.first and tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
-    "{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""As Llama 3.1: a call is bare JSON, with which no content is shown."""
 LLAMA_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
 LLAMA_31 = (
     "{{ bos_token }}{% if not tools is defined %}{% set tools = none %}{% endif %}"
@@ -95,7 +88,6 @@ MAY_THINK = HERMES.replace(
     "assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
 )
 """As Qwen3: that thought is written if the model is told not to think."""
-STERN = HERMES.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}")
 
 
 @cache

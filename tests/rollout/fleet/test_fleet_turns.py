@@ -102,7 +102,7 @@ def test_the_bits_of_an_episode_depend_on_its_unit_alone(fleet: Callable[..., Fl
     runner = acting(Uneven())
     given, alone, first = asked(runner), SpreadEngine(make(), unit_groups=2), runner.episodes()
     written = alone.generate(given, responder=first)
-    assert first.tally.asked > len(flat(written))
+    assert first.tally["asked"] > len(flat(written))
     assert max(len(c.turns) for c in flat(written)) == 3
     check_authors(flat(written), given[0].strategy)
     for engine in (fleet(1, Uneven), fleet(2, Uneven, worker_0="dies")):

@@ -31,9 +31,8 @@ from tandemrl.data.rows import Row
 from tandemrl.evals.measures import Sample
 from tandemrl.models.loading import prepare
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.environment import Environment, make_environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, opening_prompts
-from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo

@@ -5,7 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from tandemrl.apps.report.records import ArmRecord, Claim
-from tandemrl.evals.compare import good_end
+from tandemrl.evals.measures import good_end
 from tandemrl.evals.stats import Interval, seed_interval, standard_error
 
 MISSING = "–"

@@ -54,10 +54,9 @@ class Corpus:
             if self._index.corpus is None:
                 raise FileNotFoundError(_DOCUMENTS)
         except (OSError, ValueError, KeyError) as error:
-            raise BrokenEnvironmentError(
-                f"retrieval.index={folder}: no whole index of this version there ({type(error).__name__}: {error}); "
-                f"write one: tandemrl data index CORPUS.jsonl --out {folder}"
-            ) from error
+            what = f"retrieval.index={folder}: no whole index of this version there ({type(error).__name__}: {error})"
+            fix = f"write one: tandemrl data index CORPUS.jsonl --out {folder}"
+            raise BrokenEnvironmentError(f"{what}; {fix}") from error
         self._documents, self._reading = self._index.corpus, threading.Lock()
 
     def search(self, query: str, count: int) -> list[Document]:
@@ -129,7 +128,6 @@ def _packages() -> tuple[Any, Any]:
         import bm25s
         import Stemmer
     except ImportError:
-        raise BrokenEnvironmentError(
-            f"searching by words needs bm25s and PyStemmer: {pip_install('retrieval')}, or retrieval.retriever=golden"
-        ) from None
+        fix = f"{pip_install('retrieval')}, or retrieval.retriever=golden"
+        raise BrokenEnvironmentError(f"searching by words needs bm25s and PyStemmer: {fix}") from None
     return bm25s, Stemmer.Stemmer("english")

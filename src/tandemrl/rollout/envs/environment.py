@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tandemrl.config import ConfigError
+from tandemrl.config import Config, ConfigError
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row
+from tandemrl.processes.names import function_named, instantiate
 from tandemrl.rollout.envs.tools import Tool, call_tool, schema_of
 
 MAX_ERROR_CHARS = 500
@@ -148,3 +149,25 @@ class Environment:
         if unknown := sorted(self.ends - set(names)):
             raise ConfigError(f"environment {type(self).__name__}: {unknown[0]}, which ends an episode, is no tool")
         return schemas
+
+
+def make_environment(config: Config) -> Environment | None:
+    """The environment of a config, or None where a prompt gets one response.
+
+    In ``module:factory``, the factory may be a function or a class. It is given the `Config` if it has a parameter
+    ``config``, and ``rollout.environment_parameters``.
+
+    Raises:
+        ConfigError: the environment cannot be imported or made; the message names the key and the fix.
+    """
+    rollout = config.rollout
+    kind, key = rollout.environment_kind, f"rollout.environment={rollout.environment}"
+    if kind.path is None:
+        return None
+    tools = [function_named(path, f"rollout.tools: {path}", ConfigError) for path in rollout.tools]
+    environment = instantiate(kind.path, key, ConfigError, rollout.environment_parameters, config=lambda: config)
+    if not isinstance(environment, Environment):
+        raise ConfigError(f"{key}: it is a {type(environment).__name__}, not an Environment; return an instance of one")
+    if tools:
+        environment.tools = (*environment.tools, *tools)
+    return environment

@@ -23,10 +23,9 @@ from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, 
 from tandemrl.processes.child import cores
 from tandemrl.rewards.calls import MEASURED, OF_K
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
-from tandemrl.rollout.envs.environment import Environment, Opening, State
-from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.environment import Environment, Opening, State, make_environment
 from tandemrl.rollout.envs.parsing import CALL_FORMATS, CallFormat, parse_turn
-from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.rollout.envs.rendering import Rendered, Rendering
 from tandemrl.rollout.envs.tools import sample
 from tandemrl.rollout.envs.worker import answering
 
@@ -59,25 +58,62 @@ def reader_of(path: str | None, tokenizer: Any, *, download: bool = True) -> Rea
         return Reader(tokenizer, (tokenizer.eos_token_id,))
 
 
-class Tally(NamedTuple):
-    """How many turns an environment was asked to answer, and how many of them ended by a time-out or a crash."""
+class Acting:
+    """An environment with its limits, ready for episodes, whatever their turns are made of.
 
-    asked: int = 0
-    unanswered: int = 0
+    Args:
+        environment: what the authors act in.
+        config: the limits on turns, tokens and time.
+        caller: runs the environment, as a rule in processes of its own. None runs it in threads of this process, for an
+            environment that exists nowhere else, as in a notebook; there, a late call is given up but cannot be killed.
+    """
+
+    def __init__(self, environment: Environment, config: RolloutConfig, caller: Caller | None = None) -> None:
+        self.environment, self.config = environment, config
+        self.name = config.environment if config.environment_kind.turns else type(environment).__name__
+        self.tools = environment.tool_schemas()
+        """The schemas of the tools, for the chat template."""
+        self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
+        self.caller = caller or ThreadCalls(answering(environment), limit_s=config.tool_timeout_s)
+
+    def opening(self, row: Row) -> Opening:
+        """The messages and the state that the episode of a row begins with.
+
+        Raises:
+            EngineError: the environment fails; the message names it and the row.
+        """
+        try:
+            return self.environment.start(row)
+        except Exception as error:
+            what = f"environment {self.name}: row {row.example_id} cannot begin"
+            raise EngineError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def message(self, turn: Turn) -> Message:
+        """A turn as a message."""
+        raise NotImplementedError
+
+    def heard(self, turn: Turn, messages: Sequence[Message]) -> tuple[Rendered, tuple[int, ...]]:
+        """What the authors read after a turn, and what a junior with a vocabulary of its own reads instead.
+
+        Raises:
+            ConfigError: messages of these roles cannot be shown.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the processes of the environment. The next call of the environment starts new ones."""
+        self.caller.close()
 
 
-class EpisodeRunner:
-    """An environment together with a tokenizer and limits, ready for episodes. It lives as long as a run.
+class EpisodeRunner(Acting):
+    """An environment together with a tokenizer, in which turns are token ids. It lives as long as a run.
 
     It renders the schemas of the tools, opens the episode of a row, and makes one `Episodes` for each call of
     ``generate``.
 
     Args:
-        environment: what the authors act in.
+        environment, config, caller: see `Acting`.
         tokenizer: the tokenizer of the authors, with a chat template.
-        config: the limits on turns, tokens and time.
-        caller: runs the environment, as a rule in processes of its own. None runs it in threads of this process, for an
-            environment that exists nowhere else, as in a notebook; there, a late call is given up but cannot be killed.
         eos_token_ids: the ids that end a turn for the engine. None stands for the tokenizer's EOS token.
         template_arguments: further variables of the chat template (``data.template_arguments``).
         junior: the junior, if it has a vocabulary of its own. ``tokenizer`` is then that of the senior.
@@ -98,15 +134,7 @@ class EpisodeRunner:
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
         junior: Reader | None = None,
     ) -> None:
-        self.environment = environment
-        self.name = config.environment if config.environment_kind.turns else type(environment).__name__
-        self.tools = environment.tool_schemas()
-        """The schemas of the tools, for the chat template."""
-        self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
-        self.max_turns = config.max_turns
-        self.tool_timeout_s = config.tool_timeout_s
-        self._config = config
-        self.caller = caller or ThreadCalls(answering(environment), limit_s=config.tool_timeout_s)
+        super().__init__(environment, config, caller)
         self.ends = frozenset([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
         self.rendering = Rendering(
             tokenizer,
@@ -129,25 +157,10 @@ class EpisodeRunner:
             )
             if (misread := self._misread(self.junior_rendering, self._calls)) is not None:
                 name, text, arguments = misread
-                raise ConfigError(
-                    f"tokenizer {junior.tokenizer.name_or_path!r} of the junior: its chat template writes a call of "
-                    f"{name} as {text[:200]!r}, the senior's as {self.rendering.call_text(name, arguments)[:200]!r}, "
-                    "and a turn by both is read in one way. Use a junior whose chat template writes calls as the "
-                    "senior's does"
-                )
-
-    def opening(self, row: Row) -> Opening:
-        """The messages and the state that the episode of a row begins with.
-
-        Raises:
-            EngineError: the environment fails; the message names it and the row.
-        """
-        try:
-            return self.environment.start(row)
-        except Exception as error:
-            raise EngineError(
-                f"environment {self.name}: row {row.example_id} cannot begin: {type(error).__name__}: {error}"
-            ) from error
+                own = self.rendering.call_text(name, arguments)[:200]
+                what = f"its chat template writes a call of {name} as {text[:200]!r}, the senior's as {own!r}"
+                fix = "use a junior whose chat template writes calls as the senior's does"
+                raise ConfigError(f"tokenizer {junior.tokenizer.name_or_path!r} of the junior: {what}; {fix}")
 
     def episode(self, request: Request, row: Row) -> Request:
         """``request`` as an episode of a row, with the limits on the tokens of a turn and of the environment.
@@ -160,8 +173,8 @@ class EpisodeRunner:
         return replace(
             request,
             task=row,
-            turn_tokens=self._config.turn_tokens,
-            observation_tokens=self._config.observation_tokens,
+            turn_tokens=self.config.turn_tokens,
+            observation_tokens=self.config.observation_tokens,
             end_of_turn=self.rendering.end_of_turn,
         )
 
@@ -189,6 +202,11 @@ class EpisodeRunner:
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return parse_turn(text, self.schemas, self._tokenizer, self.rendering.prefix, self._calls)
 
+    def heard(self, turn: Turn, messages: Sequence[Message]) -> tuple[Rendered, tuple[int, ...]]:
+        rendered = self.rendering.context(messages, ended=turn.tokens[-1:].tolist() == [self.rendering.end_of_turn])
+        junior = self.junior_rendering
+        return rendered, () if junior is None else junior.context(rendered.messages, ended=False).tokens
+
     def _call_format(self) -> CallFormat:
         """The format in which the chat template writes calls: that in which a call of every tool is read back.
 
@@ -199,12 +217,10 @@ class EpisodeRunner:
         if (found := next((calls for calls, each in misread.items() if each is None), None)) is not None:
             return found
         name, text, arguments = misread["hermes"] or ("", "", {})
-        raise ConfigError(
-            f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as {text[:200]!r}, "
-            f"which is not read as one with the arguments {json.dumps(arguments)}. Use a tokenizer with a response "
-            "template that reads its calls (response_template in tokenizer_config.json), or a chat template that "
-            'writes <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, "parameters": {…}}'
-        )
+        what = f"its chat template writes a call of {name} as {text[:200]!r}, which is not read as {arguments}"
+        fix = "Use a tokenizer with a response template for its calls (response_template in tokenizer_config.json), or"
+        forms = '<tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, "parameters": {…}}'
+        raise ConfigError(f"tokenizer {self._tokenizer.name_or_path!r}: {what}. {fix} one that writes {forms}")
 
     def _misread(self, rendering: Rendering, calls: CallFormat) -> tuple[str, str, Mapping[str, Any]] | None:
         """A tool whose call is not read as a template writes it: its name, the text and the arguments; None if all are
@@ -216,10 +232,6 @@ class EpisodeRunner:
             if read != [{"type": "function", "function": {"name": name, "arguments": arguments}}]:
                 return name, text, arguments
         return None
-
-    def close(self) -> None:
-        """End the processes of the environment. The next call of the environment starts new ones."""
-        self.caller.close()
 
     def __enter__(self) -> "EpisodeRunner":
         return self
@@ -247,19 +259,18 @@ def make_episode_runner(
     Raises:
         ConfigError: there is no such environment, or it does not work with the tokenizer.
     """
-    made = partial(
-        EpisodeRunner,
-        tokenizer=tokenizer,
-        config=config.rollout,
+    acted_in = make_environment(config) if environment is None else environment
+    if acted_in is None:
+        return None
+    return EpisodeRunner(
+        acted_in,
+        tokenizer,
+        config.rollout,
+        caller=make_caller(config, environment),
         eos_token_ids=eos_token_ids,
         template_arguments=config.data.template_arguments,
         junior=junior,
     )
-    if environment is not None:
-        return made(environment)
-    if (configured := make_environment(config)) is None:
-        return None
-    return made(configured, caller=make_caller(config))
 
 
 def opening_prompts(
@@ -294,13 +305,15 @@ class Episodes:
     although no author has seen it.
     """
 
-    def __init__(self, episode_runner: EpisodeRunner) -> None:
-        self._runner = episode_runner
+    def __init__(self, acting: Acting) -> None:
+        self._runner = acting
         self._episodes: dict[int, _Episode] = {}
         self._replies: deque[Reply] = deque()
         self._awaited = 0
         self._failure: str | None = None
-        self.tally = Tally()
+        self.tally = Counter[str]()
+        """How many turns the environment was ``asked`` to answer, here or in rollout workers, and how many of them were
+        ``unanswered``: they ended by a time-out or a crash."""
 
     def submit(self, turn: Turn) -> None:
         """See `Responder`."""
@@ -341,20 +354,17 @@ class Episodes:
             return Transcript((), None, dict.fromkeys(COUNTS, 0.0))
         return Transcript(tuple(episode.messages), episode.state, {key: float(n) for key, n in episode.counts.items()})
 
-    def count(self, tally: Tally) -> None:
-        """Count turns of these episodes that were taken elsewhere, in a rollout worker."""
-        self.tally = Tally(*(a + b for a, b in zip(self.tally, tally, strict=True)))
-
     def check(self) -> None:
         """Refuse the episodes, once all have ended, if the environment never answered.
 
         Raises:
             EngineError: there were at least two turns to answer, and all of them ended by a time-out or a crash.
         """
-        if self.tally.unanswered == self.tally.asked > 1:
+        runner, asked = self._runner, self.tally["asked"]
+        if self.tally["unanswered"] == asked > 1:
             raise EngineError(
-                f"environment {self._runner.name}: none of {self.tally.asked} turns was answered: all took more than "
-                f"{self._runner.tool_timeout_s:g} s or crashed; raise rollout.tool_timeout_s if the machine is slow"
+                f"environment {runner.name}: none of {asked} turns was answered: all took more than "
+                f"{runner.config.tool_timeout_s:g} s or crashed; raise rollout.tool_timeout_s if the machine is slow"
             )
 
     def _state(self, row: Row) -> State:
@@ -363,34 +373,32 @@ class Episodes:
         try:
             return sound(json.loads(json.dumps(state, allow_nan=False)))
         except (TypeError, ValueError) as error:
-            name = self._runner.name
-            raise EngineError(
-                f"environment {name}: row {row.example_id}: its state is no JSON value: {error}"
-            ) from error
+            where = f"environment {self._runner.name}: row {row.example_id}"
+            raise EngineError(f"{where}: its state is no JSON value: {error}") from error
 
     def _answer(self, turn: Turn, message: Message, outcome: Outcome) -> None:
         """Record the outcome of a turn in its episode, and render the answer to token ids."""
         self._awaited -= 1
         runner, episode = self._runner, self._episodes[turn.number]
         if message.get("tool_calls") or not runner.tools:
-            self.count(Tally(1, outcome.how in ("timeout", "death")))
+            self.tally.update(asked=1, unanswered=outcome.how in ("timeout", "death"))
         if outcome.how == "result":
             answer = sound(outcome.value)
             said, over, fault = answer["messages"], answer["over"], self._fault(answer)
         else:
-            what = f"no answer within {runner.tool_timeout_s:g} s" if outcome.how == "timeout" else "the tool crashed"
+            what = (
+                f"no answer within {runner.config.tool_timeout_s:g} s"
+                if outcome.how == "timeout"
+                else "the tool crashed"
+            )
             said, over = [{"role": "tool" if runner.tools else "user", "content": f"Error: {what}"}], False
             fault = outcome.value if outcome.how == "error" else None
             episode.counts["tool_timeouts" if outcome.how == "timeout" else "tool_errors"] += 1
-        stop: StopReason | None = None if over or turn.index + 1 < runner.max_turns else "turns"
-        context: tuple[int, ...] = ()
-        read: tuple[int, ...] = ()
+        stop: StopReason | None = None if over or turn.index + 1 < runner.config.max_turns else "turns"
+        rendered, read = Rendered((), [], 0), tuple[int, ...]()
         try:
-            ended = turn.tokens[-1:].tolist() == [runner.rendering.end_of_turn]
-            rendered = runner.rendering.context(said, ended=ended) if said and fault is None else None
-            if rendered is not None and not (over or stop):
-                context, junior = rendered.tokens, runner.junior_rendering
-                read = () if junior is None else junior.context(rendered.messages, ended=False).tokens
+            if said and fault is None:
+                rendered, read = runner.heard(turn, said)
         except ConfigError as error:
             fault = str(error)
         if fault is not None:
@@ -399,10 +407,9 @@ class Episodes:
         if outcome.how == "result":
             episode.state = answer["state"]
             episode.counts.update(answer["counts"])
-        if rendered is not None:
-            episode.messages += rendered.messages
-            episode.counts["cut_results"] += rendered.cut
-        self._replies.append(Reply(turn.number, context, stop, read))
+        episode.messages += rendered.messages
+        episode.counts["cut_results"] += rendered.cut
+        self._replies.append(Reply(turn.number, *(((), stop) if over or stop else (rendered.tokens, None, read))))
 
     def _fault(self, answer: Mapping[str, Any]) -> str | None:
         """What is wrong with an answer of the environment, or None if nothing is."""

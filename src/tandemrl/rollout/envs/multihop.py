@@ -65,10 +65,8 @@ class MultihopEnvironment(Environment):
         """
         elsewhere = self.retriever or self.retrieval.index or self.retrieval.kind.hosted
         if not elsewhere and not documents_of(row):
-            raise DataError(
-                f"row {row.example_id}: no documents in 'extra_info.docs' to search in; build the data with `tandemrl "
-                "data build musique`, or set retrieval.index, or retrieval.retriever=search"
-            )
+            fix = "build it with `tandemrl data build musique`, or set retrieval.index, or retrieval.retriever=search"
+            raise DataError(f"row {row.example_id}: no documents in 'extra_info.docs' to search in; {fix}")
         if row.messages[0]["role"] == "system":
             return Opening(row.messages, {})
         return super().start(row)

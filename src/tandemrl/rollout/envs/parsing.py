@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from tandemrl.data.controls import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from tandemrl.data.messages import Message
+from tandemrl.files import each_key_once
 from tandemrl.rollout.envs.tools import Schema, call_fault
 
 MAX_DEPTH = 32
@@ -23,19 +23,14 @@ hermes: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Qwen's 
 CALL_FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a call. Python would keep the last of several values of a key."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r:.100} twice")
-    return made
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_object)
-_SPACES, _BETWEEN = re.compile(r"\s*"), re.compile(r"\s*;?\s*")
-_BEGIN = re.compile(f"{CALL}(?P<call>)")
-_BARE = re.compile(r'(?:<\|python_tag\|>\s*)?(?P<call>{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:)')
-"""Where a bare call begins. Llama's models may write their tag of tools in front, and a type that nobody asked for."""
+_JSON = json.JSONDecoder(object_pairs_hook=each_key_once)
+_BEGIN = {
+    "hermes": re.compile(rf"{CALL}\s*(?P<call>)"),
+    "json": re.compile(r'(?:<\|python_tag\|>\s*)?(?P<call>{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:)'),
+}
+"""Where a call begins. Llama's models may write their tag of tools in front, and a type that nobody asked for."""
+_END = {"hermes": re.compile(rf"\s*{END_OF_CALL}"), "json": re.compile(r"\s*;?\s*")}
+"""What follows the JSON of a call."""
 
 
 def parse_turn(
@@ -74,20 +69,18 @@ def checked_turn(written: Mapping[str, Any], schemas: Mapping[str, Schema]) -> M
     See `parse_turn` for the message that this returns.
     """
     message = dict(written)
-    calls, faults, after = list[Message](), list[str](), list[int]()
+    calls, faults = list[Message](), list[tuple[str, int]]()
     for call in message.pop("tool_calls", ()):
         if fault := _call_fault(call, schemas):
-            faults.append(fault)
-            after.append(len(calls))
+            faults.append((fault, len(calls)))
         else:
             name, arguments = call["function"]["name"], call["function"].get("arguments", {})
             calls.append({"type": "function", "function": {"name": name, "arguments": dict(arguments)}})
     if calls:
         message["tool_calls"] = calls
     if faults:
-        message["invalid_calls"] = faults
-    if after and after[0] < len(calls):
-        message["invalid_after"] = after
+        message["invalid_calls"], after = map(list, zip(*faults, strict=True))
+        message |= {"invalid_after": after} if after[0] < len(calls) else {}
     return message
 
 
@@ -121,14 +114,13 @@ def _written(text: str, prefix: str, calls: CallFormat) -> dict[str, Any]:
     Of bare calls, several may have ``;`` between them. An object with a name but without parameters is no call, but
     part of the content. What cannot be read takes up the rest of the turn.
     """
-    begin, read = (_BEGIN, _hermes_call) if calls == "hermes" else (_BARE, _bare_call)
     thought, rest = _after_thought(text, prefix)
     said, found, here, seen = [], list[Any](), 0, 0
-    while at := begin.search(rest, seen):
+    while at := _BEGIN[calls].search(rest, seen):
         if len(found) == MAX_CALLS:
             call, seen = _Fault(f"no more than {MAX_CALLS} calls can be made in a turn"), len(rest)
         else:
-            call, seen = read(rest, at.start("call"))
+            call, seen = _read_call(rest, at.start("call"), calls)
         if call is not None:
             said.append(rest[here : at.start()])
             found.append(call)
@@ -136,23 +128,34 @@ def _written(text: str, prefix: str, calls: CallFormat) -> dict[str, Any]:
     return thought | {"content": "".join([*said, rest[here:]]).strip(), "tool_calls": found}
 
 
-def _bare_call(text: str, start: int) -> tuple[Any, int]:
-    """The call whose JSON begins at ``start``, or None if it is none, and the index of the first character after it."""
+def _read_call(text: str, start: int, calls: CallFormat) -> tuple[Any, int]:
+    """The call whose JSON begins at ``start``, and the index of the first character after it; None if it is no call."""
+    bare = calls == "json"
     try:
-        written, end = _JSON.raw_decode(text, start)
+        written, end = _JSON.raw_decode(text, start)  # strings in it may have the closing tag
+        if bare and not {"parameters", "arguments"} & written.keys():
+            return None, end
+        if after := _END[calls].match(text, end):
+            return (_bare(written) if bare else {"type": "function", "function": written}), after.end()
+        fault = f"a call is one JSON object between {CALL} and {END_OF_CALL}"
     except RecursionError:
-        return _Fault(f"the arguments are nested more than {MAX_DEPTH} deep"), len(text)
+        fault = f"the arguments are nested more than {MAX_DEPTH} deep"
     except ValueError as error:
-        return _Fault(f"a call is not valid JSON: {error}"), len(text)
-    keys = [key for key in ("parameters", "arguments") if key in written]
-    if not keys:
-        return None, end
-    end = _after_spaces(text, end, _BETWEEN)
+        fault = f"a call is not valid JSON: {error}"
+    closed = -1 if bare else text.find(END_OF_CALL, start)
+    if closed < 0:
+        return _Fault(fault if bare else f"a {CALL} is not closed by {END_OF_CALL}"), len(text)
+    return _Fault(fault), closed + len(END_OF_CALL)
+
+
+def _bare(written: Mapping[str, Any]) -> Any:
+    """The call that a bare object is."""
+    under = "parameters" if "parameters" in written else "arguments"
     if not isinstance(written["name"], str):
-        return _Fault('a call is {"name": the tool, "parameters": {…}}'), end
-    if other := _other_key(written, keys[0]):
-        return _Fault(f'a call is {{"name": the tool, "parameters": {{…}}}}, without the key {other!r:.100}'), end
-    return {"type": "function", "function": {"name": written["name"], "arguments": written[keys[0]]}}, end
+        return _Fault('a call is {"name": the tool, "parameters": {…}}')
+    if other := _other_key(written, under):
+        return _Fault(f'a call is {{"name": the tool, "parameters": {{…}}}}, without the key {other!r:.100}')
+    return {"type": "function", "function": {"name": written["name"], "arguments": written[under]}}
 
 
 def _after_thought(text: str, prefix: str) -> tuple[dict[str, Any], str]:
@@ -161,30 +164,6 @@ def _after_thought(text: str, prefix: str) -> tuple[dict[str, Any], str]:
     thought, _, rest = text.partition(END_OF_THOUGHT) if thinks else ("", "", text)
     thought = thought.strip().removeprefix(THOUGHT).strip()
     return {"role": "assistant", "content": ""} | ({"reasoning_content": thought} if thought else {}), rest
-
-
-def _hermes_call(text: str, start: int) -> tuple[Any, int]:
-    """The call whose JSON begins at ``start``, and the index of the first character after the call."""
-    try:
-        call, end = _JSON.raw_decode(text, _after_spaces(text, start))  # strings in it may have the closing tag
-    except RecursionError:
-        fault = f"the arguments are nested more than {MAX_DEPTH} deep"
-    except ValueError as error:
-        fault = f"a call is not valid JSON: {error}"
-    else:
-        if text.startswith(END_OF_CALL, end := _after_spaces(text, end)):
-            return {"type": "function", "function": call}, end + len(END_OF_CALL)
-        fault = f"a call is one JSON object between {CALL} and {END_OF_CALL}"
-    closed = text.find(END_OF_CALL, start)
-    if closed < 0:
-        return _Fault(f"a {CALL} is not closed by {END_OF_CALL}"), len(text)
-    return _Fault(fault), closed + len(END_OF_CALL)
-
-
-def _after_spaces(text: str, start: int, spaces: re.Pattern[str] = _SPACES) -> int:
-    found = spaces.match(text, start)
-    assert found is not None
-    return found.end()
 
 
 def _by_template(text: str, schemas: list[Schema], tokenizer: Any, prefix: str) -> dict[str, Any]:

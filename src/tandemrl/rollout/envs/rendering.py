@@ -9,6 +9,7 @@ every content.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -29,6 +30,7 @@ CHARS_PER_TOKEN = 32
 may have."""
 
 _QUESTION, _WRITTEN, _SAID = "QUESTIONofDUMMY", "WRITTENofDUMMY", "SAIDofDUMMY"
+_ASKED: Message = {"role": "user", "content": _QUESTION}
 
 
 class Rendered(NamedTuple):
@@ -75,9 +77,7 @@ class Rendering:
         self._result_tokens = result_tokens
         self._keep_turns = keep_turns
         if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(
-                f"{self._name} has no chat template; environments need one: use an instruction-tuned model"
-            )
+            raise ConfigError(f"{self._name} has no chat template; use an instruction-tuned model")
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError(f"{self._name} is not a fast tokenizer; environments need one")
         self._template = template_of(tokenizer, self._schemas)
@@ -90,16 +90,13 @@ class Rendering:
         self._controls = controls_of(tokenizer, self._template)
         self._markup = lru_cache(maxsize=1024)(self._markup_of)
         self._roles: set[str] = set()
-        self.prefix = self._render([{"role": "user", "content": _QUESTION}], to_write=True)
+        self.prefix = self._render([_ASKED], to_write=True)
         """What the template writes up to the beginning of a turn. Response templates read it."""
         self.end_of_turn, self._end_text = self._find_end(eos_token_ids)
         self._mark = self._encode(CUT)[0]
-        hidden = [name for schema in schemas if (name := schema["function"]["name"]) not in self.prefix]
-        if hidden:
-            raise ConfigError(
-                f"{self._name}: its chat template does not tell of tools ({hidden[0]} is not in what it writes); use a "
-                "model that calls tools, or a chat template that takes `tools`"
-            )
+        if hidden := [name for schema in schemas if (name := schema["function"]["name"]) not in self.prefix]:
+            what = f"its chat template does not tell of tools ({hidden[0]} is not in what it writes)"
+            raise ConfigError(f"{self._name}: {what}; use a model that calls tools, or a template that takes `tools`")
         self._markup((("tool" if schemas else "user", None),))
 
     def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -108,12 +105,10 @@ class Rendering:
         Raises:
             ConfigError: the template ends a turn with a call in another way than one without.
         """
-        opening = {"role": "user", "content": _QUESTION}
-        turn = self._turn("", {"name": name, "arguments": arguments})
-        text = self._up_to_end([opening, turn])
+        text = self._up_to_end([_ASKED, self._turn("", {"name": name, "arguments": arguments})])
         if text.startswith(self.prefix):
             return text.removeprefix(self.prefix)
-        plain = self._render([opening, self._turn(_WRITTEN)], to_write=False)  # begun without an empty thought
+        plain = self._render([_ASKED, self._turn(_WRITTEN)], to_write=False)  # begun without an empty thought
         return text[_common(plain, text) :]
 
     def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
@@ -128,10 +123,10 @@ class Rendering:
             ConfigError: the template cannot show messages of these roles.
         """
         key = tuple((message["role"], message.get("name")) for message in messages)
-        markup = self._markup(key)
-        tokens, shown, cut = [*(() if ended else (self.end_of_turn,)), *markup.pieces[0]], [], 0
-        for message, piece in zip(messages, markup.pieces[1:], strict=True):
-            ids, text = self._content(message["content"], markup.as_json)
+        (first, *others), as_json = self._markup(key)
+        tokens, shown, cut = [*(() if ended else (self.end_of_turn,)), *first], [], 0
+        for message, piece in zip(messages, others, strict=True):
+            ids, text = self._content(message["content"], as_json)
             tokens += [*ids, *piece]
             cut += text is not None
             shown.append(message if text is None else {**message, "content": text})
@@ -179,19 +174,13 @@ class Rendering:
         Args:
             to_write: add what the template writes up to the beginning of the next turn.
         """
+        chat, how = [dict(each) for each in messages], {"add_generation_prompt": to_write, "tokenize": False}
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(each) for each in messages],
-                add_generation_prompt=to_write,
-                tokenize=False,
-                **self._variables,
-            )
+            return self._tokenizer.apply_chat_template(chat, **how, **self._variables)
         except Exception as error:  # a program that came with a model may raise anything
             roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
-            raise ConfigError(
-                f"{self._name}: its chat template failed with messages of the roles {roles}: {type(error).__name__}: "
-                f"{error}"
-            ) from error
+            what = f"its chat template failed with messages of the roles {roles}"
+            raise ConfigError(f"{self._name}: {what}: {type(error).__name__}: {error}") from error
 
     def _turn(self, content: str, call: Mapping[str, Any] | None = None) -> Message:
         turn: dict[str, Any] = {"role": "assistant", "content": content}
@@ -207,23 +196,18 @@ class Rendering:
         written = self._render(messages, to_write=False)
         text, _, after = written.rpartition(self._end_text)
         if after.strip():
-            raise ConfigError(
-                f"{self._name}: its chat template ends a turn with {self._end_text!r}, but one with a call otherwise: "
-                f"{written[-80:]!r}. Use a chat template that ends all turns alike"
-            )
+            what = f"its chat template ends a turn with {self._end_text!r}, one with a call otherwise"
+            raise ConfigError(f"{self._name}: {what}: {written[-80:]!r}; use one that ends all turns alike")
         return text
 
     def _find_end(self, eos_token_ids: Collection[int]) -> tuple[int, str]:
         """The token that the template ends a turn with, and its text."""
-        opening = {"role": "user", "content": _QUESTION}
-        after = self._render([opening, self._turn(_WRITTEN)], to_write=False).rpartition(_WRITTEN)[2]
+        after = self._render([_ASKED, self._turn(_WRITTEN)], to_write=False).rpartition(_WRITTEN)[2]
         first = self._encoder.encode(after.lstrip(), add_special_tokens=False)
         if not first.ids or first.ids[0] not in set(eos_token_ids):
             ends = ", ".join(repr(self._tokenizer.convert_ids_to_tokens(i)) for i in sorted(eos_token_ids))
-            raise ConfigError(
-                f"{self._name}: its chat template ends a turn with {after[:40]!r}, but EOS tokens of the model are "
-                f"{ends}: an author's turn would never end. Set eos_token_id in the model's generation_config.json"
-            )
+            what = f"its chat template ends a turn with {after[:40]!r}, but EOS tokens of the model are {ends}"
+            raise ConfigError(f"{self._name}: {what}; set eos_token_id in the model's generation_config.json")
         start, end = first.offsets[0]
         return first.ids[0], after.lstrip()[start:end]
 
@@ -238,7 +222,7 @@ class Rendering:
         knows = any(tag in self._template for tag in (THOUGHT, END_OF_THOUGHT))
         # Without an empty one that keeps the author from thinking.
         thoughts = knows and END_OF_THOUGHT not in self.prefix
-        conversation: list[Message] = [{"role": "user", "content": _QUESTION}]
+        conversation: list[Message] = [_ASKED]
         before = self._render(conversation, to_write=True)  # now: a template may write the date
         for number in range(6):
             if number % 2 == 0:
@@ -251,46 +235,35 @@ class Rendering:
                 raise ConfigError(f"{self._name}: its chat template does not show messages of the role {role!r}")
             if not self._keep_turns and not after.startswith(before):
                 same = _common(before, after)
-                raise ConfigError(
-                    f"{self._name}: its chat template rewrites a turn once a message of the role {role!r} or another "
-                    f"turn follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. Later turns "
-                    "would be written after another text than the one that is trained on. Set rollout.keep_turns=true: "
-                    "earlier turns stay as they were written, with their thoughts, also empty ones, which the template "
-                    "would leave out (Qwen3). Or use a template that leaves earlier turns as they were"
-                )
+                what = f"its chat template rewrites a turn once a message of the role {role!r} or another turn follows"
+                how = f"{before[same : same + 40]!r} becomes {after[same : same + 40]!r}"
+                fix = "turns then stay as they were written, with thoughts that it would leave out (Qwen3)"
+                raise ConfigError(f"{self._name}: {what}: {how}. Set rollout.keep_turns=true; {fix}")
             before = after
         self._roles.add(role)
 
-    def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> "_Markup":
-        """The markup between the end of a turn and the beginning of the next, around messages of these roles and
-        names."""
+    def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> tuple[list[tuple[int, ...]], bool]:
+        """The markup between the end of a turn and the beginning of the next, around messages of these roles and names:
+        the ids before, between and after the contents, and whether a content is written as the inside of a JSON string.
+        """
         for role, _ in key:
             self._check_role(role)
-        marks = [f"{_SAID}{number}END" for number in range(len(key))]
-        probe = '"\n\\'
-        for as_json in (False, True):
-            messages: list[Message] = [
-                {"role": role, "content": mark + probe, **({} if name is None else {"name": name})}
-                for (role, name), mark in zip(key, marks, strict=True)
-            ]
-            begun = [{"role": "user", "content": _QUESTION}, self._turn_before([role for role, _ in key], _WRITTEN)]
-            ends = self._up_to_end(begun).count(self._end_text) + 1
-            text = self._render([*begun, *messages], to_write=True)
-            rest = after = text.split(self._end_text, ends)[-1]  # the turn's is the last: it may not show its content
-            if _WRITTEN in after or _QUESTION in after:
-                break
-            written = json.dumps(probe)[1:-1] if as_json else probe
-            pieces = []
-            for mark in marks:
-                piece, found, rest = rest.partition(mark + written)
-                if not found:
-                    break
-                pieces.append(piece)
-            else:
-                ids = [self._ids(each) for each in [*pieces, rest]]
-                contents = [self._ids(mark + written) for mark in marks]
-                self._check_spaces([*chain(*zip(ids, contents, strict=False)), ids[-1]], after)
-                return _Markup(tuple(ids), as_json)
+        marks, probe = [f"{_SAID}{number}END" for number in range(len(key))], '"\n\\'
+        messages: list[Message] = [
+            {"role": role, "content": mark + probe, **({} if name is None else {"name": name})}
+            for (role, name), mark in zip(key, marks, strict=True)
+        ]
+        begun = [_ASKED, self._turn_before([role for role, _ in key], _WRITTEN)]
+        ends = self._up_to_end(begun).count(self._end_text) + 1
+        text = self._render([*begun, *messages], to_write=True)
+        after = text.split(self._end_text, ends)[-1]  # the turn's is the last: it may not show its content
+        for as_json, written in ((False, probe), (True, json.dumps(probe)[1:-1])):
+            said = [mark + written for mark in marks]
+            pieces = re.split(f"({'|'.join(map(re.escape, said)) or '(?!)'})", after)
+            if pieces[1::2] == said and _WRITTEN not in after and _QUESTION not in after:
+                ids = [*map(self._ids, pieces)]
+                self._check_spaces(ids, after)
+                return ids[::2], as_json
         roles = ", ".join(dict.fromkeys(role for role, _ in key))
         raise ConfigError(f"{self._name}: its chat template does not show messages of the roles {roles} as they are")
 
@@ -304,24 +277,11 @@ class Rendering:
         """
         apart, together = self._tokenizer.decode([*chain(*pieces)]), self._tokenizer.decode([*self._ids(text)])
         if apart != together:
-            raise ConfigError(
-                f"{self._name}: {together!r} tokenised in pieces, as observations are, becomes {apart!r}. Use a "
-                "tokenizer that adds no spaces: in tokenizer.json, Metaspace with prepend_scheme=never, or ByteLevel"
-            )
+            what = f"{together!r} tokenised in pieces, as observations are, becomes {apart!r}"
+            raise ConfigError(f"{self._name}: {what}; use a tokenizer that adds no spaces (prepend_scheme=never)")
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._encoder.encode(text, add_special_tokens=False).ids)
-
-
-class _Markup(NamedTuple):
-    """The markup around some messages.
-
-    pieces: the ids before, between and after the contents, one piece more than there are messages. as_json: whether the
-    template writes a content as the inside of a JSON string.
-    """
-
-    pieces: tuple[tuple[int, ...], ...]
-    as_json: bool
 
 
 def _common(one: str, other: str) -> int:

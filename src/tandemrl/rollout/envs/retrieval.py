@@ -7,21 +7,25 @@ up by their texts.
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
+from tandemrl.config.hints import pip_install
 from tandemrl.data.documents import Document, document, documents_of
 from tandemrl.data.rows import DataError, Row
-from tandemrl.processes.http import PermanentError, Response, RetryableError, excerpt
+from tandemrl.processes.http import Client, Response, RetryableError, Service, excerpt
 from tandemrl.processes.names import instantiate
-from tandemrl.rollout.envs.bm25 import Corpus, best, word_scores
+from tandemrl.rollout.envs.bm25 import KEPT, Corpus, best, word_scores
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
-from tandemrl.rollout.envs.semantic import Relevance, client_of, make_relevance
 
 Retriever = Callable[[Row, str, int], list[Document]]
 """A function of (row, query, count) that returns the documents it finds, best first."""
+Relevance = Callable[[str, tuple[str, ...]], np.ndarray]
+"""A function of (query, texts) that returns a score per text, which is greater the better the text answers the query.
+It is called again and again with the texts of the same question, as one tuple."""
 Ranking = Callable[[str, tuple[str, ...], int], list[int]]
 """A function of (query, texts, count) that returns the indices of the best texts, best first."""
 
@@ -63,10 +67,8 @@ def of_row(row: Row, found: list[Document], where: str) -> list[Document]:
     known = {each.id: each.text for each in documents_of(row)}
     for each in found:
         if known.get(each.id, each.text) != each.text:
-            raise BrokenEnvironmentError(
-                f"row {row.example_id}: {where} has another document with the id {each.id!r} than 'extra_info.docs'; "
-                "give the rows the ids of its corpus, or leave docs out"
-            )
+            what = f"row {row.example_id}: {where} has another document with the id {each.id!r} than 'extra_info.docs'"
+            raise BrokenEnvironmentError(f"{what}; give the rows the ids of its corpus, or leave docs out")
     return found
 
 
@@ -109,8 +111,6 @@ def service(config: RetrievalConfig) -> Retriever:
 
 def _documents(response: Response) -> list[Document]:
     """The documents in ``{"results": [{"document": {"id", "title", "body"}}]}``, or without the inner ``document``."""
-    if response.status == 404:
-        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; retrieval.url must end where /search begins")
     content = response.json()
     results = content.get("results") if isinstance(content, dict) else content
     if not isinstance(results, list):
@@ -173,3 +173,107 @@ def halves(*rankings: Ranking) -> Ranking:
         return list(dict.fromkeys(chosen))[:count]
 
     return merged
+
+
+# ---- how well documents answer a query -------------------------------------------------------------------------------
+
+
+def make_relevance(config: RetrievalConfig) -> Relevance:
+    """The relevance by the service at ``retrieval.url``, or by ``retrieval.model``, which is loaded into this process.
+
+    A model whose architecture is a sequence classifier is used as a cross-encoder, any other model as an embedding
+    model, which reads as its sentence-transformers files say.
+
+    Raises:
+        BrokenEnvironmentError: the model cannot be loaded, or the key of the service is not set.
+    """
+    return _model(str(config.model), config.device) if config.url is None else _service(config)
+
+
+# ---- a service -----------------------------------------------------------------------------------------------------
+
+
+def client_of(config: RetrievalConfig, start: str) -> Client:
+    """The client of the service at ``retrieval.url``, which ``start`` would start."""
+    assert config.url is not None  # a rule of the config
+    # Capped, since rollout.tool_timeout_s counts on retrieval.patience_s.
+    more = {"concurrency": 64, "cap_retry_after": True}
+    return Client(Service.of(config, "retrieval", start, BrokenEnvironmentError, **more))
+
+
+def _service(config: RetrievalConfig) -> Relevance:
+    client = client_of(config, "text-embeddings-router --model-id MODEL")
+    model = {} if config.model is None else {"model": config.model}
+
+    def relevance(query: str, texts: tuple[str, ...]) -> np.ndarray:
+        if not texts:
+            return np.zeros(0)
+        if config.api == "tei":
+            body: dict[str, Any] = {"query": query, "texts": list(texts), "truncate": True}
+        else:
+            body = {"query": query, "documents": list(texts), "top_n": len(texts), "return_documents": False, **model}
+        return client.post("/rerank", body, lambda response: _scores(response, len(texts)))
+
+    return relevance
+
+
+def _scores(response: Response, count: int) -> np.ndarray:
+    """The scores in the answer of a rerank service: ``{"results": [{"index", "relevance_score"}]}``, or TEI's
+    ``[{"index", "score"}]``."""
+    ranking = response.json()
+    scores: dict[int, float] = {}
+    try:
+        for each in ranking["results"] if isinstance(ranking, dict) else ranking:
+            scores[int(each["index"])] = float(each["relevance_score" if "relevance_score" in each else "score"])
+        return np.array([scores[place] for place in range(count)])
+    except (KeyError, TypeError, ValueError):
+        raise RetryableError(f"not a ranking of {count} documents: {excerpt(response.body)}") from None
+
+
+# ---- a model in this process ---------------------------------------------------------------------------------------
+
+
+def _model(path: str, device: str) -> Relevance:
+    try:
+        from sentence_transformers import CrossEncoder, SentenceTransformer
+    except ImportError:
+        missing = f"retrieval.model needs sentence-transformers: {pip_install('retrieval')}"
+        raise BrokenEnvironmentError(f"{missing}, or retrieval.url, a service") from None
+    import torch
+    from transformers import AutoConfig
+
+    from tandemrl.models.loading import ModelError, no_progress_bars, resolve_device
+
+    try:
+        crossing = is_cross_encoder(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        with no_progress_bars():
+            model = (CrossEncoder if crossing else SentenceTransformer)(path, device=str(resolve_device(device)))
+    except (ModelError, OSError, ValueError, RuntimeError) as error:
+        raise BrokenEnvironmentError(f"retrieval.model={path}: {error}") from error
+    # Embeddings of the texts of a question are computed once.
+    documents = lru_cache(KEPT)(lambda texts: model.encode_document([*texts], normalize_embeddings=True))
+
+    def logits(query: str, texts: tuple[str, ...]) -> np.ndarray:
+        """By a cross-encoder: the logit of each pair; of two labels, that of the second minus that of the first."""
+        pairs = [(query, text) for text in texts]
+        found = model.predict(pairs, activation_fn=torch.nn.Identity()) if pairs else np.zeros(0)
+        return found if found.ndim == 1 else found[:, 1] - found[:, 0]
+
+    def cosines(query: str, texts: tuple[str, ...]) -> np.ndarray:
+        """By an embedding model: of the embeddings of the query and of each text."""
+        return documents(texts) @ model.encode_query(query, normalize_embeddings=True) if texts else np.zeros(0)
+
+    return logits if crossing else cosines
+
+
+def is_cross_encoder(config: Any) -> bool:
+    """Whether the model of a transformers configuration is used as a cross-encoder, and not as an embedding model.
+
+    Raises:
+        BrokenEnvironmentError: it is a classifier of more labels than have one score.
+    """
+    crossing = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if crossing and config.num_labels > 2:
+        what = f"a sequence classifier with {config.num_labels} labels has no one score of a text"
+        raise BrokenEnvironmentError(f"{what}; set retrieval.model to one with 1 or 2 labels, or an embedding model")
+    return crossing

@@ -4,7 +4,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from itertools import repeat
 from typing import Any, get_type_hints
 
 from tandemrl.config import ConfigError
@@ -36,18 +36,15 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     def shown() -> None: ...
 
     try:
-        name = tool.__name__
         signature, hints = inspect.signature(tool), get_type_hints(tool)
         parameters = [each for each in signature.parameters.values() if each.name not in FILLED_IN]
-        shown.__name__, shown.__doc__ = name, inspect.getdoc(tool)
+        shown.__name__, shown.__doc__ = tool.__name__, inspect.getdoc(tool)
         shown.__annotations__ = {each.name: hints[each.name] for each in parameters if each.name in hints}
         setattr(shown, "__signature__", inspect.Signature(parameters))  # noqa: B010 - mypy knows no such attribute
         return get_json_schema(shown)
     except Exception as error:  # a private exception of transformers, or whatever a type hint raises
-        raise ConfigError(
-            f"tool {getattr(tool, '__name__', tool)}: {error}. A tool is a function with a type hint for every "
-            "parameter, and a docstring with an `Args:` section that says what each of them is"
-        ) from error
+        fix = "give every parameter a type hint, and say what it is in the docstring's `Args:`"
+        raise ConfigError(f"tool {getattr(tool, '__name__', tool)}: {error}; {fix}") from error
 
 
 def call_fault(name: Any, arguments: Any, schemas: Mapping[str, Schema]) -> str | None:
@@ -95,20 +92,14 @@ def call_tool(tool: Tool, arguments: Mapping[str, Any], row: Row, state: Mapping
     Raises:
         Exception: whatever the tool raises, or a TypeError if its result is not a JSON value.
     """
-    filled = _filled_in(tool)
-    given: dict[str, Any] = {"row": row} if "row" in filled else {}
-    if "state" in filled:
-        given["state"] = state = copy.deepcopy(state)
+    parameters = inspect.signature(tool).parameters
+    state = copy.deepcopy(state) if "state" in parameters else state
+    given = {name: value for name, value in (("row", row), ("state", state)) if name in parameters}
     result = tool(**arguments, **given)
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), state
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def _filled_in(tool: Tool) -> frozenset[str]:
-    return frozenset(FILLED_IN).intersection(inspect.signature(tool).parameters)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -137,17 +128,12 @@ def _value_fault(value: Any, schema: Mapping[str, Any]) -> str | None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and not {bool, object}.intersection(allowed)):
             return " or ".join(names)
     if isinstance(value, list):
-        return _items_fault(value, schema)
-    if isinstance(value, dict) and "additionalProperties" in schema:
-        faults = [_value_fault(each, schema["additionalProperties"]) for each in value.values()]
-        return next((f"object whose values are {fault}" for fault in faults if fault), None)
-    return None
-
-
-def _items_fault(items: list[Any], schema: Mapping[str, Any]) -> str | None:
-    kinds = schema.get("prefixItems")
-    if kinds is not None and len(kinds) != len(items):
-        return f"array of {len(kinds)}"
-    kinds = kinds if kinds is not None else [schema.get("items", {})] * len(items)
-    faults = [_value_fault(item, kind) for item, kind in zip(items, kinds, strict=True)]
-    return next((f"array whose items are {fault}" for fault in faults if fault), None)
+        kinds = schema.get("prefixItems", [schema.get("items", {})] * len(value))
+        if len(kinds) != len(value):
+            return f"array of {len(kinds)}"
+        inside, of = "array whose items are", zip(value, kinds, strict=True)
+    elif isinstance(value, dict) and "additionalProperties" in schema:
+        inside, of = "object whose values are", zip(value.values(), repeat(schema["additionalProperties"]))
+    else:
+        return None
+    return next((f"{inside} {fault}" for item, kind in of if (fault := _value_fault(item, kind))), None)

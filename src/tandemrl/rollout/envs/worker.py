@@ -11,8 +11,7 @@ from tandemrl.config import Config, ConfigError
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row
 from tandemrl.processes.child import serve_calls
-from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
-from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State, make_environment
 
 Turned = tuple[Row, State, Message]
 """What an environment is told of a turn: the row, the state of the episode, and the message."""

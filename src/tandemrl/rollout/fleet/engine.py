@@ -144,7 +144,7 @@ class FleetEngine:
                 completions += answer.completions
                 passes += answer.passes
                 if isinstance(responder, Episodes):
-                    responder.count(answer.tally)
+                    responder.tally.update(answer.tally)
                 if progress is not None:
                     progress(sum(int((c.author >= 0).sum()) for group in answer.completions for c in group))
         finally:

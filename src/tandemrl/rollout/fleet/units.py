@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from tandemrl.rollout.engine import (
     Responder,
     Turn,
 )
-from tandemrl.rollout.envs.episodes import EpisodeRunner, Tally
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.types import Transcript
 
 INITIAL = -1
@@ -68,7 +68,7 @@ class Generated(NamedTuple):
     unit_s: float
     completions: list[list[Completion]]
     passes: Passes
-    tally: Tally
+    tally: Mapping[str, int]
     """Of the turns that were taken with an environment."""
     failure: EngineError | None
 
@@ -116,7 +116,7 @@ class WorkerEngine:
             raise  # so that the worker is lost, and another one generates the unit
         except EngineError as error:
             failure = error
-        seconds, tally = (loaded - begun, time.monotonic() - loaded), Tally() if episodes is None else episodes.tally
+        seconds, tally = (loaded - begun, time.monotonic() - loaded), {} if episodes is None else episodes.tally
         told = self._version, self._fingerprint, self.described, self.process, *seconds
         return Generated(*told, completions, passes, tally, failure)
 

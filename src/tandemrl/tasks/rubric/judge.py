@@ -79,9 +79,7 @@ class HttpJudge:
         if config.url is None:
             raise JudgeError("judge.url is not set; give an address such as http://localhost:8000/v1")
         self.config = config
-        patience = (config.timeout_s, config.retries, config.backoff_s, config.concurrency)
-        starts = config.command or "vllm serve MODEL"
-        self._client = Client(Service("judge", starts, JudgeError, config.url, config.api_key_env, *patience))
+        self._client = Client(Service.of(config, "judge", config.command or "vllm serve MODEL", JudgeError))
         self._client.wait(config.wait_s, check)
         self.model = self._client.model(config.model)
 
