@@ -247,7 +247,7 @@ def _model(path: str, device: str) -> Relevance:
     try:
         crossing = is_cross_encoder(AutoConfig.from_pretrained(path, trust_remote_code=False))
         with no_progress_bars():
-            model = (CrossEncoder if crossing else SentenceTransformer)(path, device=str(resolve_device(device)))
+            model: Any = (CrossEncoder if crossing else SentenceTransformer)(path, device=str(resolve_device(device)))
     except (ModelError, OSError, ValueError, RuntimeError) as error:
         raise BrokenEnvironmentError(f"retrieval.model={path}: {error}") from error
     # Embeddings of the texts of a question are computed once.
