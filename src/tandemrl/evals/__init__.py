@@ -2,7 +2,8 @@
 
 Every phase is the same engine call with another strategy, under one sampling profile that no phase overrides:
 
-- ``pass-at-k``: the senior writes alone.
+- ``pass-at-k``: the senior writes alone (``solo("senior")``), ``eval.samples`` texts for each prompt; ``pass@k`` is the
+  unbiased ``stats.pass_at_k``. During a run, ``training.evaluation.evaluate_solo`` does it.
 - ``tandem``: both write, under the strategy ``word``, or under ``turn`` if ``selection.strategy`` is ``turn``.
 - ``handoff``: both write, alternating after every step; once with the senior first and once with the junior first. The
   number of rounds is not limited, and the whole text is graded. In an environment there are three more arms: two in

@@ -1,6 +1,7 @@
 """Algorithms as values, made of the rows of ``config.recipes``. ``losses.policy`` is the loss chain that runs any.
 
-A recipe is data, so an ablation is ``RECIPES["grpo"]._replace(surrogate=my_surrogate)``. Its two functions have these
+A recipe is data, so an ablation is ``RECIPES["grpo"]._replace(surrogate=my_surrogate)``; name it in ``loss.recipe``
+(``module:name``), or pass it as ``train(recipe=…)``. Its two functions have these
 signatures: ``advantage(rewards, group_ids) -> advantages``, one entry per rollout (``Advantage``), and
 ``surrogate(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip) -> loss per token`` (``Surrogate``).
 """

@@ -25,9 +25,10 @@ pool that is broken (no sandbox, a judge that is down) raises; it never returns 
 
 To add one to the library, write the function and its row in ``routing.SCORERS``. To add a reward that asks a service:
 if a model grades, put a backend behind the protocol ``tasks.rubric.judge.Judge`` and make it in
-``tasks.rubric.in_process.make_judge``; anything else is a function (yours in ``reward.functions``, or a row of
-``SCORERS`` that defers to the pool "function") with a client such as ``processes.http.Client``, and with a
-``reward.timeout_s`` that is long enough for it.
+``tasks.rubric.in_process.make_judge``; anything else is a function with a client such as ``processes.http.Client``. As
+``module:function`` in ``reward.scorers`` it runs in child processes, several at once; a call that takes longer than
+``reward.timeout_s`` gives 0 and counts as ``timeout``, so raise that. Passed as ``train(reward=…)`` it runs in this
+process without a limit, one call after another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,8 +67,8 @@ NO_SCORE = Score(0.0, {"acc": 0.0, "unscored": 1.0}, None)
 
 In a sum, such a term is left out (`functions.weighted`). If all are, or a judge gave no score, `Score.scored` and
 `types.Rollout.scored` are False: training leaves the rollout out, and its group if fewer than two remain
-(`types.Group.scored`); evaluations count it as wrong. ``reward/unscored`` is their share. A step in which all are
-unscored ends the run.
+(`types.Group.scored`); evaluations count it as wrong. ``reward/unscored`` is their share. A step whose responses all
+have none, by functions that said None, ends the run.
 """
 
 

@@ -242,7 +242,8 @@ class Passes(NamedTuple):
 class Engine(Protocol):
     """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished.
 
-    `factory.make_engine` makes the one that ``rollout.engine`` names; a ``module:name`` gets its arguments by name.
+    `factory.make_engine` makes the one that ``rollout.engine`` names; a ``module:name`` gets those of
+    ``config``, ``senior``, ``junior``, ``tokenizer``, ``dtype``, ``device``, ``longest`` and ``ends`` that it names.
     Serve and play need a `call.CallEngine`, which also has ``open``.
     """
 

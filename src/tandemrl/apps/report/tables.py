@@ -49,7 +49,8 @@ class Column(NamedTuple):
 
     Its value is ``metrics.macro[metric]`` in the phase's result file (``PHASE.json``), read by ``estimate``. An
     evaluation writes it there: ``evals.protocol.strategies`` names the arms of the phase (``handoff`` has
-    ``senior_first`` and ``junior_first``), and ``evals.measures.summarise`` averages each of them into ``ARM/METRIC``.
+    ``senior_first`` and ``junior_first``), and ``evals.measures.summarise`` averages each of them into ``ARM/METRIC``,
+    from what ``evals.reading`` computed of each text (``legibility``: the junior's surprisal).
 
     ``measure`` is its name in the rows of ``results.json``; one without a ``phase`` is there alone. No value can be
     below 0 or above ``highest``, so intervals over seeds are cut there. ``meaning`` explains it in a sentence.

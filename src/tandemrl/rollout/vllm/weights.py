@@ -1,9 +1,9 @@
 """How new weights get into the senior in vLLM, which may be in another process.
 
 ``rollout.sync.sync_weights`` sends them through ``VllmEngine.load_weights`` and compares the checksums of both sides.
-Workers in the trainer's process get them as they are, others through a file (``written_weights``). Each worker loads
-them, cast to its dtype, and reads them back from what the kernels compute with; the checksum is of what was read. Keys
-and values of the old weights are dropped.
+A LoRA senior sends its adapters alone. Workers in the trainer's process get weights as they are, others through a file
+(``written_weights``). Each worker loads them, cast to its dtype, and reads them back from what the kernels compute
+with; the checksum is of what was read. Keys and values of the old weights are dropped.
 """
 
 import logging
