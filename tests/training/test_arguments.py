@@ -64,8 +64,9 @@ GRPO = RECIPES["grpo"]
         (GRPO._replace(surrogate=divided), "the surrogate or its gradient is not finite at advantages"),
         (
             GRPO._replace(surrogate=no_keywords),
-            "one of its functions failed: TypeError: .*no_keywords.*clip_low.*called as",
+            r"the surrogate function failed: TypeError: .*no_keywords.*clip_low.*called as surrogate\(",
         ),
+        (GRPO._replace(advantage=lambda rewards: rewards), r"the advantage function failed: TypeError.*as advantage\("),
         (GRPO._replace(advantage=spread), r"the advantage function returned a float32 tensor of shape \[\]; .*\[6\]"),
         (GRPO._replace(advantage=without_epsilon), "expected finite numbers, also for a group with equal rewards"),
         (GRPO._replace(reduction="mean"), "reduction='mean': must be one of token_mean"),

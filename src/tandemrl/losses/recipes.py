@@ -107,27 +107,35 @@ def try_recipe(recipe: Recipe) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (holds(value) if number else value is None and words.startswith("None")):
             raise ValueError(f"{field}={value!r}: must be {words}")
-    try:
-        _try_functions(recipe)
-    except ValueError:
-        raise
-    except Exception as error:
+    signatures = {
+        _try_advantage: "advantage(rewards, group_ids)",
+        _try_surrogate: "surrogate(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip)",
+    }
+    for tried, signature in signatures.items():
+        try:
+            tried(recipe)
+        except ValueError:
+            raise
+        except Exception as error:
+            what = f"the {signature.partition('(')[0]} function failed: {type(error).__name__}: {error}"
+            raise ValueError(f"{what}; it is called as {signature}") from error
+
+
+def _try_advantage(recipe: Recipe) -> None:
+    if recipe.critic:
+        return
+    # Two groups of three rollouts; the rewards of the second are equal.
+    rewards, groups = torch.tensor([1.0, 0.5, 0.0, 0.5, 0.5, 0.5]), torch.tensor([0, 1, 0, 1, 1, 0])
+    estimated = compute_advantages(recipe, rewards, groups, torch.ones(len(rewards)))
+    if not bool(estimated.isfinite().all()):
         raise ValueError(
-            f"one of its functions failed: {type(error).__name__}: {error}; they are called as advantage(rewards, "
-            "group_ids) and surrogate(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip)"
-        ) from error
+            f"the advantage function returned {estimated.tolist()} for the rewards {rewards.tolist()} of the "
+            f"groups {groups.tolist()}; expected finite numbers, also for a group with equal rewards"
+        )
 
 
 @torch.enable_grad()
-def _try_functions(recipe: Recipe) -> None:
-    if not recipe.critic:  # two groups of three rollouts; the rewards of the second are equal
-        rewards, groups = torch.tensor([1.0, 0.5, 0.0, 0.5, 0.5, 0.5]), torch.tensor([0, 1, 0, 1, 1, 0])
-        estimated = compute_advantages(recipe, rewards, groups, torch.ones(len(rewards)))
-        if not bool(estimated.isfinite().all()):
-            raise ValueError(
-                f"the advantage function returned {estimated.tolist()} for the rewards {rewards.tolist()} of the "
-                f"groups {groups.tolist()}; expected finite numbers, also for a group with equal rewards"
-            )
+def _try_surrogate(recipe: Recipe) -> None:
     # Tokens with ratios below, at and above 1 and advantages of either sign and 0; the last one is not trained on.
     logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -1.5, 0.0]).requires_grad_()
     old = torch.tensor([-0.5, -1.5, -1.5, -0.1, -3.0, -2.5, 0.0])

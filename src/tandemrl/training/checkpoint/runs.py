@@ -254,10 +254,11 @@ def identity(run: Run) -> Mapping[str, str]:
     passed = {name: record.signature for name, record in vars(config.functions).items() if record is not None}
     code = {key: signature(import_object(name)) for key, name in named.items() if is_own(name) and key not in passed}
     code |= {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
+    recipe = {name: signature(value) for name, value in setup.recipe._asdict().items() if name != "says"}
     run.progress.identity = {
         **code,
         **passed,
-        "recipe": str({name: signature(value) for name, value in setup.recipe._asdict().items()}),
+        "recipe": str(recipe),
         "data.train": hashlib.sha256(repr(read).encode()).hexdigest(),
         **frozen,
         **({} if setup.judge is None else {"judge": setup.judge}),
