@@ -458,8 +458,10 @@ def verify(folder: Path, names: Iterable[str]) -> None:
     written = read_hashes(folder)
     for name in names:
         file = folder / name
-        if not file.is_file() or _digest(file) != written.get(name):
-            raise DamagedError(f"{file}: missing, added, or not as it was written (by the SHA-256 in meta.json)")
+        if not file.is_file():
+            raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
+        if _digest(file) != written.get(name):
+            raise DamagedError(f"{file}: added, or not as it was written (by the SHA-256 in meta.json)")
 
 
 def _digest(file: Path) -> str:
