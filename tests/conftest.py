@@ -42,10 +42,10 @@ def elsewhere() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pair after a short warm start: it writes the format and is right now and then. All workers share it."""
+    """The packaged pair of the quickstart: it writes the format and is right now and then. All workers share it."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
 
-    return _shared(tmp_path_factory, "tiny", lambda out: build_tiny_pair(out, steps=250))
+    return _shared(tmp_path_factory, "tiny", build_tiny_pair)
 
 
 @pytest.fixture(scope="session")

@@ -74,11 +74,14 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "-c", "nope", "--dry-run"], "error: config 'nope' not found; packaged configs: "),
+        (["train", "-c", "nope", "--dry-run"], "error: config 'nope': no such file; packaged configs: "),
         (["train"], "error: give --config: a YAML file or one of the packaged configs, which are c"),
         (["train", "-c", "quickstart", "--resume", "nope"], "error: --resume nope: no such folder; expected auto, "),
         (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
-        (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "nowhere: no such folder; --source takes"),
+        (
+            ["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"],
+            "nowhere: no such file or folder; --source takes",
+        ),
         (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
         (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),
         (["compare", "nowhere", "nothere"], "nowhere: no evaluation is there"),

@@ -97,8 +97,8 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
 
     ``source`` is a file, or a folder with Parquet, JSONL or JSON files, or with a folder of the config that has them.
     As on the hub, the name of a file or of its folder starts with the name of the split; a single file may have any
-    name. If ``source`` holds copies of several
-    data sets, each is a file or a folder with the name of its repository, with or without the owner.
+    name. If ``source`` holds copies of several data sets, each is a file or a folder with the name of its repository,
+    with or without the owner.
 
     Raises:
         DataError: there is no such file, or more than one could be meant.
@@ -108,7 +108,8 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
             raise DataError(f"{source}: expected a {', '.join(SUFFIXES)} file")
         return [source]
     if not source.is_dir():
-        raise DataError(f"{source}: no such {'file or folder' if alone else 'folder'}")
+        what = "file or folder" if alone else "folder"
+        raise DataError(f"{source}: no such {what}; --source takes one with the files of {origin.repo}")
     files = [path for suffix in SUFFIXES if (path := source / f"{origin.name}{suffix}").is_file()]
     among = source if alone else None
     folder = next((path for path in (source / origin.repo, source / origin.name) if path.is_dir()), among)
