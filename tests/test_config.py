@@ -127,6 +127,7 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
         ("quickstrt", r"'quickstrt': no such file; did you mean quickstart\?; packaged configs: calculator, "),
         ("gsm8k.yaml", r"'gsm8k\.yaml': no such file; did you mean gsm8k_tandem\?; packaged configs: "),
         ("runs/mien/config.yaml", r"'runs/mien/config\.yaml': no such file; did you mean runs/mine/config\.yaml\?; "),
+        ("runs/gsm8k", r"'runs/gsm8k': no such file; did you mean runs/gsm8k_mine\?; "),
         ("runs", r"'runs': a folder without a config\.yaml, so not that of a run; packaged configs: "),
     ],
 )
@@ -135,6 +136,7 @@ def test_a_config_that_is_not_there_comes_with_what_was_meant(
 ) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").touch()
+    (tmp_path / "runs" / "gsm8k_mine").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(name)
@@ -341,6 +343,8 @@ def test_a_mapping_or_a_config_of_omegaconf_is_a_source_too() -> None:
         load(theirs)
     theirs = OmegaConf.create({"train": {"seed": 5}, "output_dir": "runs/${train.seed}"})
     assert (load(theirs).output_dir, load(theirs).train.seed) == ("runs/5", 5)
+    with pytest.raises(ConfigError, match=r"the mapping leaves a value to you \(\?\?\?\); set train\.steps=…"):
+        load(OmegaConf.create({"train": {"steps": "???"}}))
     with pytest.raises(ConfigError, match=r"train\.stps"):
         load({"train": {"stps": 1}})
 

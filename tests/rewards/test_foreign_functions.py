@@ -25,6 +25,19 @@ def scored(function: Any, text: str = "7", row: Row = SEVEN, transcript: Transcr
     return score
 
 
+def test_parameters_of_a_function_stand_before_fields_of_the_row(tmp_path, monkeypatch):
+    code = "def score(completions, level, **_):\n    return [float(level == 'mine') for _ in completions]\n"
+    code += "def broken(completion, answer):\n    raise KeyError('boo')\n"
+    (tmp_path / "own_level.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RewardConfig(scorers={"mine": "own_level:score"}, parameters={"score": {"level": "mine"}})
+    with Scorer(config) as scorer:
+        assert scorer.score([(SEVEN, "7")])[0].value == 1.0
+    said = r"'boo'.* \(called in verifiers' form because of its parameters completion, answer; name the first one `row`"
+    with Scorer(RewardConfig(scorers={"mine": "own_level:broken"})) as scorer, pytest.raises(GraderError, match=said):
+        scorer.score([(SEVEN, "7")])
+
+
 # ----------------------------------------------------------------------------------------- TRL: as in its documentation
 
 

@@ -141,6 +141,28 @@ def test_each_task_gets_its_own_outcome_and_equal_ones_are_done_once(tmp_path, m
     assert sorted((tmp_path / "log").read_text().replace("sleep", "s")) == ["a", "b", "s"]
 
 
+def test_a_killed_process_is_replaced_as_long_as_a_task_waits(tmp_path, monkeypatch):
+    (tmp_path / "tasks_for_tests.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+
+    def settle(*asked):
+        processes.settle([Deferred("symbolic", ("tasks_for_tests:task", *each)) for each in asked])
+        return len(processes._processes)
+
+    for workers, each in ((2, 1), (None, 8)):
+        monkeypatch.setattr(scoring, "cores", lambda: 2)
+        processes = scoring._Processes(RewardConfig(workers=workers))
+        tasks = [("sleep", 0.2 + i / 100) for i in range(each + 1)]
+        assert settle(*tasks) == 2
+        assert settle(*tasks[1:], ("die",)) == 1
+        assert settle(*tasks) == 2
+        assert settle(("die",), *tasks) == 2
+        processes.close()
+    for workers in (0, -1):
+        with pytest.raises(GraderError, match=f"reward.workers={workers}: must be at least 1, or null"):
+            Scorer(RewardConfig(workers=workers))
+
+
 def test_a_batch_after_an_interrupted_one_gets_none_of_its_answers(mine, monkeypatch):
     poll = ChildCalls.poll
 

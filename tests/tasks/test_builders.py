@@ -1,5 +1,7 @@
 import hashlib
 import json
+import os
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -75,6 +77,14 @@ def test_an_interrupted_build_leaves_what_was_there(source, tmp_path, monkeypatc
             build_gsm8k(source, out, expect_rows=0)
     assert folder(old) == before
     assert not new.exists()
+
+
+def test_a_build_is_moved_within_its_folder_which_may_be_on_another_disk(source, tmp_path, monkeypatch):
+    moved, replace = [], os.replace
+    monkeypatch.setattr("os.replace", lambda a, b: (moved.append((Path(a), Path(b))), replace(a, b)))
+    build_gsm8k(source, tmp_path / "out", expect_rows=0)
+    assert all(tmp_path / "out" in a.parents for a, _ in moved)
+    assert {*folder(tmp_path / "out")} == {"manifest.json", "train.parquet", "heldout.parquet", "test.parquet"}
 
 
 def test_a_file_is_one_split_only(source, tmp_path):

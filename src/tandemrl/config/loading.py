@@ -154,7 +154,8 @@ def find_config(path: str | Path) -> Path:
     name, there = candidate.name.removesuffix(".yaml"), "a folder without a config.yaml, so not that of a run"
     if not candidate.is_dir():
         near = [known for known in packaged if known.startswith(name)] or difflib.get_close_matches(name, packaged, n=1)
-        there = "no such file" + (f"; did you mean {' or '.join(near)}?" if near else hint(candidate))
+        named = f"; did you mean {' or '.join(near)}?" if near else ""
+        there = "no such file" + ((named if len(candidate.parts) == 1 else "") or hint(candidate) or named)
     raise ConfigError(f"config {str(path)!r}: {there}; packaged configs: {', '.join(packaged)}")
 
 

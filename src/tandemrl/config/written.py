@@ -77,7 +77,11 @@ def _tree(node: yaml.Node) -> Tree:
 
 
 def tree_of(value: Any) -> Tree:
-    """The tree of plain values, or of an OmegaConf config, which resolves its interpolations as it is read."""
+    """The tree of plain values, or of an OmegaConf config, whose interpolations are resolved."""
+    if type(value).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.to_container(value, resolve=True)  # which leaves ??? as it is
     if isinstance(value, Mapping):
         return {Written(str(key), plain=False): tree_of(each) for key, each in value.items()}
     if isinstance(value, str):

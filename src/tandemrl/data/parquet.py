@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,16 +35,19 @@ def write_splits(
     """
     manifest: dict[str, Any] = {"schema": 1, "data_source": data_source, **origin, "splits": {}}
     prompts: dict[str, set[bytes]] = {}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
-        for split, records in splits.items():
-            file = Path(beside) / f"{split}.parquet"
-            rows, prompts[split] = _write_parquet(records, file, where=f"{data_source}, split {split}")
-            manifest["splits"][split] = {"file": file.name, "rows": rows, "sha256": checksum(file)}
-        out.mkdir(exist_ok=True)
-        (out / "manifest.json").unlink(missing_ok=True)
-        for file in Path(beside).iterdir():
-            os.replace(file, out / file.name)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with TemporaryDirectory(prefix=".", dir=out) as inside:  # not beside it: that may be another file system
+            for split, records in splits.items():
+                file = Path(inside) / f"{split}.parquet"
+                rows, prompts[split] = _write_parquet(records, file, where=f"{data_source}, split {split}")
+                manifest["splits"][split] = {"file": file.name, "rows": rows, "sha256": checksum(file)}
+            (out / "manifest.json").unlink(missing_ok=True)
+            for file in Path(inside).iterdir():
+                os.replace(file, out / file.name)
+    finally:
+        with suppress(OSError):  # there is something in it
+            out.rmdir()
     manifest["shared_prompts"] = {
         f"{one}/{other}": shared
         for one, other in itertools.combinations(splits, 2)

@@ -66,8 +66,8 @@ class ChildCalls:
         setup: the first message to a child. All later messages are calls.
         limit_s: after how many seconds a call is late.
         queue: None makes several calls at a time in each process, and all calls of a key in the same one. A number
-            makes one at a time, in the main thread of whichever process is free, and starts another process where more
-            calls than that wait for each.
+            makes one at a time, in the main thread of whichever process is free, and starts another process where there
+            are more calls than that for each. One that died is replaced as long as a call waits.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class ChildCalls:
         process = lane.process
         if process is not None and process.ready and not process.begun and not process.running():
             self._remove(process)  # it died when nobody needed it
-        enough = len(self._processes) * (self._queue or 0)
-        if lane.process is None and (lane.alone or len(lane.waiting) > enough):
-            lane.process = _Process(self._command, self._setup, lane)
-            self._processes.append(lane.process)
+        calls = len(lane.waiting) + sum(len(each.begun) for each in self._processes)
+        enough = calls <= len(self._processes) * (self._queue or 0)
+        if lane.process is None and (lane.alone or (lane.waiting and not enough)):
+            self._start(lane)
         process = lane.process
         while process is not None and process.ready and (lane.alone or lane.waiting):
             if not process.begun:
@@ -142,6 +142,10 @@ class ChildCalls:
             elif process.alone or len(process.begun) >= self._at_once:
                 break
             process.begin((lane.alone or lane.waiting).popleft())
+
+    def _start(self, lane: "_Lane") -> None:
+        lane.process = _Process(self._command, self._setup, lane)
+        self._processes.append(lane.process)
 
     def _listen(self, timeout: float) -> list[tuple["_Call", Outcome]]:
         """Read what processes have written, and continue to send what they have not read yet."""
@@ -177,6 +181,8 @@ class ChildCalls:
         if not process.ready:
             self.close()
             raise ProcessError(f"`{' '.join(self._command)}` did not start: {stderr_tail}")
+        if process.lane.process is None and process.lane.waiting:
+            self._start(process.lane)
         calls = [*process.begun.values()]
         if len(calls) == 1:
             return [(calls[0], Outcome("timeout") if process.alive else Outcome("death", stderr_tail))]

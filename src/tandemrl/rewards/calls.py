@@ -193,6 +193,13 @@ class Call(NamedTuple):
         own = (row, response.text, *((options,) if self.options else ())) if self.form == "own" else ()
         return Given(own, {name: told[name] for name in self.names})
 
+    @property
+    def remark(self) -> str:
+        """What to add to an error of the function: for which library's it was taken, where that may be wrong."""
+        names = ", ".join(self.names)
+        fix = f" (called in verifiers' form because of its parameters {names}; name the first one `row` to get a Row)"
+        return fix if self.form == "verifiers" else ""
+
     def checked(self, result: Any, name: str, items: Sequence[Item]) -> Score | GroupScores:
         """The result of the function as a score; what `called_group` returns as scores.
 

@@ -161,7 +161,7 @@ def in_process(short: str, function: RewardFunction) -> Term:
             try:
                 return made(function, given, how.logs, len(items))
             except GraderError as error:
-                raise GraderError(f"{name}, row {items[0].row.example_id}: {error}") from error.__cause__
+                raise GraderError(f"{name}, row {items[0].row.example_id}: {error}{how.remark}") from error.__cause__
 
         return Deferred("function", (call,), lambda result: how.checked(result, name, items))
 
@@ -189,7 +189,7 @@ def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Term:
             if not isinstance(result, Lost):
                 return how.checked(result, path, items)
             if result.why:
-                raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}")
+                raise GraderError(f"{path}, row {items[0].row.example_id}: {result.why}{how.remark}")
             return GroupScores([result.score()] * len(items))
 
         given = how.given(path, items, options, state)
@@ -215,9 +215,10 @@ def made(function: Callable[..., Any], given: Given, logs: Sequence[str] | None,
         raise GraderError(raised(error, function)) from error
 
 
-def made_in_child(path: str, parameters: Mapping[str, Any], *how: Any) -> Any:
-    """`made` with ``module:function``, which gets its own parameters by keyword."""
-    return made(partial(imported(path), **parameters), *how)
+def made_in_child(path: str, parameters: Mapping[str, Any], given: Given, *how: Any) -> Any:
+    """`made` with ``module:function``, which gets its own parameters by keyword, in place of fields of the row."""
+    keywords, messages = (None if each is None else {**each, **parameters} for each in given[1:])
+    return made(imported(path), Given(given.positional, keywords or {}, messages), *how)
 
 
 AS_GIVEN = f"{__name__}:{made_in_child.__name__}"

@@ -302,6 +302,8 @@ class _Processes(ChildCalls):
     """Child processes that call functions by name; an answer is a JSON value, or `Lost`."""
 
     def __init__(self, reward: RewardConfig) -> None:
+        if reward.workers is not None and reward.workers < 1:  # of a config that nothing has checked
+            raise GraderError(f"reward.workers={reward.workers}: must be at least 1, or null to choose")
         processes, queue = reward.workers or cores(), 1 if reward.workers else TASKS_PER_WORKER
         super().__init__(WORKER, None, processes=processes, limit_s=reward.timeout_s, queue=queue)
 

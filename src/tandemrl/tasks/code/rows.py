@@ -49,9 +49,10 @@ def build_eurus(
     Raises:
         DataError: the data or the tokenizer is missing or malformed, or a split has another number of rows.
     """
-    short = _at_most(max_tokens, tokenizer) if max_tokens else None
     dropped: Counter[str] = Counter()
     origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
+    where = provenance([*origins.values()], source, dropped)  # refuses one file for both, before a tokenizer is fetched
+    short = _at_most(max_tokens, tokenizer) if max_tokens else None
 
     def gradable(split: str) -> Iterator[dict[str, Any]]:
         seen: Counter[str] = Counter()
@@ -85,7 +86,6 @@ def build_eurus(
             dropped[f"{split}: too long"] += fits.count(False)
             yield from itertools.compress(batch, fits)
 
-    where = provenance([*origins.values()], source, dropped)
     where |= {"tokenizer": tokenizer if max_tokens else None, "max_tokens": max_tokens, "system_prompt": system_prompt}
     return write_splits(out, "eurus", {split: kept(split) for split in origins}, where)
 

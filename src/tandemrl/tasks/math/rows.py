@@ -94,9 +94,11 @@ def build_benchmark(
             not have ``olympiad``.
 
     Raises:
-        DataError: its data is missing or malformed, or it has another number of rows than
+        DataError: the set is unknown, its data is missing or malformed, or it has another number of rows than
             published.
     """
+    if name not in _BENCHMARKS:
+        raise DataError(f"unknown evaluation set {name!r}; known: {', '.join(_BENCHMARKS)}")
     _, origins = _BENCHMARKS[name]
     if source is None and name == "olympiad":
         raise DataError(

@@ -292,6 +292,8 @@ class JudgePool:
         asked, parse = [*dict.fromkeys(prompt for prompt in prompts if prompt is not None)], self.template.parse
         messages = [[{"role": "user", "content": prompt}] for prompt in asked]
         replies = self.judge.ask(messages, lambda reply: parse(reply) is not None) if asked else []
+        if len(replies) != len(asked):
+            raise JudgeError(f"the judge gave {len(replies)} replies to {len(asked)} prompts")
         marks = {prompt: parse(reply) for prompt, reply in zip(asked, replies, strict=True)}
         refused = [reply for prompt, reply in zip(asked, replies, strict=True) if marks[prompt] is None]
         self._refused_reply = refused[-1] if refused else self._refused_reply
