@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import sys
 import types
@@ -60,7 +61,7 @@ def test_ground_truth_becomes_a_string(tmp_path, value, text):
     ("record", "field"),
     [
         (verl(prompt=...), "'prompt'"),
-        (verl(prompt=""), "'prompt': expected a non-empty string or a list of messages, found ''"),
+        (verl(prompt=""), "'prompt': expected a non-empty string"),
         (verl(prompt=[{"role": "user"}]), "'prompt[0].content'"),
         (verl(prompt=[{"role": "user", "content": "a"}, {"content": "b"}]), "'prompt[1].role'"),
         (verl(prompt=[{"role": "assistant", "tool_calls": [{"name": "add"}]}]), "'prompt[0].tool_calls[0]'"),
@@ -132,10 +133,7 @@ def test_columns_are_named_by_the_config(tmp_path, info):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"prompt": "asked"},
-            r"a\.jsonl, line 1, field 'asked': missing, and data\.columns\.prompt names it\. The row",
-        ),
+        ({"prompt": "asked"}, r"a\.jsonl, line 1, field 'asked': missing, and data\.columns\.prompt names it"),
         ({"ground_truth": "info.gold"}, r"field 'info\.gold': missing, and data\.columns\.ground_truth names it"),
         ({"data_source": "level"}, "field 'level': expected a non-empty string, found 3"),
     ],
@@ -172,14 +170,8 @@ DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arg
         (b'{"prompt": "a", "prompt": "b"}', r"line 2: not JSON: the key 'prompt' stands twice"),
         (b'{"prompt": "\xff"}', r"line 2: not JSON: its bytes are not UTF-8"),
         (b'{"prompt": ' + b"1" * 5000 + b"}", r"line 2: not JSON: Exceeds the limit"),
-        (
-            json.dumps(verl(reward_model={"ground_truth": float("nan")})).encode(),
-            r"line 2, field 'reward_model\.gr.*mis",
-        ),
-        (
-            json.dumps(verl(prompt=[DEEP_CALL])).encode(),
-            r"line 2, field 'prompt\[0\]\.tool_calls\[0\]': expected .{1,400}$",
-        ),
+        (json.dumps(verl(reward_model={"ground_truth": math.nan})).encode(), r"line 2, field 'reward_model\.gr.*mis"),
+        (json.dumps(verl(prompt=[DEEP_CALL])).encode(), r"line 2, field .*tool_calls\[0\]': expected .{1,400}$"),
     ],
 )
 def test_a_line_that_cannot_be_read_in_one_way_is_named(tmp_path, content, message):
@@ -277,29 +269,24 @@ def test_suffix_goes_to_the_last_user_message_only():
     assert turns.messages[2]["content"] == "one"  # the row itself is untouched
 
 
-def rendered(text, *more):
-    return Row("r", ({"role": "user", "content": text}, *more), "countdown", "1", {"rendered": True})
+def rendered(text):
+    return Row("r", ({"role": "user", "content": text},), "countdown", "1", {"rendered": True})
 
 
 def test_a_rendered_prompt_is_tokenised_as_it_is():
-    prompts, dropped = encode_prompts(
+    [prompt], dropped = encode_prompts(
         [rendered("one two it"), rendered("one " * 9)], tokenizer(None), max_prompt_tokens=4
     )
-    assert [prompt.tokens for prompt in prompts] == [(5, 6, 8)]
-    assert dropped == 1
+    assert (prompt.tokens, dropped) == ((5, 6, 8), 1)
 
 
 def test_rendered_prompts_that_cannot_be_used_are_named():
     with pytest.raises(DataError, match=r"row r: its prompt is rendered, but data\.prompt_suffix is not empty; build"):
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, suffix="box it")
-    with pytest.raises(DataError, match="row r: its prompt is rendered, but has 2 messages"):
-        encode_prompts([rendered("one", {"role": "user", "content": "two"})], tokenizer(), max_prompt_tokens=9)
     for messages in ((), ({"role": "assistant", "content": None},) * 3):
         with pytest.raises(DataError, match=f"rendered, but has {len(messages)} messages"):
             encode_prompts([replace(rendered("one"), messages=messages)], tokenizer(), max_prompt_tokens=9)
-    with pytest.raises(
-        DataError, match=r"rendered, but tokenizer .* has no <\|im_start\|>; build it with `--template chat`"
-    ):
+    with pytest.raises(DataError, match=r"rendered, but tokenizer .* has no <\|im_start\|>; build it with"):
         encode_prompts([rendered("<|im_start|>user one")], tokenizer(), max_prompt_tokens=9)
 
 

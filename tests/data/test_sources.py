@@ -42,10 +42,7 @@ def test_a_file_is_the_copy_whatever_its_name(tmp_path, suffix):
     ("train", "test"),
     [
         (["train.jsonl"], ["test.jsonl"]),
-        (
-            ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
-            ["data/test-00000-of-00001.parquet"],
-        ),
+        ([f"data/train-0000{i}-of-00002.parquet" for i in (0, 1)], ["data/test-00000-of-00001.parquet"]),
         (["default/train/0000.parquet", "default/train/0001.parquet"], ["default/test/0000.parquet"]),
     ],
 )

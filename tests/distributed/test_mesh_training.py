@@ -12,14 +12,8 @@ from runs import metrics
 from tandemrl.config import ConfigError
 from tandemrl.training.loop import train
 
-SHORT = [
-    "train.steps=2",
-    "train.mini_batch_prompts=2",
-    "train.tokens_per_micro_batch=256",
-    "rollout.max_tokens=40",
-    "train.keep_checkpoints=1",
-    "parallel.timeout_s=100",
-]
+SHORT = ["train.steps=2", "train.mini_batch_prompts=2", "train.tokens_per_micro_batch=256", "rollout.max_tokens=40"]
+SHORT += ["train.keep_checkpoints=1", "parallel.timeout_s=100"]
 MESHES = {
     "dp_shard 2": (2, "parallel.dp_shard=2"),
     "dp_replicate 2": (2, "parallel.dp_replicate=2"),
@@ -115,12 +109,7 @@ def test_adapters_split_by_tp_train_what_one_process_trains(tiny_pair: Path, tmp
     """With dropout, and from a checkpoint of two processes to one."""
     pytest.importorskip("peft", reason="needs the lora extra")
     pair, out, whole = str(tiny_pair), tmp_path / "run", tmp_path / "whole"
-    lora = [
-        "model.lora.rank=2",
-        "model.lora.dropout=0.2",
-        "train.lr=1e-2",
-        "train.eval_every=0",
-    ]
+    lora = ["model.lora.rank=2", "model.lora.dropout=0.2", "train.lr=1e-2", "train.eval_every=0"]
     _train(pair, str(whole), "train.steps=2", *lora)
     run(_train, 2, pair, str(out), "train.steps=1", "parallel.tp=2", *lora)
     _train(pair, str(out), "train.steps=2", *lora)

@@ -122,11 +122,8 @@ def test_a_packaged_config_makes_a_step_with_its_processes(case: Case, tiny_pair
             run(_train, case.processes, str(file), timeout=600)
         else:  # vLLM's engines are processes, which the daemons of `run` may not start
             launch = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
+                *(sys.executable, "-m", "torch.distributed.run", "--no-python"),
                 f"--nproc-per-node={case.processes}",
-                "--no-python",
             ]
             command = [str(Path(sys.executable).parent / "tandemrl"), "train", "--config", str(file)]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -38,21 +38,13 @@ def test_gsm8k_files_hold_the_rows_of_the_raw_files(source, tmp_path):
         assert manifest["splits"][split]["sha256"] == checksum
     assert manifest["splits"]["train"]["rows"] == 2
     assert json.loads((out / "manifest.json").read_text()) == manifest
-    assert sorted(path.name for path in out.iterdir()) == [
-        "heldout.parquet",
-        "manifest.json",
-        "test.parquet",
-        "train.parquet",
-    ]
+    assert {path.stem for path in out.iterdir()} == {"heldout", "manifest", "test", "train"}
 
 
-def test_gsm8k_refuses_other_counts_and_missing_files(source, tmp_path):
+def test_gsm8k_refuses_other_counts(source, tmp_path):
     with pytest.raises(DataError, match="3 rows, expected 7473"):
         build_gsm8k(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    build_gsm8k(source, tmp_path / "out", expect_rows=0)
-    with pytest.raises(DataError, match="would be more than one split of openai/gsm8k"):
-        build_gsm8k(source / "train.jsonl", tmp_path / "again", expect_rows=0)
 
 
 def folder(path):
@@ -143,9 +135,8 @@ def test_countdown_takes_the_first_rows_for_training(tmp_path):
         {"target": 23, "numbers": [10, 8, 5]},
         {"target": 24, "numbers": [10, 9, 5]},
     ]
-    assert [row.example_id for row in train + test] == [
-        *(f"countdown/{split}/{i}" for split, count in (("train", 3), ("test", 2)) for i in range(count))
-    ]
+    assert [row.example_id for row in train] == [f"countdown/train/{i}" for i in range(3)]
+    assert [row.example_id for row in test] == ["countdown/test/0", "countdown/test/1"]
     assert train[0].messages[0]["content"].startswith("<|im_start|>system\nYou are a helpful assistant. You first")
     with Scorer(RewardConfig()) as scorer:
         scores = scorer.score([(train[0], "<answer> 10 + 5 + 5 </answer>"), (train[0], "<answer> 10 + 5 </answer>")])

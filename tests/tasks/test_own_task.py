@@ -81,11 +81,7 @@ COLUMNS = ("data.columns.prompt=ask", "data.columns.ground_truth=gold")
     ("gold", "scorer", "said"),
     [
         ("4", "gsm8k", "own: gsm8k gives 1 for the ground truth of own/1, as '#### 4'\n"),
-        (
-            "four",
-            "gsm8k",
-            "gives 0 for the ground truth of own/1, as '#### four': can a correct response earn a reward?",
-        ),
+        ("four", "gsm8k", "gives 0 for the ground truth of own/1, as '#### four': can a correct response"),
         ("4", None, "own: row own/1: no scorer for data_source 'own'"),
     ],
 )

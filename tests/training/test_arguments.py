@@ -64,7 +64,7 @@ GRPO = RECIPES["grpo"]
         (GRPO._replace(surrogate=divided), "the surrogate or its gradient is not finite at advantages"),
         (
             GRPO._replace(surrogate=no_keywords),
-            r"the surrogate function failed: TypeError: .*no_keywords.*clip_low.*called as surrogate\(",
+            r"the surrogate function failed: TypeError: .*no_keywords.*as surrogate\(",
         ),
         (GRPO._replace(advantage=lambda rewards: rewards), r"the advantage function failed: TypeError.*as advantage\("),
         (GRPO._replace(advantage=spread), r"the advantage function returned a float32 tensor of shape \[\]; .*\[6\]"),
@@ -89,11 +89,7 @@ OWN = FunctionsConfig(recipe=FunctionRecord("own"))
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        (
-            RECIPES["rloo"],
-            ["train.mini_batch_prompts=4"],
-            r"^train\.mini_batch_prompts=4: must be null with rloo, which",
-        ),
+        (RECIPES["rloo"], ["train.mini_batch_prompts=4"], r"^train\.mini_batch_prompts=4: must be null with rloo,"),
         (RECIPES["rloo"]._replace(name="mine"), ["train.mini_batch_prompts=8"], "must be null with mine"),
         (GRPO, ["loss.recipe=ppo", "rollout.group_size=1"], r"^rollout\.group_size=1: must be at least 2: a group of"),
         (GRPO, ["loss.recipe=ppo", "train.critic_warmup_steps=1"], r"^train\.critic_warmup_steps=1: must be 0 unless"),
@@ -110,10 +106,7 @@ def test_the_config_has_to_suit_the_recipe_that_trains(recipe: Recipe, overrides
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["loss.recipe=rloo"],
-            r"loss\.normalise_by=response: must be weight with rloo and its reduction sequence_mean_",
-        ),
+        (["loss.recipe=rloo"], r"loss\.normalise_by=response: must be weight with rloo and its reduction sequence_"),
         (["loss.reduction=token_sum_constant"], r"must be weight with grpo and its reduction token_sum_constant"),
         (["loss.importance_cap=3"], r"loss\.importance_cap=3\.0: must be null with grpo and without importance"),
     ],
@@ -121,16 +114,6 @@ def test_the_config_has_to_suit_the_recipe_that_trains(recipe: Recipe, overrides
 def test_a_key_that_the_recipe_does_not_read_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tried_recipe(None, load(overrides=[*overrides, "loss.normalise_by=response"]))
-
-
-def test_a_custom_recipe_without_a_ratio_gets_no_second_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "my_rloo.py").write_text(
-        "from tandemrl.losses import RECIPES\nmine = RECIPES['rloo']._replace(name='mine')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    settings = load(overrides=["loss.recipe=my_rloo:mine", "train.mini_batch_prompts=4"])
-    with pytest.raises(ConfigError, match=r"^train\.mini_batch_prompts=4: must be null with mine"):
-        tried_recipe(None, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------- strategies
@@ -175,10 +158,7 @@ def test_the_library_s_strategies_and_a_good_one_pass_their_trial() -> None:
     [
         (Strategy(lambda keys: keys > 0, step), "init failed on 4 rows: ValueError: too many values"),  # type: ignore[arg-type, return-value]
         (Strategy(lambda keys: (keys, Count(keys)), step), r"init returned a int64 tensor .* expected a bool tensor"),
-        (
-            Strategy(lambda keys: (keys[:1] > 0, Count(keys)), step),
-            r"returned a bool tensor of shape \[1\], .* for 4 rows",
-        ),
+        (Strategy(lambda keys: (keys[:1] > 0, Count(keys)), step), r"a bool tensor of shape \[1\], .* for 4 rows"),
         (Strategy(lambda keys: (keys > 0, {"count": keys}), step), "a dict for 4 rows; expected .* a NamedTuple"),
         (Strategy(lambda keys: (keys > 0, Count(keys.sum())), step), r", a int64 tensor of shape \[\] for"),
         (Strategy(parity, lambda s, t: (t > 0, Count(s.count.float()))), "types and shapes that it had before"),

@@ -429,9 +429,7 @@ def test_a_full_disk_is_reported_and_costs_no_checkpoint(tmp_path: Path, monkeyp
     checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
     with monkeypatch.context() as patch:
         patch.setattr("tandemrl.training.checkpoint.storage.dcp.FileSystemWriter", Full)
-        with pytest.raises(
-            CheckpointError, match=r"step_2: not written, .*No space.* The disk is full: .* free space in"
-        ):
+        with pytest.raises(CheckpointError, match=r"step_2: not written, .*No space.* The disk is full: "):
             checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts)
     assert names(tmp_path) == ["step_1"]
     checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
@@ -472,10 +470,6 @@ def test_a_resume_may_change_what_does_not_change_the_run() -> None:
         (["train.steps=60", "train.schedule=cosine"], r"train\.steps .*train\.schedule"),
         (["selection.prob_senior=0.4", "train.seed=1"], r"selection\.prob_senior .*train\.seed"),
         (["data.template_arguments={enable_thinking: true}"], r"data\.template_arguments\.enable_thinking \(ch.*False"),
-        (
-            ["data.template_arguments={date_string: x}"],
-            r"data\.template_arguments\.date_string \(checkpoint None, now 'x'",
-        ),
     ],
 )
 def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], message: str) -> None:

@@ -16,7 +16,7 @@ from runs import lines
 from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.warm_start import WarmStart, solution_lesson, warm_start
 from tandemrl.config import Config, ConfigError, load
-from tandemrl.data.rows import DataError, chat_tokens
+from tandemrl.data.rows import chat_tokens
 from tandemrl.tasks.math.prime import extract_answer
 from tandemrl.tasks.rubric.in_process import make_judge
 from tandemrl.tasks.rubric.judge import JudgeError
@@ -24,22 +24,10 @@ from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import NotHereError, Preflight
 
-SMALL = [
-    "model.device=cpu",
-    "model.dtype=float32",
-    "model.gradient_checkpointing=false",
-    "train.threads=1",
-    "train.steps=3",
-    "train.eval_first=false",
-    "train.prompts_per_step=4",
-    "train.mini_batch_prompts=4",
-    "train.lr=1e-3",
-    "rollout.group_size=4",
-    "data.max_prompt_tokens=256",
-    "eval.bootstrap=0",
-    "rollout.engine=torch",
-    "rollout.vllm.sleep=false",
-]
+SMALL = ["model.device=cpu", "model.dtype=float32", "model.gradient_checkpointing=false", "train.threads=1"]
+SMALL += ["train.steps=3", "train.eval_first=false", "train.prompts_per_step=4", "train.mini_batch_prompts=4"]
+SMALL += ["train.lr=1e-3", "rollout.group_size=4", "data.max_prompt_tokens=256", "eval.bootstrap=0"]
+SMALL += ["rollout.engine=torch", "rollout.vllm.sleep=false"]
 
 
 def write_rows(file: Path, rows: list[dict]) -> Path:
@@ -229,15 +217,3 @@ def test_one_command_starts_judge_and_training(
         make_judge(broken)
     with pytest.raises(ConfigError, match=r"judge\.wait_s=0\.0: must be positive with judge\.command"):
         policy(tiny_pair, problems, tmp_path / "out", url, served[0])
-
-
-def test_a_row_without_criteria_is_named(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in problems.read_text().splitlines()]
-    for row in rows:
-        del row["extra_info"]["criteria"]
-    bare = write_rows(tmp_path / "bare.jsonl", rows)
-    with (
-        FakeJudge(lambda prompt, _: "Total Score: 5/10") as judge,
-        pytest.raises(DataError, match=r"row polaris_tinyv/\d+, field 'extra_info\.criteria'"),
-    ):
-        train(policy(tiny_pair, bare, tmp_path / "out", judge.url), quiet=True)

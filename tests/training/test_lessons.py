@@ -37,17 +37,11 @@ def test_it_warns_after_three_such_steps_and_then_more_seldom() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (
-            {"reward/answer_present": 0.0},
-            "every reward is 0: the scorer finds an answer in 0% of the texts",
-        ),
+        ({"reward/answer_present": 0.0}, "every reward is 0: the scorer finds an answer in 0% of the texts"),
         ({"reward/answer_present": 1.0}, "hardly an answer is right. The problems are too hard"),
         ({"reward/mean": 1.0, "reward/acc": 1.0}, "every reward is 1: the problems are too easy"),
         ({"response/truncated": 1.0}, "every reward is 0, and 100% of the texts are cut off at rollout.max_tokens=64"),
-        (
-            {"reward/mean": 0.5, "reward/acc": 0.5, "reward/std": 0.5},
-            "the mean reward is 0.500, and nearly all",
-        ),
+        ({"reward/mean": 0.5, "reward/acc": 0.5, "reward/std": 0.5}, "the mean reward is 0.500, and nearly all"),
         ({"reward/unscored": 1.0}, "the judge scored no text"),
     ],
 )

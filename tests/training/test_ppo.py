@@ -158,16 +158,8 @@ def test_micro_batches_do_not_change_the_step(tiny_pair: Path, tmp_path: Path) -
         assert {name: a[name] for name in names} == pytest.approx({name: b[name] for name in names}, abs=1e-4)
 
 
-EVERYTHING = [
-    "loss.kl_coef=0.05",
-    "loss.kl_in_reward=true",
-    "loss.kl_target=0.01",
-    "train.critic_warmup_steps=1",
-    "train.warmup_steps=2",
-    "train.mini_batch_prompts=2",
-    "train.max_resamples=2",
-    "train.save_every=2",
-]
+EVERYTHING = ["loss.kl_coef=0.05", "loss.kl_in_reward=true", "loss.kl_target=0.01", "train.critic_warmup_steps=1"]
+EVERYTHING += ["train.warmup_steps=2", "train.mini_batch_prompts=2", "train.max_resamples=2", "train.save_every=2"]
 
 
 def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Path, tmp_path: Path) -> None:
@@ -255,13 +247,8 @@ def test_flat_groups_give_way_to_the_next_prompts(monkeypatch: pytest.MonkeyPatc
 
 def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: Path, tmp_path: Path) -> None:
     """Eight rows only, so that examples come again within a step."""
-    knobs = [
-        "loss.recipe=dapo",
-        "train.critic_lr=1e-5",
-        "data.train=synthetic:plain:train:8",
-        "train.steps=2",
-        "rollout.group_size=2",
-    ]
+    knobs = ["loss.recipe=dapo", "train.critic_lr=1e-5", "data.train=synthetic:plain:train:8"]
+    knobs += ["train.steps=2", "rollout.group_size=2"]
     without = train(config(tiny_pair, tmp_path / "a", *knobs, "train.steps=1"), quiet=True)
     out = train(config(tiny_pair, tmp_path / "b", *knobs, "train.max_resamples=4"), quiet=True)
     a, b = metrics(without)[0], metrics(out)[0]

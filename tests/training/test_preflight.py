@@ -184,18 +184,10 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("index", "rollout.environment", "retrieval.index=nowhere: no whole index of this version there"),
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
-        (
-            "turns",
-            "data.train",
-            "rollout.turn_tokens=8: must be null with rollout.environment=single, where there is one turn",
-        ),
+        ("turns", "data.train", "rollout.turn_tokens=8: must be null with rollout.environment=single"),
         ("bad row", "data.train", "train.jsonl, line 1"),
         ("too few", "data.train", "4 usable rows"),
-        (
-            "long prompt",
-            "data.train",
-            "its 61 tokens and rollout.max_tokens=200 exceed the context of model.senior, 256 tokens",
-        ),
+        ("long prompt", "data.train", "61 tokens and rollout.max_tokens=200 exceed the context of model.senior, 256"),
         ("no scorer", "rewards", "no scorer for data_source 'nobody'"),
         ("scorer", "rewards", "nowhere:score"),
         ("no sandbox", "rewards", "programs can only be run on Linux"),
@@ -308,15 +300,9 @@ def test_the_space_is_that_of_a_checkpoint_and_its_export(
         Preflight(load("quickstart", [*arguments, "loss.recipe=ppo", "model.dtype=bfloat16"])).space()
 
 
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [
-        ("nope", r"no such folder; .*; did you mean runs/mine/checkpoints/step_20\?$"),
-        ("runs/mine/hf/step_10", r"not a checkpoint; .*; did you mean runs/mine/checkpoints/step_20\?$"),
-    ],
-)
+@pytest.mark.parametrize(("resume", "what"), [("nope", "no such folder"), ("runs/mine/hf/step_10", "not a checkpoint")])
 def test_a_resume_from_nowhere_names_the_checkpoint_that_is_there(
-    resume: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resume: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for step in (10, 20):
@@ -327,7 +313,7 @@ def test_a_resume_from_nowhere_names_the_checkpoint_that_is_there(
             (folder / name).touch()
     for usable in ("auto", "never", "runs/mine/checkpoints/step_10"):
         check_resume(usable, "runs/mine")
-    with pytest.raises(RuntimeError, match=rf"^--resume {resume}: {message}"):
+    with pytest.raises(RuntimeError, match=rf"^--resume {resume}: {what}; .*mean runs/mine/checkpoints/step_20\?$"):
         check_resume(resume, "runs/mine")
 
 

@@ -19,13 +19,11 @@ from tandemrl.training.loop import train
     ("solo", "rollouts", "counts", "parts"),
     [
         (0.35, 0.01, (512, 256), True),
-        (0.12, 0.01, (512, 256), True),
         (0.09, 0.0, (512, 256), False),  # within the margin
         (0.35, 0.30, (512, 256), False),
         (0.01, 0.35, (512, 256), False),  # the other way round
         (0.25, 0.0, (8, 16), False),  # 2 of 8: chance
         (0.875, 0.0, (8, 16), True),
-        (0.0, 0.0, (1, 1), False),
         (1.0, 0.0, (1, 1), False),
     ],
 )

@@ -148,17 +148,12 @@ def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
 ) -> None:
     out = tmp_path / "killed"
     overrides = [*SMALL, f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=6"]
+    (empty := tmp_path / "empty.yaml").write_text("train: {}\n")
     for function, call, before in moments:
-        kill(["train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"], function, call, before=before)
+        kill(["train", "--config", str(empty), *overrides, f"output_dir={out}"], function, call, before=before)
     assert latest(out) == out / "checkpoints" / "step_4"
     train(config(tiny_pair, out, "train.steps=6"), quiet=True)
     assert_same_run(finished, out, step=6)
-
-
-def _empty(folder: Path) -> str:
-    path = folder / "empty.yaml"
-    path.write_text("train: {}\n")
-    return str(path)
 
 
 def test_resume_from_a_named_checkpoint_goes_back(
@@ -369,12 +364,8 @@ def test_own_rewards_beside_the_library_s_by_weight(tiny_pair: Path, tmp_path: P
     right = np.array([sample["reward_parts"]["boxed"] for sample in samples])
     assert set(right) <= {0.0, 1.0}
     assert [sample["reward"] for sample in samples] == pytest.approx(list(right + 0.5 * short))
-    expected = {
-        "mean": np.mean(right + 0.5 * short),
-        "boxed": right.mean(),
-        "brevity": short.mean(),
-        "acc": right.mean(),
-    }
+    total = np.mean(right + 0.5 * short)
+    expected = {"mean": total, "boxed": right.mean(), "brevity": short.mean(), "acc": right.mean()}
     assert {name: line[f"reward/{name}"] for name in expected} == pytest.approx(expected)
 
     assert "brevity=test_train." in load(out / "config.yaml").functions.reward.name

@@ -89,13 +89,8 @@ def test_training_goes_as_if_unscored_rollouts_had_never_been_written(
 ) -> None:
     settings = [f"loss.recipe={recipe}", f"model.senior={tiny_pair}/senior", "data.train=synthetic:plain:train:8"]
     settings += ["train.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=16", "train.eval_every=0"]
-    settings += [
-        "data.max_prompt_tokens=128",
-        "loss.overlong_buffer=0",
-        f"output_dir={tmp_path}",
-        "selection.strategy=solo",
-    ]
-    run = build(load(None, settings))
+    settings += ["data.max_prompt_tokens=128", "loss.overlong_buffer=0", "selection.strategy=solo"]
+    run = build(load(None, [*settings, f"output_dir={tmp_path}"]))
     with_them, metrics = trained(run, GROUPS, monkeypatch)
     assert metrics["groups/dropped"] == 1
     without, _ = trained(run, WITHOUT, monkeypatch)

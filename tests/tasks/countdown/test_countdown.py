@@ -29,12 +29,10 @@ def value(answer, options, **task):
     [
         ("44 + 19 + 35", {}, 1.0, 1.01),
         ("44 + 19 - 35", {}, 0.1, 0.02),  # right numbers, wrong value
-        ("44 + 54", {}, 0.1, 0.01),  # other numbers
-        ("44 + 19", {}, 0.1, 0.01),  # too few
+        ("44 + 54", {}, 0.1, 0.01),  # other numbers, and too few
         ("1 + 1 + 3", {"target": 5, "numbers": (1, 2, 3)}, 0.1, 0.01),  # members, but not each once
         ("1 + 1 + 3", {"target": 5, "numbers": (1, 1, 3)}, 1.0, 1.01),
         ("7 / 3 * 3", {"target": 7, "numbers": (7, 3, 3)}, 1.0, 1.01),  # exact, unlike floating point
-        ("1 / 3 * 3", {"target": 1, "numbers": (1, 3, 3)}, 1.0, 1.01),
         ("8 / (3 - 3)", {"target": 8, "numbers": (8, 3, 3)}, 0.1, 0.01),
         ("-3 + 8", {"target": 5, "numbers": (3, 8)}, 1.0, 1.01),
         ("44 + 19 + 35 = 98", {}, 0.1, 1.01),  # an equation: only its left side counts, or nothing does

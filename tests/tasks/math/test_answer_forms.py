@@ -43,11 +43,7 @@ RIGHT = r"""
 3_{10} :: 3 | 3_{10}
 243 :: 243_{10}
 4210_7 :: 4210 | 4210_{7}
-1000 :: 1'000
-1000 :: 1_000
-\frac{5}{6} :: {5 \over 6}
-\frac{5}{6} :: 5 \over 6
-1000 :: 1 000
+1000 :: 1 000 | 1'000 | 1_000
 \frac{1}{2} :: \frac{1}{2} \text{ of the cake}
 1/2 :: 1/2 \text{ cup of sugar} | ½
 5 \text{ apples} :: 5 \text{ more apples} | 5
@@ -66,7 +62,7 @@ RIGHT = r"""
 \frac{1}{3} :: ⅓
 \frac{3}{4} :: ¾
 \frac{5}{8} :: ⅝
-\frac{5}{6} :: 5/6 | 5⁄6 | 5∕6 | 5÷6 | \cfrac{5}{6} | \frac{10}{12}
+\frac{5}{6} :: {5 \over 6} | 5 \over 6 | 5/6 | 5⁄6 | 5∕6 | 5÷6 | \cfrac{5}{6} | \frac{10}{12}
 \frac{3}{2} :: 1½ | 1 1/2 | 1\frac12 | 1\ \frac{1}{2} | 1.5
 0.5 :: .5 | 1/2 | \frac{1}{2} | 0.50
 5.00 :: 5
@@ -78,10 +74,8 @@ RIGHT = r"""
 10^{-3} :: 10⁻³
 2^{10} :: 2¹⁰
 x^{n} :: xⁿ
-x^2 :: x²
 x^2+1 :: x²+1
 x^{12} :: x¹²
-x_1 :: x₁
 a_{10} :: a₁₀
 x_1+x_2 :: x₁+x₂
 1.5\times10^{-3} :: 1.5×10⁻³
@@ -94,24 +88,15 @@ x_1+x_2 :: x₁+x₂
 2\sqrt{3} :: 2√3
 \sqrt[3]{2} :: ∛2
 \sqrt[4]{2} :: ∜2
-2\sqrt[3]{2} :: 2∛2
-\pi :: π
 2\pi :: 2π
 \frac{\pi}{2} :: π/2
 \theta :: θ | 𝜃
 \alpha+\beta :: α+β
 \phi :: φ | ϕ
-\varphi :: φ
-\lambda :: λ
 \mu :: µ
-\Omega :: Ω
-\epsilon :: ε
-2\theta :: 2θ
-x :: 𝑥
 x+y :: 𝑥+𝑦
 \emptyset :: ∅ | \varnothing | \{\} | \text{empty set}
 \mathbb{R} :: ℝ | \mathbb R | \Bbb{R} | \text{all real numbers}
-\mathbb{Z} :: ℤ
 x\in\mathbb{R} :: x∈ℝ
 (1,2)\cup(3,4) :: (1,2)∪(3,4) | (3,4)∪(1,2)
 (-\infty,3) :: (−∞,3)
@@ -201,7 +186,6 @@ x^{n} :: xn
 \pi :: p | 3.14
 \emptyset :: 0 | \{0\} | \{\emptyset\}
 \mathbb{R} :: ℤ | R | ℂ
-\mathbb{Z} :: ℝ
 x\in\mathbb{R} :: x∉ℝ
 (1,2)\cup(3,4) :: (1,2)∩(3,4) | (1,2)∪[3,4) | (1,2)
 (-\infty,3) :: (−∞,3] | (∞,3)

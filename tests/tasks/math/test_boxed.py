@@ -1,5 +1,6 @@
 import hashlib
 import json
+from collections import Counter
 
 import pytest
 
@@ -96,11 +97,8 @@ def test_every_evaluation_set_has_the_published_count_and_is_gradable(name, copi
 
 def test_aime24_takes_the_first_box_of_the_solution(copies, tmp_path):
     build_benchmark("aime24", copies / "aime24.jsonl", tmp_path)
-    assert [row.ground_truth for row in load_rows([str(tmp_path / "aime24" / "test.parquet")])][:3] == [
-        "000",
-        "001",
-        "002",
-    ]
+    rows = load_rows([str(tmp_path / "aime24" / "test.parquet")])
+    assert [row.ground_truth for row in rows][:3] == ["000", "001", "002"]
     jsonl(copies / "aime24.jsonl", [*COPIES["aime24"][:29], {"problem": "p", "solution": r"It is \fbox{7}."}])
     with pytest.raises(DataError, match=r"aime24\.jsonl, line 30, field 'solution': no \\boxed"):
         build_benchmark("aime24", copies, tmp_path)
@@ -112,10 +110,5 @@ def test_amc_leaves_out_six_answers_and_names_its_parts(copies, tmp_path):
     assert len(manifest["source_sha256"]) == 3
     rows = load_rows([str(tmp_path / "amc23_25" / "test.parquet")])
     subsets = [row.extra_info["subset"] for row in rows]
-    assert {subset: subsets.count(subset) for subset in subsets} == {
-        "amc23": 40,
-        "amc24_12A": 23,
-        "amc24_12B": 22,
-        "amc25": 36,
-    }
+    assert Counter(subsets) == {"amc23": 40, "amc24_12A": 23, "amc24_12B": 22, "amc25": 36}
     assert not {row.ground_truth for row in rows} & {record["answer"] for record in AMC24_UNGRADED + AMC25_UNGRADED}

@@ -174,18 +174,15 @@ NATURAL = r"""
 1500 :: 1,500 \text{ meters} | 1,500\text{ m} | 1,500 cm | 1,500^\circ | 1,500 \text{ dollars}
 1500 :: \$1,500 \text{ per year} | 1{,}500\,\text{m} | 1,\!500 \text{ cm}^2 | x = 1,500 \text{ m}
 1,500\text{ m} :: 1500
-(3,4) :: (x, y) = (3, 4) | (a,b) = (3,4)
+(3,4) :: (x, y) = (3, 4) | (a,b) = (3,4) | x = 3, y = 4
 (3,\frac{\pi}{2}) :: (r,\theta) = \left( 3, \frac{\pi}{2} \right)
-(3,4) :: x = 3, y = 4
 x=2,y=-1 :: (2,-1)
 (2,-1) :: x=2, \; y=-1 | x=2 \text{ and } y=-1
 (3,4),(5,6) :: (x,y) = (3,4), (5,6) | (x,y) = (3,4) \text{ or } (5,6)
 \begin{pmatrix}2\\-1\\3\end{pmatrix} :: \vec{v} = \begin{pmatrix}2\\-1\\3\end{pmatrix}
-\begin{pmatrix}2\\-1\\3\end{pmatrix} :: \mathbf{v} = \begin{pmatrix}2\\-1\\3\end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} :: \mathbf{A} = \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} :: \left( \begin{array}{cc} 1 & 2 \\ 3 & 4 \end{array} \right)
 \begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix} :: \begin{pmatrix} -\dfrac{1}{3} \\[6pt] \dfrac{2}{3} \end{pmatrix}
-\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix} :: \begin{pmatrix} -\dfrac{1}{3} \\[1ex] \dfrac{2}{3} \end{pmatrix}
 2:3 :: \frac{2}{3}
 3:4 :: 3/4
 \frac{1}{2} :: 1:2
@@ -193,11 +190,9 @@ x=2,y=-1 :: (2,-1)
 \mathbb{R} :: (-\infty, \infty)
 (-\infty,\infty) :: \mathbb{R}
 x\neq 0 :: x \ne 0
-x \ne 3 :: x \neq 3
 \frac{14}{3} :: \frac{14}{3} \approx 4.67
 33.3 :: \frac{100}{3} \approx 33.3
 \sqrt{2} :: \sqrt{2} \approx 1.414
-1.41 :: \sqrt{2} \approx 1.41
 12300 :: 12345.6 \approx 12300
 """
 """Ground truth :: answer | answer …, as models write them."""

@@ -81,7 +81,6 @@ A :: (A) | \mathrm{A}
 2/4 :: 1/2
 7 3/4 :: 31/4
 7\frac{3}{4} :: 31/4
-31/4 :: 7\frac{3}{4}
 (1,2) :: (1, 2) | 1,2 | \left( 1 , 2 \right)
 [0,1) :: [0,1) | Interval.Ropen(0, 1) | [0,1]
 (1/2, 3) :: (0.5, 3) | (2/4, 3)
@@ -105,16 +104,9 @@ perimeter :: peri
 (x+1)^2 :: x^2 + 2x + 1
 7 \text{ cm} :: 7 \text{ m}
 7 :: $7$ | \euro 7
-1,000 :: 1{,}000 | 1000
 3+4i :: 4i + 3
-x=0.5 :: x = \frac12
-\text{Monday} :: \textbf{Monday} | monday
--5 :: - 5
 \frac{3}{2} :: 1\ \frac{1}{2} | 1\frac12
-5000 :: 5e3
 5 \text{ apples} :: 5 \text{ more apples}
-90^\circ :: 90 degrees
-\text{no solution} :: no solution
 -\frac{1}{2} :: \frac{-1}{2}
 \sqrt{8} :: 2\sqrt2
 1234567 :: 1,234,567 | 1,234,567.0
@@ -137,7 +129,6 @@ x > 3 :: 3 < x
 \frac{\pi}{2} :: 1.57
 \frac{x+1}{2} :: 0.5x+0.5
 4 :: \sqrt{16}
-42 :: 43
 yes :: no
 3 million :: 3
 0.5 :: 5
@@ -146,8 +137,6 @@ yes :: no
 3 :: 1 2
 [0,1) :: (0,1)
 (1,2,3) :: (1,2)
-1.001 :: 1
-2\pi :: 6.5
 x^2+1 :: x^2+2
 \infty :: -\infty | +\infty
 5 ::  | 5 6 | 5 \approx 6 | 5 pi | 5 kids | ~~5~~ | x = 5, y = 6 | \approx 5 | 5\mathbf{6} | **5** | 5^2
@@ -161,7 +150,6 @@ n(n-1)/2 :: \frac{n^2-n}{2}
 -5 :: 5 | (5)
 \begin{pmatrix}1&0.5\\3&4\end{pmatrix} :: \left[\begin{array}{cc}1&\frac12\\3&4\end{array}\right]
 |-3| :: 3
-1000000 :: 1'000'000
 x \neq 3 :: x = 3
 \mathbb{R} :: \text{all real numbers}
 [0,\infty) :: [0,+\infty) | [0, infinity)
@@ -181,8 +169,6 @@ A :: **A**
 \int_0^1 x\,dx :: \frac{1}{2}
 e^{i\pi} :: -1
 \pi :: \pi \approx 3.14
-\sqrt2 :: \sqrt{2} \approx 1.414
-\text{no solution} :: 0
 \text{Area} = 5 :: 5
 """
 

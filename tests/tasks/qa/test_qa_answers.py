@@ -10,23 +10,8 @@ from tandemrl.data.rows import Row
 from tandemrl.tasks.qa.grader import exact_match, f1, with_figures
 from tandemrl.tasks.qa.predictions import Prediction, official
 
-WORDS = [
-    "the",
-    "The",
-    "a",
-    "An",
-    "another",
-    "Paris",
-    "paris",
-    "New-York",
-    "1912",
-    "1,912",
-    "U.S.",
-    "of",
-    "café",
-    "...",
-    "'s",
-]
+WORDS = ["the", "The", "a", "An", "another", "Paris", "paris", "New-York", "1912", "1,912"]
+WORDS += ["U.S.", "of", "café", "...", "'s"]
 GAPS = [" ", "  ", "\t", ", ", "-", ""]
 
 
@@ -117,10 +102,6 @@ def test_official_scores_follow_the_official_rules() -> None:
 
 def test_numbers_and_ordinals_may_be_in_figures() -> None:
     assert with_figures(["Ten", "The Second World War"]) == ["Ten", "The Second World War", "10", "the 2nd world war"]
-    assert with_figures(["ten men", "Secondary school"]) == [
-        "ten men",
-        "Secondary school",
-        "secondary school",  # not "2ndary"
-    ]
+    assert with_figures(["ten men", "Secondary school"])[2:] == ["secondary school"]  # not "2ndary"
     assert exact_match("2nd", with_figures(["second"])) == 1
     assert exact_match("2nd", ["second"]) == 0
