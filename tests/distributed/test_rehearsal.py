@@ -12,14 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedMo
 from helpers import _build, _common
 from processes import run
 from tandemrl.apps.planning import rehearsal
-from tandemrl.apps.planning.rehearsal import (
-    Rehearsal,
-    Role,
-    Work,
-    batch_of,
-    rehearse,
-    storage_bytes,
-)
+from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, batch_of, rehearse, storage_bytes
 from tandemrl.config import Config, load
 from tandemrl.models.critic import load_critic, packed_values, token_values
 from tandemrl.models.forward import token_scores
@@ -49,11 +42,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    1: [
-        Case("qwen3 tied"),
-        Case("qwen3 untied", (BFLOAT16, CHECKPOINTED)),
-        Case("llama", (LORA,)),
-    ],
+    1: [Case("qwen3 tied"), Case("qwen3 untied", (BFLOAT16, CHECKPOINTED)), Case("llama", (LORA,))],
     2: [
         Case("qwen3 tied", (BFLOAT16, CHECKPOINTED)),
         Case("qwen3 untied", ("parallel.tp=2",)),

@@ -62,10 +62,7 @@ GRPO = RECIPES["grpo"]
         (GRPO._replace(surrogate=detached), "a loss without a gradient"),
         (GRPO._replace(surrogate=of_the_old), "gradient of the surrogate .* is 0"),
         (GRPO._replace(surrogate=divided), "the surrogate or its gradient is not finite at advantages"),
-        (
-            GRPO._replace(surrogate=no_keywords),
-            r"the surrogate function failed: TypeError: .*no_keywords.*as surrogate\(",
-        ),
+        (GRPO._replace(surrogate=no_keywords), r"the surrogate function failed: TypeError: .*no_keywords.*surrogate\("),
         (GRPO._replace(advantage=lambda rewards: rewards), r"the advantage function failed: TypeError.*as advantage\("),
         (GRPO._replace(advantage=spread), r"the advantage function returned a float32 tensor of shape \[\]; .*\[6\]"),
         (GRPO._replace(advantage=without_epsilon), "expected finite numbers, also for a group with equal rewards"),

@@ -23,12 +23,7 @@ from tandemrl.rollout.engine import Draws, Passes
 from tandemrl.training import rollouts as rollouts_module
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import restore
-from tandemrl.training.experience import (
-    add_gae_advantages,
-    add_scores,
-    make_experience,
-    pack_mini_batches,
-)
+from tandemrl.training.experience import add_gae_advantages, add_scores, make_experience, pack_mini_batches
 from tandemrl.training.loop import train
 from tandemrl.training.rollouts import resample
 from tandemrl.training.state import Progress, Run

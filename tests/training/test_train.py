@@ -139,9 +139,7 @@ MOMENTS = [  # in a run of six steps that saves after every second: a function, 
 
 
 @pytest.mark.parametrize(
-    "moments",
-    [[MOMENTS[i] for i in (1, 2, 4)], pytest.param(MOMENTS, marks=pytest.mark.slow)],
-    ids=["some", "any"],
+    "moments", [[MOMENTS[i] for i in (1, 2, 4)], pytest.param(MOMENTS, marks=pytest.mark.slow)], ids=["some", "any"]
 )
 def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
     moments: Sequence[tuple[str, int, bool]], tiny_pair: Path, finished: Path, tmp_path: Path
@@ -294,11 +292,7 @@ def test_a_senior_beside_itself_writes_and_learns_the_same(pretrained: bool, tin
     alone = ["model.junior=null", "selection.strategy=solo"]
     beside = [f"model.junior={senior}", "loss.junior_weight=1"]
     solo, tandem = (
-        train(
-            config(tiny_pair, tmp_path / name, f"model.senior={senior}", *keys, *more),
-            reward=reward,
-            quiet=True,
-        )
+        train(config(tiny_pair, tmp_path / name, f"model.senior={senior}", *keys, *more), reward=reward, quiet=True)
         for name, more in (("solo", alone), ("tandem", beside))
     )
     told = [[json.loads(line) for line in (out / "samples.jsonl").open()] for out in (solo, tandem)]

@@ -61,28 +61,12 @@ def test_no_answer_is_its_neighbour(scorer):
 # ---- equations -----------------------------------------------------------------------------------------------------
 
 EQUATIONS = ("x + 3 = {}", "2x = {}", "xy = {}", "ab = {}", "x^2 = {}", r"\sin(x) = {}", "n(n+1) = {}", "{} = x + 3")
-EQUATIONS += (
-    "x = 8888 = {}",
-    "x = y + {}",
-    "f(x) + 1 = {}",
-    "|x| = {}",
-    "-x = {}",
-    "x - y = {}",
-    "x/2 = {}",
-    "x! = {}",
-)
-EQUATIONS += (r"\text{twice } x = {}", r"\text{not } x = {}", r"\frac{x}{2} = {}", r"x \equiv {}", r"x \neq {}")
+EQUATIONS += ("x = 8888 = {}", "x = y + {}", "f(x) + 1 = {}", "|x| = {}", "-x = {}", "x - y = {}", "x/2 = {}")
+EQUATIONS += ("x! = {}", r"\text{twice } x = {}", r"\text{not } x = {}", r"\frac{x}{2} = {}")
+EQUATIONS += (r"x \equiv {}", r"x \neq {}")
 EQUATIONS += ("x > {}", r"x \le {}", "x = 7, y = {}", "x = 7, {}", "x = {}, 8888", "x = {} = 8888", "9999 = {}")
-LABELS = (
-    "x = {}",
-    "a_1 = {}",
-    "p(3) = {}",
-    "f(x) = {}",
-    r"\theta = {}",
-    r"\text{Area} = {}",
-    "AB = {}",
-    "total cost = {}",
-)
+LABELS = ("x = {}", "a_1 = {}", "p(3) = {}", "f(x) = {}", r"\theta = {}", r"\text{Area} = {}", "AB = {}")
+LABELS += ("total cost = {}",)
 LABELS += (r"\angle ABC = {}", r"x_{\text{max}} = {}", r"\text{minimum value} = {}", r"S_{10} = {}")
 
 

@@ -281,9 +281,7 @@ def test_a_response_that_never_gets_a_score_is_unscored(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("failing", "limit", "stops"),
-    [
-        *((2, 0.1, True), (1, 0.1, False), (14, 0.9, False), (1, 0.0, True), (0, 0.0, False), (16, 0.99, True)),
-    ],
+    [(2, 0.1, True), (1, 0.1, False), (14, 0.9, False), (1, 0.0, True), (0, 0.0, False), (16, 0.99, True)],
 )
 def test_more_failures_than_the_rate_allows_are_an_error(failing: int, limit: float, stops: bool) -> None:
     """Responses count, not prompts: equal ones are asked about once."""
