@@ -33,6 +33,7 @@ from tandemrl.rollout.kv_cache import KVCache, column_mask, extend, next_hidden,
 from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
 
+RACES_AHEAD = 16  # steps whose random numbers are made at once
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 _OUTPUTS = {"tokens": torch.int64, "authors": torch.int8, "logprobs": torch.float32, "handovers": torch.float32}
 
@@ -85,6 +86,8 @@ class DecodingBatch:
         self.starts.row(None, ())  # of strategies that have none
         self.device = decoder.device
         self._width = 0
+        self._ahead: tuple[Tensor, list[Tensor]] = torch.empty(2, 0), []
+        """The next step's draws (streams, counters), and random numbers for them and for steps after it, last first."""
         # On the device, one entry per row if any has penalties: which tokens it has before its turn, how often in it.
         self.seen = torch.empty(0, decoder.vocabulary, dtype=torch.bool, device=self.device)
         self.counts = torch.empty(0, decoder.vocabulary, dtype=torch.int64, device=self.device)
@@ -338,7 +341,7 @@ class DecodingBatch:
         """The next token of every row, without a draft."""
         hidden = {who: self._read(who, self.last[:, None], self.position[:, None])[:, 0] for who in self.caches}
         logits = self._author_logits(hidden)
-        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._races(self.stream, self.written + self.shift)))
+        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._race()))
         after = self._after(tokens, self.live)
         block = Block(tokens[:, None], self.author[:, None], logprobs[:, None], self.live.long(), next=after)
         return self._handed_over(block, after, logits, hidden) if len(self.starts.table) > 1 else block
@@ -488,6 +491,17 @@ class DecodingBatch:
                     logits = torch.empty(len(self.author), self.decoder.vocabulary, device=self.device)
                 logits[mine.to(self.device)] = self._logits(who, states, mine)
         return logits
+
+    def _race(self) -> Float64[Tensor, "b r"]:
+        """The random numbers of this step's draws. Those of several steps are made at once, which costs hardly more."""
+        draws = torch.stack([self.stream, self.written + self.shift])
+        ready, races = self._ahead
+        if not races or ready.shape != draws.shape or not bool(((ready == draws) | ~self.live).all()):
+            steps = torch.arange(max(1, min(RACES_AHEAD, 512 // len(self.rows))))
+            races = [*self._races(self.stream[:, None], draws[1][:, None] + steps).unbind(1)][::-1]
+        draws[1] += 1
+        self._ahead = draws, races[:-1]
+        return races[-1]
 
     def _races(self, streams: Int64[Tensor, "*#b"], counters: Int64[Tensor, "*#b"]) -> Float64[Tensor, "*b r"]:
         """The random numbers of some draws."""
