@@ -492,7 +492,7 @@ def test_in_bfloat16_the_mismatch_gate_knows_how_the_model_rounds(
     coarse_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stopped such a run was its own rounding; a wrong weight in the engine still stops it."""
-    low = ["model.dtype=bfloat16"]
+    low = ["model.dtype=bfloat16", "rollout.temperature=2.0"]
     setup = build(config(coarse_pair, tmp_path / "built", *low)).setup
     out = train(config(coarse_pair, tmp_path / "right", *low), quiet=True)
     for line in metrics(out):
