@@ -50,7 +50,7 @@ class Ahead(AsyncRollouts):
             models=SimpleNamespace(engine=fleet, policy=nn.Module()),
             progress=SimpleNamespace(sampler=sampler, rollouts_in_flight=[]),
         )
-        super().__init__(run, None, None)  # type: ignore[arg-type]
+        super().__init__(run, None, None)  # type: ignore[arg-type]  # stand-ins
 
     def generate(self, step: int, examples: Any, drawn: int = 0, engine: Any = None) -> Any:
         return engine.generate(asked(step))
@@ -64,6 +64,7 @@ def rolled_out() -> dict[str, Any]:
     with Ahead(fleet) as rollouts:
         rollouts.start_until(1, 3)
         found["checksum"] = sync_weights(learnt(models()[0]), fleet, version=4)
+        # `generate` above gives plain completions.
         found |= {f"step {step}": bits(rollouts.take(step)[0]) for step in (1, 2, 3)}  # type: ignore[arg-type]
     found["after"] = bits(fleet.generate(asked(4)))
     found["passes"] = fleet.passes

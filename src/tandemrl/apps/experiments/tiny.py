@@ -274,7 +274,8 @@ def solo_texts(
     prompts = encoded.to(model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written: Any = model.generate(**prompts, **SAMPLING, max_new_tokens=max_tokens)  # type: ignore[operator]
+        generate: Any = model.generate  # torch types attributes of modules as tensors
+        written = generate(**prompts, **SAMPLING, max_new_tokens=max_tokens)
     return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

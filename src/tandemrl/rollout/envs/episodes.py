@@ -90,7 +90,7 @@ class Acting:
 
     def message(self, turn: Turn) -> Message:
         """A turn as a message."""
-        raise NotImplementedError
+        raise NotImplementedError  # of subclasses, by what their turns are made of
 
     def heard(self, turn: Turn, messages: Sequence[Message]) -> tuple[Rendered, tuple[int, ...]]:
         """What the authors read after a turn, and what a junior with a vocabulary of its own reads instead.
@@ -98,7 +98,7 @@ class Acting:
         Raises:
             ConfigError: messages of these roles cannot be shown.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # of subclasses, by what their turns are made of
 
     def close(self) -> None:
         """End the processes of the environment. The next call of the environment starts new ones."""
