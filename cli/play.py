@@ -25,7 +25,7 @@ def play(
 
     try:
         from tandemrl.apps.play.app import application
-        from tandemrl.apps.serve.address import listen, run, url_of
+        from tandemrl.rollout.gateway.address import listen, run, url_of
     except ImportError as error:
         raise ConfigError(f"tandemrl play: {error.name} is missing; {pip_install('play')}") from None
     from tandemrl.apps.play.duo import Duo

@@ -21,7 +21,6 @@ losses models
 rollout
 evals tasks
 training
-apps.asgi apps.fields
 apps.report apps.planning apps.score apps.serve
 apps.experiments apps.play
 cli

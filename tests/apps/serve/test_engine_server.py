@@ -25,15 +25,16 @@ from typer.testing import CliRunner
 
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
-from tandemrl.apps.serve import engine_app, engine_server
-from tandemrl.apps.serve.address import listen, run, url_of
-from tandemrl.apps.serve.engine_app import Server, application
-from tandemrl.apps.serve.engine_thread import EngineThread
-from tandemrl.apps.serve.requests import Asked, Reader, TextStyle
-from tandemrl.apps.serve.texts import Chunks, Speaker, TextStream, text_of
+from tandemrl.apps.serve import engine_server
 from tandemrl.cli.main import app as command
 from tandemrl.rollout import decoding
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.gateway import engine_app
+from tandemrl.rollout.gateway.address import listen, run, url_of
+from tandemrl.rollout.gateway.engine_app import Server, application
+from tandemrl.rollout.gateway.engine_thread import EngineThread
+from tandemrl.rollout.gateway.requests import Asked, Reader, TextStyle
+from tandemrl.rollout.gateway.texts import Chunks, Speaker, TextStream, text_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64

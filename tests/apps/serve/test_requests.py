@@ -10,11 +10,11 @@ from clients import DEFAULT, strategy_of, written
 
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, tokenizer
-from tandemrl.apps.asgi import is_ours
-from tandemrl.apps.fields import Refused
-from tandemrl.apps.serve.address import hosts_of
-from tandemrl.apps.serve.conversations import Conversation, Conversations
-from tandemrl.apps.serve.requests import Asked, Reader
+from tandemrl.rollout.gateway.address import hosts_of
+from tandemrl.rollout.gateway.asgi import is_ours
+from tandemrl.rollout.gateway.conversations import Conversation, Conversations
+from tandemrl.rollout.gateway.fields import Refused
+from tandemrl.rollout.gateway.requests import Asked, Reader
 from tandemrl.selection.draws import mix64
 
 EOS = IDS[EOS_SURFACE]

@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 from fake_judge import FakeJudge, Reply
 from helpers import tokenizer
 from tandemrl.apps.serve import engine_server
-from tandemrl.apps.serve.requests import OtherReader, Reader
 from tandemrl.config import Config, ConfigError, SelectionConfig, load
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Request, Sampling, check_authors, replay_turns
+from tandemrl.rollout.gateway.requests import OtherReader, Reader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import mix64

@@ -19,15 +19,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tandemrl.apps import fields
-from tandemrl.apps.asgi import LOOPBACK, Door, json_object
-from tandemrl.apps.fields import Kind, Refused, whole
 from tandemrl.apps.play.duo import Draft, Duo, Piece
 from tandemrl.apps.play.problems import MAX_NEW, Problems
 from tandemrl.config import SelectionConfig
 from tandemrl.config.strategies import KINDS
 from tandemrl.files import is_unicode
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.gateway import fields
+from tandemrl.rollout.gateway.asgi import LOOPBACK, Door, json_object
+from tandemrl.rollout.gateway.fields import Kind, Refused, whole
 
 MAX_BODY = 1 << 20
 AT_ONCE = 16

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.apps.serve.texts import Authors
 from tandemrl.config import SelectionConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
@@ -25,6 +24,7 @@ from tandemrl.models.forward import token_scores
 from tandemrl.models.loading import context_of
 from tandemrl.rollout.call import CallEngine, Finished, NewTokens
 from tandemrl.rollout.engine import Request, Sampling, StopReason
+from tandemrl.rollout.gateway.texts import Authors
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, resumed

@@ -1,7 +1,3 @@
-"""``tandemrl serve``: an OpenAI-compatible server whose responses name the author of each token, over any engine with
-open calls.
-
-``engine_server`` loads a pair, for ``play``, too, and starts the application ``engine_app``. ``requests`` reads what is
-asked, in one of three forms (messages, texts, token ids); an ``engine_thread`` writes; ``texts`` makes the answers.
-``conversations`` go on from request to request. ``address`` is where the server listens.
+"""``tandemrl serve``: the OpenAI-compatible server of ``rollout.gateway`` over a pair, which ``engine_server`` loads,
+for ``play``, too; and ``corpus``, a server of an index of documents.
 """

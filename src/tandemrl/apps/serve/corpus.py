@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tandemrl.apps.asgi import Door, json_object
-from tandemrl.apps.serve.address import hosts_of, listen, run, url_of
 from tandemrl.data.documents import with_title
 from tandemrl.rollout.envs.bm25 import Corpus
+from tandemrl.rollout.gateway.address import hosts_of, listen, run, url_of
+from tandemrl.rollout.gateway.asgi import Door, json_object
 
 LONGEST = 1 << 20
 """Bytes of a request's body, at most."""

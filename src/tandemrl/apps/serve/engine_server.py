@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.apps.serve.address import API_KEY, hosts_of, listen, run, url_of
-from tandemrl.apps.serve.engine_app import Server, application
-from tandemrl.apps.serve.engine_thread import EngineThread
-from tandemrl.apps.serve.requests import SAMPLED, OtherReader, Reader
-from tandemrl.apps.serve.texts import Speaker
 from tandemrl.config import Config, ConfigError, SelectionConfig
 from tandemrl.config.compatibility import Facts, check
 from tandemrl.config.schema import JuniorEndpointConfig
@@ -29,6 +24,11 @@ from tandemrl.models.loading import (
 from tandemrl.rollout.call import CallEngine
 from tandemrl.rollout.envs.parsing import CallFormat
 from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
+from tandemrl.rollout.gateway.address import API_KEY, hosts_of, listen, run, url_of
+from tandemrl.rollout.gateway.engine_app import Server, application
+from tandemrl.rollout.gateway.engine_thread import EngineThread
+from tandemrl.rollout.gateway.requests import SAMPLED, OtherReader, Reader
+from tandemrl.rollout.gateway.texts import Speaker
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.selection import Strategy

@@ -13,9 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.apps import fields
-from tandemrl.apps.fields import FLAG, NUMBER, OBJECT, Kind, Refused, whole
-from tandemrl.apps.serve.conversations import NEW, Conversation
 from tandemrl.config import SelectionConfig
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.config.strategies import KINDS
@@ -26,6 +23,9 @@ from tandemrl.rollout.endpoint_partner import body_of
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.envs.tools import Schema
+from tandemrl.rollout.gateway import fields
+from tandemrl.rollout.gateway.conversations import NEW, Conversation
+from tandemrl.rollout.gateway.fields import FLAG, NUMBER, OBJECT, Kind, Refused, whole
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 

@@ -20,13 +20,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tandemrl.apps.asgi import Door, json_object
-from tandemrl.apps.fields import Refused
-from tandemrl.apps.serve.conversations import NEW, Conversations
-from tandemrl.apps.serve.engine_thread import EngineThread
-from tandemrl.apps.serve.requests import Asked, Form, Reader
-from tandemrl.apps.serve.texts import VERSION, Chunks, Speaker, summary
 from tandemrl.rollout.engine import Completion, EngineError, Request
+from tandemrl.rollout.gateway.asgi import Door, json_object
+from tandemrl.rollout.gateway.conversations import NEW, Conversations
+from tandemrl.rollout.gateway.engine_thread import EngineThread
+from tandemrl.rollout.gateway.fields import Refused
+from tandemrl.rollout.gateway.requests import Asked, Form, Reader
+from tandemrl.rollout.gateway.texts import VERSION, Chunks, Speaker, summary
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 FORMS: dict[str, Form] = {COMPLETIONS: "text", CHAT: "chat", GENERATE: "ids"}

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import uvicorn
 from starlette.applications import Starlette
 
-from tandemrl.apps.asgi import LOOPBACK
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.gateway.asgi import LOOPBACK
 
 API_KEY = "VLLM_API_KEY"
 """The environment variable of the key that clients have to send."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tandemrl.apps.fields import Refused
 from tandemrl.config import SelectionConfig
 from tandemrl.data.messages import Message, sound
 from tandemrl.data.rows import messages_of
+from tandemrl.rollout.gateway.fields import Refused
 
 NEW = "new"
 MAX_CONVERSATIONS = 256

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from tandemrl.apps.serve.requests import Asked, Form, TextStyle
 from tandemrl.data.messages import sound
 from tandemrl.rollout.engine import LOST, Completion, Request
 from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
+from tandemrl.rollout.gateway.requests import Asked, Form, TextStyle
 from tandemrl.selection import Strategy, resumed
 from tandemrl.selection.boundaries import token_bytes
 
