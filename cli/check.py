@@ -27,6 +27,7 @@ OPTIONAL = {
     "liger-kernel": ("liger", "model.liger, on CUDA"),
     "wandb": ("wandb", "train.wandb"),
     "ray": ("ray", "rollout.workers"),
+    "inspect-ai": ("inspect", "tandemrl export inspect"),
     "datasets": ("hub", "hf:… data sources"),
 }
 """The extra with a package, and what the package is for."""

@@ -35,6 +35,7 @@ EXAMPLES = {
     "play": "--senior runs/first/hf/best --junior runs/tiny/junior",
     "score": "--data data/gsm8k/test.parquet --responses responses.jsonl --out scores.jsonl",
     "report": "runs/first",
+    "export inspect": "runs/first",
     "config": "rollout",
     "check": "",
 }

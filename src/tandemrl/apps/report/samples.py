@@ -85,7 +85,7 @@ def galleries(
     Raises:
         EvalError, ReportError: a file of samples is damaged.
     """
-    read = _Reader(folder, say, tokenizer)
+    read = SampleReader(folder, say, tokenizer)
     by_kind: dict[str, dict[str, Problem]] = {}
     for arm in setting.arms:
         for kind, example, question, shown in read.arm(arm):
@@ -94,12 +94,12 @@ def galleries(
     return [Gallery(kind, [*by_kind[kind].values()]) for kind in [*KINDS.values(), TRAINING] if kind in by_kind]
 
 
-class _Reader:
+class SampleReader:
     """Reads samples. It caches tokenizers and questions, and reports each problem once."""
 
     def __init__(self, folder: Path, say: Say, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._folder, self._tokenizer = folder, tokenizer
-        self._say, self._decoder, self._questions = cache(say), cache(self._load_decoder), cache(self._load_questions)
+        self._say, self.decoder, self.questions = cache(say), cache(self._load_decoder), cache(self._load_questions)
 
     def arm(self, arm: ArmRecord) -> Iterator[tuple[str, str, str, Shown]]:
         """Yield (kind, example id, question, completion) for an arm's first seed."""
@@ -117,7 +117,7 @@ class _Reader:
             self._say(f"{file} is missing, so its samples are not shown.")
             return
         model = str(config.get("model", ""))
-        decode, questions = self._decoder(model, file.parent), self._questions(tuple(config.get("data") or ()))
+        decode, questions = self.decoder(model, file.parent), self.questions(tuple(config.get("data") or ()))
         for sample in read_samples(file):
             kind = KINDS.get((evaluation.phase, sample.arm))
             if kind is None or sample.problem >= PROBLEMS or sample.sample != 0:
@@ -133,7 +133,7 @@ class _Reader:
         file = run.folder / "samples.jsonl"
         if not file.is_file():
             return
-        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
+        decode = self.decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
         lines = [line for line in read_steps(file, TAIL) if line["index"] == 0]
         for line in [line for line in lines if line["step"] == lines[-1]["step"]][:PROBLEMS]:
             author = np.asarray(line["author"])
