@@ -34,6 +34,7 @@ EXAMPLES = {
     "serve": "--senior runs/first/hf/best --junior runs/tiny/junior",
     "play": "--senior runs/first/hf/best --junior runs/tiny/junior",
     "score": "--data data/gsm8k/test.parquet --responses responses.jsonl --out scores.jsonl",
+    "regrade": "runs/first --grader math_verify",
     "report": "runs/first",
     "export inspect": "runs/first",
     "config": "rollout",

@@ -10,7 +10,20 @@ with interruptible():
     import typer
     from typer.core import TyperGroup
 
-    from tandemrl.cli import check, compare, config, data, evaluate, experiment, model, play, report, score, serve
+    from tandemrl.cli import (
+        check,
+        compare,
+        config,
+        data,
+        evaluate,
+        experiment,
+        model,
+        play,
+        regrade,
+        report,
+        score,
+        serve,
+    )
     from tandemrl.cli.examples import add_examples
     from tandemrl.cli.train import plan, train
 
@@ -74,6 +87,7 @@ app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("play")(play.play)
 app.command("score")(score.score)
+app.command("regrade")(regrade.regrade)
 app.command("report")(report.report)
 app.add_typer(report.exports, name="export")
 app.command("config")(config.config)

@@ -326,6 +326,53 @@ def test_other_problems_or_seeds_are_refused(tmp_path):
             compare(nothing, tmp_path / "a")
 
 
+def test_matched_by_truncation_only_what_ended_by_itself_on_both_sides_counts(tmp_path):
+    """A is right wherever it is not cut; B is cut elsewhere, and wrong in what it finishes of problem 2."""
+
+    def ends(correct, cut):
+        both = [sample(p, n, correct=bool(correct[p][n])) for p in range(3) for n in range(2)]
+        return [one._replace(stop_reason="length") if (one.problem, one.sample) in cut else one for one in both]
+
+    a = store(tmp_path / "a", ends([[0, 1], [1, 1], [1, 1]], {(0, 0)}))
+    b = store(tmp_path / "b", ends([[1, 1], [1, 0], [0, 0]], {(1, 1)}))
+    found = by_metric(compare(a, b))
+    assert (found["pass@1"].a, found["pass@1"].b) == pytest.approx((5 / 6, 1 / 2))
+    assert found["pass@1"].truncated == pytest.approx((1 / 6, 1 / 6))
+    found = by_metric(compare(a, b, match=("truncation",)))
+    assert (found["pass@1"].a, found["pass@1"].b) == pytest.approx((1, 2 / 3))  # one sample of 0 and of 1, two of 2
+    assert (found["pass@2"].a, found["pass@2"].b, found["pass@2"].problems) == (1, 0, 1)
+    assert (found["truncation_rate"].a, found["pass@1"].truncated) == (0, (0, 0))
+    all_cut = store(tmp_path / "c", [one._replace(stop_reason="length") for one in rates(1, 1, 1)])
+    with pytest.raises(CompareError, match="no text is left by --match truncation"):
+        compare(a, all_cut, match=("truncation",))
+
+
+def test_matched_by_truncation_an_arm_that_is_cut_leaves_every_arm(tmp_path):
+    both = [one._replace(arm=arm) for arm in ("x", "y") for one in rates(2, 2)]
+    cut = [
+        one._replace(stop_reason="length", correct=False) if (one.arm, one.problem) == ("y", 0) else one for one in both
+    ]
+    store(tmp_path / "a", both, "handoff")
+    store(tmp_path / "b", cut, "handoff")
+    found = by_metric(compare(tmp_path / "a", tmp_path / "b", shown=lambda name: name.endswith("pass@1")))
+    assert (found["y/pass@1"].truncated, found["x/pass@1"].truncated, found["pass@1"].truncated) == (
+        (0, 0.5), (0, 0), (0, 0.25),
+    )  # fmt: skip
+    found = by_metric(compare(tmp_path / "a", tmp_path / "b", match=("truncation",)))
+    assert (found["x/pass@1"].problems, found["y/pass@1"].difference) == (1, (0, 0, 0))
+
+
+def test_matched_by_problems_only_those_of_both_sides_count(tmp_path):
+    a, b = store(tmp_path / "a", rates(1, 2, 0)), store(tmp_path / "b", rates(0, 2))
+    assert by_metric(compare(a, b, match=("problems",)))["pass@1"][2:4] == (0.75, 0.5)
+    out = tmp_path / "c.json"
+    shown = CliRunner().invoke(app, ["compare", str(a), str(b), "--match", "problems", "--out", str(out)]).output
+    assert "matched by problems: 2 problems are left" in shown
+    assert json.loads(out.read_text())["match"] == ["problems"]
+    refused = CliRunner().invoke(app, ["compare", str(a), str(b), "--match", "length"])
+    assert (refused.exit_code, "--match length: expected truncation or problems" in refused.stderr) == (2, True)
+
+
 def test_half_of_a_character_in_an_answer_does_not_lose_an_evaluation(tmp_path):
     """A reward function may give any text as the answer."""
     store(tmp_path, [each._replace(answer="4\ud800") for each in rates(1, 2)])
@@ -356,7 +403,7 @@ def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_pat
     low, high = expected.difference[1:]
     assert f"pass@1 0.900 0.200 +0.700 [{low:+.3f}, {high:+.3f}] A > B: better" in lines
     assert "length 5.000 5.000 +0.000 [+0.000, +0.000] no difference shown" in lines
-    assert "pass-at-k" in lines
+    assert lines[lines.index("pass-at-k") + 1] == "cut by a limit 0.0% 0.0%"
     assert "bootstrap over 5 problems" in result.output
     assert tuple(json.loads(out.read_text())["contrasts"][0]["difference"].values()) == tuple(expected.difference)
     only = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pass@2"]).output

@@ -10,7 +10,6 @@ no correction for several rows: of twenty rows without any true difference, one 
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,9 +24,16 @@ from tandemrl.evals.measures import EvalError, Sample, good_end, is_headline, me
 from tandemrl.evals.phases import PHASES
 from tandemrl.evals.stats import Interval, macro_interval, seed_interval, standard_error
 from tandemrl.files import write_text
+from tandemrl.rollout.engine import LOST
+from tandemrl.types import Metrics
 
 Verdict = Literal["A > B", "A < B", "no difference shown"]
 UNDECIDED: Verdict = "no difference shown"
+Match = Literal["truncation", "problems"]
+"""A subset that is the same on both sides. ``truncation``: the samples that ended by themselves on both sides, in every
+arm. ``problems``: the problems that both sides have."""
+CUT = ("length", "turns")
+"""How a text ends that a limit cut off."""
 Values = Mapping[str, Mapping[str, float]]
 """The values of one metric in one evaluation, by set and ``example_id``."""
 InTraining = Literal["held-out", "monitored"]
@@ -45,7 +51,7 @@ class Contrast(NamedTuple):
     a, b: the macro means over the problems that have a value on both sides, then over seeds. difference: the mean
     difference, with the bootstrap interval over problems (one seed) or Student's t interval over seeds. per_seed: the
     paired difference of each seed with its bootstrap interval over problems. problems: the number of pairs in the seed
-    that has the fewest.
+    that has the fewest. truncated: for each side, the share of the texts behind the metric that a limit cut off.
     """
 
     phase: str
@@ -56,6 +62,7 @@ class Contrast(NamedTuple):
     per_seed: tuple[Interval, ...]
     verdict: Verdict
     problems: int
+    truncated: tuple[float, float] | None = None
 
 
 def compare(
@@ -64,6 +71,7 @@ def compare(
     *,
     shown: Callable[[str], bool] = is_headline,
     varied: Collection[str] = (),
+    match: Collection[Match] = (),
     resamples: int = 2000,
     seed: int = 0,
     level: float = 0.95,
@@ -79,6 +87,7 @@ def compare(
         shown: whether to show a metric, by its name. The default shows the headline metrics.
         varied: the settings that may differ since they are what is compared (``retrieval``, ``environment``). All
             others have to be the same.
+        match: the subsets to which both sides are cut. A problem then has the metrics for which it has enough samples.
         resamples: number of resamples of the bootstrap.
         seed: seed of the bootstrap.
         level: confidence level of the intervals.
@@ -96,12 +105,14 @@ def compare(
         raise CompareError(f"{none}; run one for both: tandemrl eval PHASE")
     contrasts = []
     for phase in phases:
-        loaded = [_load_pair(phase, *pair, varied) for pair in pairs]
+        read = [_load_pair(phase, *pair, varied, match) for pair in pairs]
+        loaded = [values for values, _ in read]
         for metric in filter(shown, loaded[0][0]):
             if all(metric in side for sides in loaded for side in sides):
                 values_a, values_b = ([sides[i][metric] for sides in loaded] for i in (0, 1))
                 found = contrast(phase, metric, values_a, values_b, resamples=resamples, seed=seed, level=level)
-                contrasts.append(found)
+                a_cut, b_cut = np.mean([[_cut(side, metric) for side in samples] for _, samples in read], axis=0)
+                contrasts.append(found._replace(truncated=(float(a_cut), float(b_cut))))
     return contrasts
 
 
@@ -118,7 +129,7 @@ def config_differences(
     """
     first, *_ = _match(repetitions(a), repetitions(b))
     files = [next(iter(side.values())) for side in first]
-    runs = [run for file in files if (run := _run_of(file)) is not None]
+    runs = [run for file in files if (run := run_of(file)) is not None]
     if len(runs) == len(files):
         found = difference(*(load(run) for run in runs))
     else:
@@ -292,7 +303,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
-def _run_of(result: Path) -> Path | None:
+def run_of(result: Path) -> Path | None:
     """The run whose evaluation a file holds (see ``_evaluation``), or None if its folders do not say."""
     folder = result.parent
     places = (folder, folder.parent, folder.parents[1] / folder.name) if folder.name else ()
@@ -335,8 +346,11 @@ def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[str]:
     return []
 
 
-def _load_pair(phase: str, a: Evaluation, b: Evaluation, varied: Collection[str]) -> list[dict[str, Values]]:
-    """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
+def _load_pair(
+    phase: str, a: Evaluation, b: Evaluation, varied: Collection[str], match: Collection[Match]
+) -> tuple[list[dict[str, Values]], list[list[Sample]]]:
+    """The values of every metric on both sides, which must be evaluations of the same problems in the same way, and
+    the samples that they are of."""
     files = [a[phase], b[phase]]
     protocols, ks, samples = zip(*(_read(phase, file, varied) for file in files), strict=True)
     anew = "evaluate one again with the --config and options of the other, into a new folder"
@@ -345,20 +359,43 @@ def _load_pair(phase: str, a: Evaluation, b: Evaluation, varied: Collection[str]
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
         raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed}); {again}")
     ids = [{(sample.set, sample.example_id) for sample in side} for side in samples]
-    if ids[0] != ids[1]:
+    if ids[0] != ids[1] and "problems" not in match:
         both, either = len(ids[0] & ids[1]), len(ids[0] | ids[1])
+        again = f"{again}, or compare what both have: --match problems"
         raise CompareError(f"{files[0]} and {files[1]}: only {both} of {either} problems are in both; {again}")
+    kept = [[one for one in side if (one.set, one.example_id) in ids[0] & ids[1]] for side in samples]
+    if "truncation" in match:
+        cut = {_place(one) for side in kept for one in side if one.stop_reason in (*CUT, *LOST)}
+        kept = [[one for one in side if _place(one) not in cut] for side in kept]
+    if not kept[0]:
+        raise CompareError(f"{files[0]} and {files[1]}: no text is left by --match {', '.join(match)}")
     k = [each for each in ks[0] if each in ks[1]]
-    silent = silent_sets([sample for side in samples for sample in side])  # of both sides, which need the same metrics
-    measure = partial(PHASES[phase if phase in PHASES else "pass-at-k"].measure, k=k)
-    measured = [measure_sets(side, measure, silent=silent) for side in samples]
-    return [
+    silent = silent_sets([sample for side in kept for sample in side])  # of both sides, which need the same metrics
+    of_phase = PHASES[phase if phase in PHASES else "pass-at-k"].measure
+
+    def measure(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
+        return of_phase(problem, k=[each for each in k if each <= len(problem)] if match else k)
+
+    measured = [measure_sets(side, measure, silent=silent) for side in kept]
+    values: list[dict[str, Values]] = [
         {
             metric: {name: each.rates[metric] for name, each in sets.items() if metric in each.rates}
             for metric in dict.fromkeys(metric for each in sets.values() for metric in each.rates)
         }
         for sets in measured
     ]
+    return values, kept
+
+
+def _place(sample: Sample) -> tuple[str, str, int]:
+    """What the samples of all arms and of both sides have in common that had the same random numbers."""
+    return sample.set, sample.example_id, sample.sample
+
+
+def _cut(samples: Sequence[Sample], metric: str) -> float:
+    """The share of texts that a limit cut off, of those that a metric is of: of its arm, if it has one."""
+    own = [one for one in samples if metric.startswith(f"{one.arm}/")] or samples
+    return sum(one.stop_reason in CUT for one in own) / len(own)
 
 
 _ON_TEXTS = (

@@ -42,6 +42,19 @@ _OF_EPISODES = (
 )
 
 
+def grader_settings(config: Config) -> dict[str, Any]:
+    """The settings that grades depend on, beside the judge, under the names of the result files."""
+    reward = {name: value for name, value in asdict(config.reward).items() if name != "workers"}
+    reward = {name: value for name, value in reward.items() if value or name not in ("weights", "parameters")}
+    return {"reward": reward} | ({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)})
+
+
+def judge_settings(config: Config) -> dict[str, Any]:
+    """The settings that a judge's marks depend on."""
+    judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
+    return judge | {"digests": digests([each for each in (config.judge.model, config.judge.template) if each])}
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """The endpoint of a model.
@@ -124,7 +137,6 @@ class Session:
     def solo_identity(self) -> dict[str, Any]:
         """Everything that the texts of the senior alone depend on, under the names of the result files."""
         config, arguments = self.config, self.config.data.template_arguments
-        reward = {name: value for name, value in asdict(config.reward).items() if name != "workers"}
         if self.remote is None:
             author = {"engine": config.rollout.engine, "draw": DRAW}
         else:
@@ -134,9 +146,8 @@ class Session:
                 "model": self.model,
                 "data": config.data.eval,
                 "eval": {key: value for key, value in asdict(config.eval).items() if key not in _TRAINING_ONLY},
-                "reward": {name: x for name, x in reward.items() if x or name not in ("weights", "parameters")},
+                **grader_settings(config),
                 **(self._acting_settings() if self.has_episodes else {}),
-                **({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)}),
                 "dtype": config.model.dtype,
                 "device": config.model.device,
                 "prompt_suffix": config.data.prompt_suffix,
@@ -164,8 +175,7 @@ class Session:
             drawn = {"strategy": selection.strategy} if named else {"max_gap_tokens": selection.max_gap_tokens}
             identity |= {"prob_senior": selection.prob_senior, **drawn}
         if self.has_judge:
-            judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
-            judge["digests"] = digests([each for each in (config.judge.model, config.judge.template) if each])
+            judge = judge_settings(config)
             if phase.judge:
                 judge["model"] = config.judge.model or self.judges.judge.model
             identity["judge"] = judge
