@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tandemrl.config import RewardConfig
-from tandemrl.data.messages import Response
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 from tandemrl.processes.world import World
+from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.protocol import GraderError, TrainerState
 from tandemrl.rewards.scoring import Scorer
 
@@ -35,6 +36,11 @@ def some(completions, **_):
 def plural(completions, answers, states, infos):
     assert [state["answer"] for state in states] == answers
     return [float(info["level"]) for info in infos]
+
+
+def ranked(row, texts, options, opened, transcripts=None):
+    assert len(opened) == len(texts)
+    return [None if text == "x" else sorted(texts, key=len).index(text) / len(texts) for text in texts]
 
 
 class Dealt(World):
@@ -64,6 +70,32 @@ def test_a_function_compares_the_responses_to_a_prompt(
         assert [score.value for score in scorer.score(items)] == [0.0, -1.0, -2.0, 1.0, 2.0]
         apart = scorer.score(items, groups=[0, 1, 2, 1, 0])  # the same row, drawn twice in a step
         assert [score.value for score in apart] == [-1.0, -1.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_a_function_of_texts_gets_all_to_a_prompt(child: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = in_child("ranked", tmp_path, monkeypatch) if child else RewardConfig()
+    with Scorer(config, functions={} if child else {"ranked": ranked}, world=Dealt()) as scorer:
+        found = scorer.score([(ROWS[0], "abc"), (ROWS[1], "a"), (ROWS[0], "ab"), (ROWS[0], "x"), (ROWS[0], "abcd")])
+    assert [score.value for score in found if score.scored] == [0.5, 0.0, 0.25, 0.75]
+    assert not found[3].scored
+
+
+def test_an_environment_compares_the_episodes_of_a_row() -> None:
+    class Race:
+        def score(self, row: Row, transcript: Transcript) -> float:
+            raise AssertionError("score_group takes its place")
+
+        def score_group(self, row: Row, transcripts: list[Transcript]) -> list[float]:
+            return [float(each.state == max(other.state for other in transcripts)) for each in transcripts]
+
+    items, states = [(row, "") for row in (ROWS[0], ROWS[0], ROWS[1], ROWS[0])], (3, 5, 1, 5)
+    with Scorer(RewardConfig(), functions=with_environment({}, Race())) as scorer:
+        scorer.check(ROWS, episodes=True)
+        found = scorer.score(items, [Transcript((), state) for state in states])
+        assert [score.value for score in found] == [0.0, 1.0, 1.0, 1.0]
+        with pytest.raises(GraderError, match="reads the transcript of an episode"):
+            scorer.score(items)
 
 
 @pytest.mark.parametrize("child", [False, True])

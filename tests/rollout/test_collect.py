@@ -1,6 +1,7 @@
 """Prompts to rollouts: the engine's word is checked, and every text is scored once, whole, and in its place."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from helpers import EOS, IDS, prompts, tokenizer
+from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Prompt, Row
+from tandemrl.rewards.functions import Term
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Graded, Scorer
 from tandemrl.rollout.collect import CompletionBatch, generate
-from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling
+from tandemrl.rollout.engine import LOST, Completion, EngineError, EngineInfo, Passes, Request, Sampling
 from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, per_group, replay
@@ -38,6 +41,9 @@ class CountingScorer(Scorer):
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[Row, str]]] = []
+
+    def terms_of(self, row: Row) -> tuple[Term, ...]:
+        return ()
 
     def graded(self, items: Any, transcripts: Any = None, **_: Any) -> list[Graded]:
         self.calls.append([(row, response.plain) for row, response in items])
@@ -141,6 +147,19 @@ def test_what_an_engine_gets_wrong_is_refused(spoil, match):
 
 
 # -------------------------------------------------------------------------------------------------------------- scoring
+
+
+def test_a_reward_that_compares_is_not_called_for_the_only_text_that_is_left():
+    def spread(completions: list[str], **_: Any) -> list[float]:
+        return [statistics.stdev(map(len, completions))] * len(completions)
+
+    written = collect(Parrot(), numbered_prompts(2))
+    lose = lambda completion: dataclasses.replace(completion, stop_reason=LOST[0])  # noqa: E731
+    written.completions[0][:2] = map(lose, written.completions[0][:2])
+    written.completions[1][:1] = map(lose, written.completions[1][:1])
+    with Scorer(RewardConfig(), functions={"spread": spread}) as scorer:
+        groups = score_rollouts(written, scorer, tokenizer())
+    assert [[rollout.scored for rollout in group.rollouts] for group in groups] == [[False] * 3, [False, True, True]]
 
 
 def test_rollouts_have_the_score_of_their_own_text():

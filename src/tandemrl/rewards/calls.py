@@ -5,7 +5,8 @@ The library's own form is ``(row, text) -> Score | float``. A third parameter, `
 `Transcript` of an episode of several turns; ``text`` is then what the authors wrote in it. A parameter called
 ``opened``, of any function, receives what the chat template wrote of the response at the end of the prompt, such as
 ``<think>``. If the function returns a plain number x, this becomes a `Score` whose ``acc`` (is the response correct?)
-is 1 if x ≥ 1, else 0.
+is 1 if x ≥ 1, else 0. A function with a parameter ``texts`` or ``transcripts`` gets all responses to a prompt at once,
+as lists, and returns a list with a score, or None, for each.
 
 Functions that were written for other libraries are recognised by the names of their parameters, and called by keyword:
 
@@ -72,10 +73,12 @@ VERIFIERS = ("prompt", "completion", "answer", "state", "task", "info")
 """The keyword arguments that verifiers passes to a reward function, without the objects of its rubric."""
 PLURALS = {"answers", "states", "tasks", "infos"}
 """What a function of verifiers takes beside ``prompts`` and ``completions`` if it scores all responses to a prompt."""
-KEYWORDS = ("transcript", "opened", "options")
+KEYWORDS = ("transcript", "transcripts", "opened", "options")
 """What a function of the library's own form gets by keyword if it has such parameters."""
 LOGS = ("log_metric", "log_extra")
 """The functions that TRL passes, so that a reward function can log numbers, and columns with a value per completion."""
+GROUPS = {"texts", "transcripts"}
+"""The parameters by which a function of the library's own form that scores all responses to a prompt is recognised."""
 RUBRIC = ("parser", "judge")
 """Objects of a rubric of verifiers that its reward functions may take. Here there are none."""
 WANTS_MESSAGES = (TypeError, AttributeError, KeyError, IndexError)
@@ -117,16 +120,13 @@ class Call(NamedTuple):
     """Whether it takes any others, too (``**kwargs``)."""
     messages_only: bool = False
     """Whether its annotations ask for messages."""
+    grouped: bool = False
+    """Whether it scores all responses to a prompt in one call."""
 
     @property
     def transcript(self) -> bool:
         """Whether it takes the transcript of an episode."""
-        return self.form == "own" and "transcript" in self.names
-
-    @property
-    def grouped(self) -> bool:
-        """Whether it scores all responses to a prompt in one call."""
-        return self.form == "trl"
+        return self.form == "own" and not {"transcript", "transcripts"}.isdisjoint(self.names)
 
     @property
     def logs(self) -> tuple[str, ...] | None:
@@ -152,7 +152,7 @@ class Call(NamedTuple):
             for count in (2, 3):
                 with suppress(TypeError):
                     signature.bind(*[None] * count, **dict.fromkeys(names))
-                    return cls(form, count == 3, names, optional)
+                    return cls(form, count == 3, names, optional, grouped=not GROUPS.isdisjoint(parameters))
             raise _no_reward(name, signature)
         kinds = {each: parameter.kind for each, parameter in parameters.items()}
         rest = inspect.Parameter.VAR_KEYWORD in kinds.values()
@@ -167,7 +167,7 @@ class Call(NamedTuple):
         annotation = str(getattr(parameters.get("completions") or parameters.get("completion"), "annotation", ""))
         asks = any(word in annotation for word in ("dict", "Dict", "Message", "Mapping"))
         only = asks and not OR_TEXT.search(annotation)
-        return cls(form, names=tuple(named), optional=optional, rest=rest, messages_only=only)
+        return cls(form, names=tuple(named), optional=optional, rest=rest, messages_only=only, grouped=form == "trl")
 
     def given(self, name: str, items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Given:
         """The arguments of a call for one response, or for all responses to a prompt, without the functions of `LOGS`.
@@ -176,6 +176,7 @@ class Call(NamedTuple):
             GraderError: the function takes what cannot be given, such as a transcript; the message names it.
         """
         row, response, transcript = items[0]
+        episodes = [item.transcript for item in items]
         if self.form in ("trl", "verifiers"):
             as_text, as_messages = (
                 self._columns(name, items, form, state) if self.grouped else self._of_one(items[0], form)
@@ -185,12 +186,16 @@ class Call(NamedTuple):
         told: dict[str, Any] = {"opened": response.opened, "options": options, "transcript": transcript}
         if self.form == "verl":
             told |= zip(VERL, (row.data_source, response.plain, truth_of(row), dict(row.extra_info)), strict=True)
-        elif self.transcript and "transcript" not in self.optional and transcript is None:
+        elif None in episodes and {"transcript", "transcripts"} & {*self.names} - {*self.optional}:
             raise GraderError(
                 f"{name}, row {row.example_id}: it reads the transcript of an episode, and a single response has none; "
                 "set rollout.environment, or give the parameter `transcript` a default"
             )
-        own = (row, response.text, *((options,) if self.options else ())) if self.form == "own" else ()
+        text: Any = response.text
+        if self.grouped:
+            text = [item.response.text for item in items]
+            told |= {"transcripts": episodes, "opened": [item.response.opened for item in items]}
+        own = (row, text, *((options,) if self.options else ())) if self.form == "own" else ()
         return Given(own, {name: told[name] for name in self.names})
 
     @property
@@ -328,10 +333,10 @@ def called_group(function: Callable[..., Any], given: Given, logs: Sequence[str]
 
     offered = {"log_metric": log_metric, "log_extra": log_extra}
 
-    def attempt(**arguments: Any) -> Any:
+    def attempt(*positional: Any, **arguments: Any) -> Any:
         metrics.clear()
         extra.clear()
-        return function(**arguments, **{name: offered[name] for name in logs})
+        return function(*positional, **arguments, **{name: offered[name] for name in logs})
 
     values = called(attempt, given)
     if not isinstance(values, str | Mapping | None):
@@ -409,9 +414,9 @@ def _foreign(parameters: Mapping[str, inspect.Parameter]) -> Form:
 
 def _no_reward(name: str, signature: inspect.Signature) -> GraderError:
     return GraderError(
-        f"{name}: its parameters are {signature}; expected (row, text) or (row, text, options), and `transcript` and "
-        f"`opened` with either, or verl's ({', '.join(VERL)}), TRL's (prompts, completions, **kwargs) or verifiers' "
-        f"({', '.join(VERIFIERS)}); bind others with functools.partial"
+        f"{name}: its parameters are {signature}; expected (row, text) or (row, text, options), (row, texts) for all "
+        f"responses to a prompt, `transcript` and `opened` with any, or verl's ({', '.join(VERL)}), TRL's (prompts, "
+        f"completions, **kwargs) or verifiers' ({', '.join(VERIFIERS)}); bind others with functools.partial"
     )
 
 

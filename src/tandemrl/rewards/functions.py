@@ -29,8 +29,8 @@ from tandemrl.rewards.protocol import (
 )
 
 RewardFunction = Callable[..., Score | float | Mapping[str, Any]]
-"""A function of ``(row, text)`` or ``(row, text, options)``, optionally with ``transcript``; or one with the signature
-of verl, TRL or verifiers."""
+"""A function of ``(row, text)`` or ``(row, text, options)``, optionally with ``transcript``; of ``(row, texts)`` and
+``transcripts`` for all responses to a prompt; or one with the signature of verl, TRL or verifiers."""
 Begin = Callable[[Sequence[Item], RewardConfig, TrainerState | None], Score | GroupScores | Deferred]
 """A reward of any kind in a uniform signature, for one response, or for all responses to a prompt."""
 ENVIRONMENT = "environment"
@@ -116,21 +116,25 @@ def by_name(reward: RewardFunction | Mapping[str, Any] | None) -> dict[str, Rewa
 
 
 def with_environment(functions: Mapping[str, RewardFunction], environment: Any) -> dict[str, RewardFunction]:
-    """The functions, and the method ``score`` of an environment, if it has one, under the name ``environment``.
+    """The functions, and the method ``score_group`` of an environment, or else ``score``, if it has one, under the name
+    ``environment``.
 
     Raises:
         GraderError: a function already has that name.
     """
-    score = getattr(environment, "score", None)
-    if score is None:
+    grouped = hasattr(environment, "score_group")
+    if not grouped and not hasattr(environment, "score"):
         return dict(functions)
     if ENVIRONMENT in functions:
         raise GraderError(f"reward {ENVIRONMENT}: so is called the score of the environment; rename the function")
 
     def of_environment(row: Row, text: str, transcript: Transcript) -> Any:
-        return score(row, transcript)
+        return environment.score(row, transcript)
 
-    return {ENVIRONMENT: of_environment, **functions}
+    def of_episodes(row: Row, texts: list[str], transcripts: list[Transcript]) -> Any:
+        return environment.score_group(row, transcripts)
+
+    return {ENVIRONMENT: of_episodes if grouped else of_environment, **functions}
 
 
 def of_library(name: str, function: ScorerFunction) -> Term:

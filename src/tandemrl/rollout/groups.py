@@ -1,5 +1,6 @@
 """Scores finished completions, and groups them by prompt."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -95,6 +96,8 @@ def score_rollouts(
     The text of an episode is what the authors wrote in its turns; what the environment said is in the transcript. Texts
     that are `engine.LOST` get no score.
 
+    A function that compares the responses to a prompt is not called for the only one that is not lost.
+
     Args:
         ends: see `ResponseReader`.
         state: how far the run has come, for reward functions that ask for it.
@@ -104,6 +107,9 @@ def score_rollouts(
         opened = reader.opened(prompt.tokens, prompt.row)
         read |= {(g, index): reader.of(each, opened) for index, each in enumerate(completions)}
     whole = [(g, index) for g, index in read if batch.completions[g][index].stop_reason not in LOST]
+    left = Counter(g for g, _ in whole)
+    compared = [any(term.grouped for term in scorer.terms_of(prompt.row)) for prompt in batch.prompts]
+    whole = [(g, i) for g, i in whole if not compared[g] or left[g] > 1 or len(batch.completions[g]) == 1]
     graded = scorer.graded(
         [(batch.prompts[place[0]].row, read[place]) for place in whole],
         [batch.completions[g][index].transcript for g, index in whole],

@@ -71,7 +71,8 @@ class Environment:
     calls that cannot be made, it has ``invalid_calls``, a list of what is wrong with each (see `parsing.parse_turn`).
 
     A subclass may have a method ``score(row, transcript) -> float | Score``. It then gives the reward of the rows, like
-    a function given to ``train`` (see ``rewards``). Without it, the ``data_source`` of a row decides how it is scored.
+    a function given to ``train`` (see ``rewards``). ``score_group(row, transcripts)`` instead returns the scores of all
+    episodes of a group at once, which it can compare. Without either, the ``data_source`` of a row decides.
     """
 
     tools: Sequence[Tool] = ()
