@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from tandemrl.rollout.engine import Completion, EngineError, Request
@@ -26,6 +26,7 @@ from tandemrl.rollout.gateway.conversations import NEW, Conversations
 from tandemrl.rollout.gateway.engine_thread import EngineThread
 from tandemrl.rollout.gateway.fields import Refused
 from tandemrl.rollout.gateway.requests import Asked, Form, Reader
+from tandemrl.rollout.gateway.sessions import ROLES, Asking, Session
 from tandemrl.rollout.gateway.texts import VERSION, Chunks, Speaker, summary
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -53,12 +54,16 @@ def application(server: "Server", *, hosts: Collection[str], api_key: str | None
         return open_to_all or hmac.compare_digest(sent, wanted)
 
     hint = "name it at the start of the server: --allowed-host NAME"
+    asked = [
+        *(Route(path, partial(server.write, form=form), methods=["POST"]) for path, form in FORMS.items()),
+        Route("/v1/models", server.models),
+    ]
     return Starlette(
         routes=[
-            *(Route(path, partial(server.write, form=form), methods=["POST"]) for path, form in FORMS.items()),
+            *asked,
+            Mount("/sessions/{session}", routes=asked),
             Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/detokenize", server.detokenize, methods=["POST"]),
-            Route("/v1/models", server.models),
             Route("/health", server.health),
             Route("/version", server.version),
         ],
@@ -99,6 +104,8 @@ class Server:
     model: str
     """The name of the model in requests."""
     conversations: Conversations = field(default_factory=Conversations)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    """By name: those that are open. A name is a secret, since whoever knows it may ask."""
     began: float = field(default_factory=time.time)
 
     async def health(self, request: HttpRequest) -> Response:
@@ -108,9 +115,22 @@ class Server:
         return JSONResponse({"version": VERSION})
 
     async def models(self, request: HttpRequest) -> Response:
-        card = {"id": self.model, "object": "model", "created": int(self.began), "owned_by": "tandemrl"}
-        card |= {"root": self.model, "max_model_len": self.reader.context}
-        return JSONResponse({"object": "list", "data": [card]})
+        session = self._session(request)
+        context = self.reader.context if session is None else session.limits.context
+        card = {"object": "model", "created": int(self.began), "owned_by": "tandemrl", "root": self.model}
+        names = (self.model, *(() if session is None else ROLES))
+        return JSONResponse({"object": "list", "data": [{"id": id, **card, "max_model_len": context} for id in names]})
+
+    def _session(self, request: HttpRequest) -> Session | None:
+        """The session of a request.
+
+        Raises:
+            HTTPException: it is not open.
+        """
+        name = request.path_params.get("session")
+        if name is not None and name not in self.sessions:
+            raise HTTPException(410, "this session is closed, or was never open")
+        return None if name is None else self.sessions[name]
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = await json_object(request)
@@ -127,19 +147,23 @@ class Server:
         return JSONResponse({"prompt": self.reader.tokenizer.decode(ids)})
 
     async def write(self, request: HttpRequest, form: Form) -> Response:
-        body = await json_object(request)
-        if body.get("model") not in (None, self.model):
+        body, session = await json_object(request), self._session(request)
+        if session is None and body.get("model") not in (None, self.model):
             message = f"The model `{body['model']}` does not exist. This server has `{self.model}`."
             return _error(404, message, kind="NotFoundError", param="model")
         with _refusals():
-            exchange = self._begin(body, form, request.headers.get("x-session-id"))
+            if session is None:
+                exchange = self._begin(body, form, request.headers.get("x-session-id"))
+            else:
+                again = request.headers.get("x-stainless-retry-count", "0") != "0"  # as OpenAI's clients say it
+                exchange = _Exchange(self, *session.begin(body, form, retry=again), session)
         if exchange.asked.wants("stream"):
             return _Stream(exchange)
         gone = asyncio.create_task(_left(request))
         try:
             either: list[asyncio.Future[Any]] = [gone, exchange.written]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(await asyncio.to_thread(exchange.whole) if exchange.written.done() else None)
+            return JSONResponse(None if gone.done() else await asyncio.to_thread(exchange.whole))
         finally:
             gone.cancel()
             exchange.close()
@@ -163,10 +187,15 @@ class Server:
 class _Exchange:
     """One request, which is being written from the beginning on, and its response."""
 
-    def __init__(self, server: Server, asked: Asked) -> None:
+    def __init__(
+        self, server: Server, asked: Asked, asking: Asking | None = None, session: Session | None = None
+    ) -> None:
         self._server, self.asked, self._conversation = server, asked, asked.conversation
+        self._asking, self._session = asking, session
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self._job = server.thread.submit(asked.requests, self._hear if asked.wants("stream") else None)
+        if asking is not None:
+            asking.cancel = partial(server.thread.cancel, self._job)
         self.written: asyncio.Future[list[Completion]] = asyncio.wrap_future(self._job.done)
         self.written.add_done_callback(self._end)
         self._about: dict[str, Any] = {"request_id": secrets.token_hex(16)}
@@ -192,6 +221,8 @@ class _Exchange:
         conversation, self._conversation = self._conversation, None
         if conversation is not None:
             self._server.conversations.give_back(conversation)
+        if self._session is not None and self._asking is not None:
+            self._session.drop(self._asking)
 
     def whole(self) -> dict[str, Any]:
         """The whole response, once all is written.
@@ -228,7 +259,9 @@ class _Exchange:
         return {"choices": choices, "usage": usage, "tandem": summary(asked, completions)}
 
     def _go_on(self, choice: Mapping[str, Any]) -> None:
-        """Add the turn to the conversation, if there is one and the turn is not empty."""
+        """Add the turn to the session or the conversation, if there is one and the turn is not empty."""
+        if self._session is not None and self._asking is not None:
+            self._session.record(self._asking, self.written.result()[0], self.asked.body, choice.get("message"))
         if self._conversation is not None and (turn := choice["token_ids"]):
             messages = [*self.asked.body["messages"], choice["message"]]
             self._conversation = self._conversation.after(messages, self.asked.requests[0].prompt, turn)
@@ -252,11 +285,11 @@ class _Exchange:
             index, tokens, logprobs = event
             yield streams[index].further(tokens, logprobs)
         told = self._told()
+        self._go_on(told["choices"][0])  # before the client can go on
         for stream, choice in zip(streams, told["choices"], strict=True):
             yield stream.last(choice) | {"tandem": told["tandem"]}
         if (asked.body.get("stream_options") or {}).get("include_usage"):
             yield {"choices": [], "usage": told["usage"]}
-        self._go_on(told["choices"][0])
 
 
 class _Stream(StreamingResponse):

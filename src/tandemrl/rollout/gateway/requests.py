@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from tandemrl.config import SelectionConfig
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.config.strategies import KINDS
-from tandemrl.data.messages import sound
+from tandemrl.data.messages import Message, sound
 from tandemrl.data.rows import chat_tokens, messages_of
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.rollout.endpoint_partner import body_of
@@ -31,6 +31,8 @@ from tandemrl.selection.draws import mix64
 
 MAX_SAMPLES = 1024
 """How many completions of a prompt one request may ask for, and how many prompts it may have."""
+MAX_RENDERINGS = 32
+"""How many sets of tools and variables of the template a server is ready for at once."""
 SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles only can keep it
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The fields whose defaults a model's generation config says."""
@@ -151,15 +153,24 @@ class Reader:
     """The token ids that end a turn."""
     junior: OtherReader | None = None
     """The junior, if it has a vocabulary of its own. Its chat template gets the default arguments."""
+    _renderings: dict[str, Rendering] = field(default_factory=dict, compare=False)
+    """By tools and variables of the template; the last ones."""
 
     def read(
-        self, body: Mapping[str, Any], form: Form, *, known: Conversation | None = None, session: str | None = None
+        self,
+        body: Mapping[str, Any],
+        form: Form,
+        *,
+        known: Conversation | None = None,
+        session: str | None = None,
+        prompt: Sequence[int] | None = None,
     ) -> Asked:
         """Read the body of a request.
 
         Args:
             known: the conversation that it continues.
             session: what it is part of, if it is no conversation (see ``rollout.engine.Request``).
+            prompt: the ids of its messages, if they are known.
 
         Raises:
             Refused, DataError, ConfigError, EngineError: a field cannot be done, or is no value of its kind; names it.
@@ -174,7 +185,9 @@ class Reader:
         except ValueError as error:
             raise Refused(f"tandem: {error}") from None
         tools = self._tools(body) if chat else {}
-        prompts = [self._after(known, body)] if known is not None else self.prompts(body, chat=chat, shown=bool(tools))
+        if known is not None:
+            prompt = self._after(known, body)
+        prompts = self.prompts(body, chat=chat, shown=bool(tools)) if prompt is None else [[*prompt]]
         if len(prompts) > MAX_SAMPLES:
             raise Refused(f"prompt: at most {MAX_SAMPLES} are possible in a request")
         seed, conversation = _seed(body, selection, len(prompts), known)
@@ -234,15 +247,28 @@ class Reader:
         """The token ids of the next prompt of a conversation, with the further messages of a request."""
         messages = messages_of(sound(body.get("messages")), "the request", "messages")
         further = conversation.further(messages, body.get("tools"))
-        rendering = Rendering(
-            self.tokenizer,
-            [*self._tools(body).values()],
-            eos_token_ids=self.ends,
-            template_arguments=self._arguments(body),
-            result_tokens=sys.maxsize,
-            keep_turns=True,
-        )
-        written = conversation.tokens.tolist()
+        return self.continued(conversation.tokens.tolist(), further, body)
+
+    def continued(self, written: Sequence[int], further: Sequence[Message], body: Mapping[str, Any]) -> list[int]:
+        """The ids of a text that ends with a turn, and of further messages of a request.
+
+        Raises:
+            ConfigError: the chat template does not show them after a turn.
+        """
+        schemas, arguments = [*self._tools(body).values()], self._arguments(body)
+        named = json.dumps([schemas, arguments], sort_keys=True)
+        if named not in self._renderings:
+            if len(self._renderings) == MAX_RENDERINGS:
+                del self._renderings[next(iter(self._renderings))]
+            self._renderings[named] = Rendering(
+                self.tokenizer,
+                schemas,
+                eos_token_ids=self.ends,
+                template_arguments=arguments,
+                result_tokens=sys.maxsize,
+                keep_turns=True,
+            )
+        rendering = self._renderings[named]
         return [*written, *rendering.context(further, ended=written[-1] == rendering.end_of_turn).tokens]
 
     def _tools(self, body: Mapping[str, Any]) -> dict[str, Schema]:

@@ -1,0 +1,266 @@
+"""Sessions: what one program asks, recorded token by token. Every session is an endpoint of its own.
+
+A request continues the longest recorded text that its prompt begins with. Sampled ids stay as they are: the messages
+that the program sends back are compared with those that it got, and only what follows them becomes tokens, which are
+CONTEXT. A prompt that goes on from nothing recorded, or from where another request went on already, is a *fork*: it
+begins a further branch, and the branches before it are kept.
+
+Draws: the first request has the key of the session, and so has whatever first goes on from it. A branch has the key
+(key of the session, ids of its first prompt, how many requests had that prompt before), so it depends on neither
+arrival nor other branches. A request whose client left before the answer was there is forgotten, and so is one that is
+sent again as a retry; what comes instead has the same key, and so the same tokens.
+"""
+
+import hashlib
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandemrl.config import ConfigError
+from tandemrl.data.messages import Message, sound
+from tandemrl.data.rows import messages_of
+from tandemrl.rollout.decoding_rows import Part
+from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.gateway.fields import Refused
+from tandemrl.rollout.gateway.requests import SAMPLED, Asked, Form, Reader
+from tandemrl.selection.draws import mix64
+
+ROLES = ("senior", "junior")
+"""Models that a request may name to be written by one author alone; under any other name both write."""
+_DECIDED = {*SAMPLED, "presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_tokens", "n", "model"}
+_LENGTH = ("max_completion_tokens", "max_tokens")
+
+
+class Limits(NamedTuple):
+    """What a session may write: tokens, requests, tokens of a request, and tokens with the prompt."""
+
+    tokens: int
+    turns: int
+    turn_tokens: int | None
+    context: int
+
+
+@dataclass(eq=False, slots=True)
+class Asking:
+    """A request of a session. ``completion`` and ``messages``, up to the answer, are there once it is delivered."""
+
+    request: Request
+    branch: "Branch"
+    parent: "Asking | None"
+    role: str | None
+    tools: Any = None
+    completion: Completion | None = None
+    messages: Sequence[Message] = ()
+    cancel: Callable[[], object] = lambda: None
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """All ids up to the end of the answer."""
+        assert self.completion is not None
+        return (*self.request.prompt, *self.completion.tokens.tolist())
+
+
+@dataclass(eq=False, slots=True)
+class Branch:
+    """Requests, each of which goes on from the one before."""
+
+    number: int
+    key: int
+    asked: list[Asking] = field(default_factory=list)
+
+
+class Written(NamedTuple):
+    """A branch: its first prompt, and what follows as a completion of several turns. roles: who was asked in each."""
+
+    prompt: tuple[int, ...]
+    completion: Completion
+    roles: tuple[str | None, ...]
+
+
+class Session:
+    """The requests of one program.
+
+    Args:
+        key: the request key of the episode.
+        reader: reads requests; its ``selection`` is that of the session.
+        sampling: how tokens are drawn, whatever a request says: training needs to know. Stop strings, stop ids and
+            ``max_tokens`` are the request's.
+        limits: further requests are refused.
+    """
+
+    def __init__(self, key: int, reader: Reader, sampling: Sampling, limits: Limits) -> None:
+        self.key, self.reader, self.sampling, self.limits = key, reader, sampling, limits
+        self.name, self.closed = secrets.token_urlsafe(24), False
+        self._branches: list[Branch] = []
+        self._lock = threading.Lock()
+
+    @property
+    def _asked(self) -> list[Asking]:
+        return [each for branch in self._branches for each in branch.asked]
+
+    def begin(self, body: Mapping[str, Any], form: Form, *, retry: bool = False) -> tuple[Asked, Asking]:
+        """Read a request, and find what it goes on from.
+
+        Args:
+            retry: whether the client says that it sends the request again, not having got an answer.
+
+        Raises:
+            Refused: the request cannot be answered, or the session may write no more.
+        """
+        own = dict(body.get("sampling_params") or {}) if form == "ids" else dict(body)
+        role, stated = body.get("model"), next((own[name] for name in _LENGTH if own.get(name) is not None), None)
+        if body.get("tandem") or own.get("n") not in (None, 1):
+            raise Refused("tandem, n: the run decides who writes, and a request of a session has one answer; leave out")
+        if stated is not None and (type(stated) is not int or stated < 1):
+            raise Refused(f"max_tokens: expected a whole number above 0, got {stated!r:.50}")
+        own = {name: value for name, value in own.items() if name not in {*_DECIDED, *_LENGTH}} | {"max_tokens": 1}
+        plain = {"sampling_params": own, "token_ids": body.get("token_ids")} if form == "ids" else own
+        plain |= {"seed": 0} | ({"tandem": {"solo": role}} if role in ROLES else {})
+        prompt = self._continued(plain) if form == "chat" else None
+        asked = self.reader.read(plain, form, prompt=prompt)
+        if len(asked.requests) > 1:
+            raise Refused("prompt: a request of a session has one prompt")
+        with self._lock:
+            if self.closed:
+                raise Refused("this session is closed")
+            asking = self._place(asked.requests[0], stated, role if role in ROLES else None, retry=retry)
+        asking.tools = plain.get("tools") or None
+        return replace(asked, requests=(asking.request,), seed=asking.branch.key), asking
+
+    def _continued(self, body: Mapping[str, Any]) -> list[int] | None:
+        """The ids of a prompt that goes on from a recorded answer, or None."""
+        messages = messages_of(sound(body.get("messages")), "the request", "messages")
+        tools, known = body.get("tools") or None, list[Asking]()
+        for each in self._asked:
+            begun = messages[: len(each.messages)]
+            if each.messages and each.tools == tools and len(begun) == len(each.messages):
+                known += [each] * all(map(_same, begun, each.messages))
+        for each in sorted(reversed(known), key=lambda each: -len(each.messages)):
+            further = messages[len(each.messages) :]
+            if further and all(message["role"] != "assistant" for message in further):
+                try:
+                    return self.reader.continued(each.text, _named(each.messages, further), body)
+                except ConfigError:  # the template has no such message after an answer
+                    return None
+        return None
+
+    def _place(self, request: Request, stated: int | None, role: str | None, *, retry: bool) -> Asking:
+        prompt, limits = tuple(request.prompt), self.limits
+        if retry:
+            self._withdraw(prompt)
+        asked = self._asked
+        left = limits.tokens - sum(len(each.completion.tokens) for each in asked if each.completion is not None)
+        room = limits.context - len(prompt)
+        used_up = {
+            "rollout.max_turns": len(asked) >= limits.turns,
+            "rollout.max_tokens": left < 1,
+            "data.max_prompt_tokens + rollout.max_tokens + rollout.observation_tokens": room < 1,
+        }
+        if key := next((key for key, used in used_up.items() if used), None):
+            raise Refused(f"context_length_exceeded: this session has used up {key}; end the episode here, or raise it")
+        parents = [each for each in asked if each.completion is not None and len(each.text) < len(prompt)]
+        parents = [each for each in parents if prompt[: len(each.text)] == each.text]
+        children = {each.parent for each in asked}
+        parent = max(parents, key=lambda each: (len(each.text), each not in children), default=None)
+        history: tuple[tuple[int, ...], ...] = ()
+        if parent in children:  # a first prompt has the parent None
+            earlier = sum(tuple(each.request.prompt) == prompt for each in asked)
+            branch = self._branch(mix64(self.key, _digest(prompt), earlier))
+        elif parent is None:
+            branch = self._branch(self.key)
+        else:
+            assert parent.completion is not None
+            branch, history = parent.branch, (*parent.request.history, tuple(parent.completion.tokens.tolist()))
+        longest = min(left, room, stated or left, limits.turn_tokens or left)
+        stop, ids = request.sampling.stop, request.sampling.stop_token_ids
+        sampling = replace(self.sampling, max_tokens=longest, stop=stop, stop_token_ids=ids)
+        about: dict[str, Any] = {"history": history, "session": f"{self.name}/{branch.number}"}
+        asking = Asking(replace(request, keys=(branch.key,), sampling=sampling, **about), branch, parent, role)
+        branch.asked.append(asking)
+        return asking
+
+    def _branch(self, key: int) -> Branch:
+        self._branches = [branch for branch in self._branches if branch.asked]  # of others, the client left
+        number = self._branches[-1].number + 1 if self._branches else 0
+        self._branches.append(Branch(number, key))
+        return self._branches[-1]
+
+    def _withdraw(self, prompt: tuple[int, ...]) -> None:
+        """Forget the last request with this prompt, unless another goes on from it."""
+        parents = {each.parent for each in self._asked}
+        same = [each for each in self._asked if tuple(each.request.prompt) == prompt and each not in parents]
+        for each in same[-1:]:
+            each.branch.asked.remove(each)
+            each.cancel()
+
+    def record(self, asking: Asking, completion: Completion, body: Mapping[str, Any], said: Message | None) -> None:
+        """Record an answer, before its client can go on from it. said: its message, if it is that of a chat."""
+        with self._lock:
+            if not self.closed and asking in asking.branch.asked and completion.stop_reason != "abort":
+                asking.completion = completion
+                if said is not None:
+                    asking.messages = messages_of(sound([*body["messages"], said]), "the answer", "messages")
+
+    def drop(self, asking: Asking) -> None:
+        """Forget a request that was not answered."""
+        with self._lock:
+            if asking.completion is None and asking in asking.branch.asked:
+                asking.branch.asked.remove(asking)
+
+    def close(self) -> None:
+        """Refuse further requests, and give up those that are being answered."""
+        with self._lock:
+            self.closed = True
+            for each in self._asked:
+                each.cancel()
+
+    def written(self) -> list[Written]:
+        """The branches, in the order in which they began."""
+        branches = ([a for a in branch.asked if a.completion is not None] for branch in self._branches)
+        return [_written(branch.key, asked) for branch, asked in zip(self._branches, branches, strict=True) if asked]
+
+
+def _written(key: int, asked: Sequence[Asking]) -> Written:
+    parts = []
+    for before, each in pairwise([None, *asked]):
+        assert each is not None
+        assert each.completion is not None
+        if before is not None:
+            parts.append(Part.of(each.request.prompt[len(before.text) :], -1))
+        one = each.completion
+        told = one.handover_logprobs
+        parts.append(
+            Part(one.tokens, one.author, one.behaviour_logprobs, np.zeros(len(one.tokens)) if told is None else told)
+        )
+    tokens, author, logprobs, handovers = map(np.concatenate, zip(*parts, strict=True))
+    last = asked[-1].completion
+    assert last is not None
+    told = None if last.handover_logprobs is None else handovers
+    completion = Completion(key, tokens, author, logprobs, last.stop_reason, last.policy_version, None, told)
+    return Written(tuple(asked[0].request.prompt), completion, tuple(each.role for each in asked))
+
+
+def _digest(ids: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.sha256(np.array(ids, dtype=np.int64).tobytes()).digest()[:8], "big")
+
+
+def _same(one: Message, other: Message) -> bool:
+    """Whether a message that came back is the one that was sent. Clients change names of calls and white space."""
+    (said, calls), (again, called) = (
+        (str(each["content"]).strip(), [call["function"] for call in each.get("tool_calls") or ()])
+        for each in (one, other)
+    )
+    same = said == again or bool(calls and not (said and again))
+    return one["role"] == other["role"] and same and calls == called
+
+
+def _named(known: Sequence[Message], further: Sequence[Message]) -> list[Message]:
+    """Messages with the name of the tool, which OpenAI's have in the call alone."""
+    calls = {call.get("id"): call["function"]["name"] for each in known for call in each.get("tool_calls") or ()}
+    name = {i: calls.get(each.get("tool_call_id")) for i, each in enumerate(further) if each["role"] == "tool"}
+    return [{"name": name[i], **each} if name.get(i) else each for i, each in enumerate(further)]
