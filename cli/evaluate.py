@@ -122,7 +122,7 @@ def qa(
     from tandemrl.data.loading import load_rows
     from tandemrl.evals import Endpoint, evaluate, read_samples
     from tandemrl.evals.files import result_file
-    from tandemrl.tasks.qa.predictions import by_group, official, write_predictions
+    from tandemrl.tasks.qa.predictions import by_group, write_predictions
     from tandemrl.tasks.qa.predictions import predictions as predicted
 
     source = Endpoint(endpoint, model, api_key_env) if endpoint is not None else model
@@ -140,12 +140,10 @@ def qa(
     result = done["pass-at-k"]
     title = f"questions (profile {resolved.eval.profile}, {resolved.eval.samples} samples each)"
     Console().print(groups_table(title, by_group(result["metrics"]["macro"])))
-    rows = load_rows(resolved.data.eval, columns=resolved.data.columns)[:limit]
-    found = predicted(read_samples(result_file("pass-at-k", out).with_name(result["samples"])), rows)
-    if predictions is not None:  # before anything about them can fail
-        write_predictions(predictions, found)
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in official(found, rows).items())
-    typer.echo(f"by MuSiQue's script: {scores}")
+    if predictions is not None:
+        rows = load_rows(resolved.data.eval, columns=resolved.data.columns)[:limit]
+        said = read_samples(result_file("pass-at-k", out).with_name(result["samples"]))
+        write_predictions(predictions, predicted(said, rows))
     if endpoint is not None:
         typer.echo("authors unknown: the tokens of a model behind an endpoint are not known")
     typer.echo(f"written to {out}" + (f", {predictions}" if predictions is not None else ""))

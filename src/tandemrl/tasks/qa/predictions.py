@@ -1,4 +1,4 @@
-"""Predictions in the form that MuSiQue's own evaluation script reads (arXiv:2108.00573), and the scores it gives."""
+"""Predictions in the form that MuSiQue's own evaluation script reads (arXiv:2108.00573)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from tandemrl.data.documents import documents_of
 from tandemrl.data.rows import DataError, Row
 from tandemrl.files import write_text
-from tandemrl.tasks.math.tagged import targets
-from tandemrl.tasks.qa.grader import completed, exact_match, f1, set_f1
+from tandemrl.tasks.qa.grader import completed
 
 
 class Prediction(NamedTuple):
-    """A line of MuSiQue's prediction file. ``predicted_support_idxs`` are the indices of the cited paragraphs."""
+    """A line of MuSiQue's prediction file. ``predicted_support_idxs`` are the indices of the cited paragraphs, or where
+    ids are no numbers, their places among the documents."""
 
     id: str
     predicted_answer: str
@@ -41,25 +41,6 @@ def write_predictions(file: str | Path, found: Sequence[Prediction]) -> None:
     write_text(Path(file), "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found))
 
 
-def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, float]:
-    """The scores that MuSiQue's script gives ``predictions(…, rows)``, rounded to three places as there: means.
-
-    Raises:
-        DataError: a question has no answer (MuSiQue-Full), or ground truth or documents of a row are malformed.
-    """
-    if none := next((row.example_id for row in rows if not row.extra_info.get("answerable", True)), None):
-        raise DataError(
-            f"{none} has no answer, and such questions count in pairs: run MuSiQue's script on --predictions"
-        )
-    scores: dict[str, list[float]] = {"answer_f1": [], "answer_em": [], "support_f1": []}
-    for each, row in zip(found, rows, strict=True):
-        scores["answer_f1"].append(f1(each.predicted_answer, targets(row)))
-        scores["answer_em"].append(exact_match(each.predicted_answer, targets(row)))
-        right = [index for index, _, supporting in _indices(row) if supporting]
-        scores["support_f1"].append(set_f1(each.predicted_support_idxs, right))
-    return {name: round(sum(values) / len(values), 3) for name, values in scores.items()}
-
-
 def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The metrics of a result for each group of problems: ``all``, and every ``hops=N`` that exists."""
     groups: dict[str, dict[str, float]] = {"all": {}}
@@ -79,18 +60,9 @@ def _prediction(row: Row, sample: Any | None) -> Prediction:
         return Prediction(name, "", [], False)
     if sample.transcript is None:
         raise DataError(f"sample of {row.example_id}: it is no episode; predictions need rollout.environment=multihop")
-    result = completed(sample.transcript["messages"])
-    index = {document: place for place, document, _ in _indices(row)}
+    result, documents = completed(sample.transcript["messages"]), documents_of(row)
+    numbered = all(document.id.isdecimal() for document in documents)  # as MuSiQue's are: indices of the paragraphs
+    index = {each.id: int(each.id) if numbered else place for place, each in enumerate(documents)}
     cited = dict.fromkeys(index[each] for each in result.cited_doc_ids or () if each in index)
     answer = result.final_answer or ""
     return Prediction(name, answer, [*cited], bool(answer))
-
-
-def _indices(row: Row) -> list[tuple[int, str, bool]]:
-    """(index of the paragraph, id, supporting) for each of the row's documents.
-
-    MuSiQue's ids are the indices of the paragraphs. For other ids, the index is the position among the documents.
-    """
-    documents = documents_of(row)
-    numbered = all(document.id.isdecimal() for document in documents)
-    return [(int(each.id) if numbered else place, each.id, each.supporting) for place, each in enumerate(documents)]
