@@ -4,14 +4,14 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandemrl.data.rows import DataError
-from tandemrl.data.sources import checksum
+from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
 from tandemrl.files import write_text
 
 CHUNK = 1024
@@ -55,6 +55,35 @@ def write_splits(
     }
     write_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     return json.loads((out / "manifest.json").read_text())
+
+
+def build_splits(
+    out: Path,
+    data_source: str,
+    origins: Mapping[str, Origin],
+    source: Path | None,
+    row: Callable[[Record, str, int], Mapping[str, Any]],
+    expect_rows: ExpectRows = 0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """`write_splits` of what ``row(record, split, index)`` makes of each record of a split's origin.
+
+    Args:
+        source: a local copy. None means the hub.
+        settings: further entries of the manifest.
+
+    Raises:
+        DataError: the data is missing or malformed, or a split has another number of rows.
+    """
+
+    def rows(split: str) -> Iterator[Mapping[str, Any]]:
+        count = 0
+        for count, record in enumerate(read(origins[split], source), 1):
+            yield row(record, split, count - 1)
+        expect(str(source or origins[split].repo), count, expect_rows, split)
+
+    where = provenance([*origins.values()], source)
+    return write_splits(out, data_source, {split: rows(split) for split in origins}, where | settings)
 
 
 def heldout_size(size: int, rows: int) -> int:

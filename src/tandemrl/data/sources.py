@@ -4,14 +4,13 @@ import hashlib
 import math
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from tandemrl.data.loading import load_hub, read_records
 from tandemrl.data.rows import DataError, object_of
 
-Made = TypeVar("Made")
 ExpectRows = Mapping[str, int] | Literal[0]
 """How many rows each split must have; 0 accepts any number."""
 
@@ -24,11 +23,13 @@ class Origin(NamedTuple):
     """A split of a data set on the hub.
 
     ``split`` None means the first split, which is the only one in the sets used here. The same holds for ``config``.
+    ``file`` is a pattern of the name of the file that the authors publish, if it does not begin with the split's.
     """
 
     repo: str
     split: str | None = None
     config: str | None = None
+    file: str = ""
 
     @property
     def name(self) -> str:
@@ -103,6 +104,8 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
     Raises:
         DataError: there is no such file, or more than one could be meant.
     """
+    if origin.file and (published := sorted(source.glob(origin.file))):
+        return published[:1]
     if source.is_file() and alone:
         if source.suffix not in SUFFIXES:
             raise DataError(f"{source}: expected a {', '.join(SUFFIXES)} file")
@@ -137,33 +140,6 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         f"{source}: expected the {origin.split or 'only'} split of {origin.repo} as Parquet, JSONL or JSON; files "
         f"found: {names}; --source can be one of them"
     )
-
-
-def split_rows(
-    origins: Mapping[str, Origin],
-    copies: Mapping[str, Path | None],
-    row: Callable[[Record, str, int], Made],
-    where: str,
-    expect_rows: ExpectRows = 0,
-) -> dict[str, Iterator[Made]]:
-    """What ``row(record, split, index)`` makes of each record, by split; see `read` and `expect`.
-
-    Args:
-        copies: the local copy of each split.
-    """
-
-    def rows(split: str) -> Iterator[Made]:
-        count = 0
-        for count, record in enumerate(read(origins[split], copies[split]), 1):
-            yield row(record, split, count - 1)
-        expect(where, count, expect_rows, split)
-
-    return {split: rows(split) for split in origins}
-
-
-def copy_of(source: Path | None, file: str) -> Path | None:
-    """The file of that name in a local copy, as authors publish a split, or else the copy itself."""
-    return source / file if source is not None and (source / file).is_file() else source
 
 
 def expect(where: str, count: int, expect_rows: ExpectRows, split: str) -> None:

@@ -1,9 +1,8 @@
 """Eurus-2-RL-Data (PRIME-RL): maths and code with tests, filtered as rawsh/TinyZero filters it. No torch."""
 
-import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,9 @@ def build_eurus(
     dropped: Counter[str] = Counter()
     origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
     where = provenance([*origins.values()], source, dropped)  # refuses one file for both, before a tokenizer is fetched
-    short = _at_most(max_tokens, tokenizer) if max_tokens else None
+    fits = _at_most(max_tokens, tokenizer) if max_tokens else lambda text: True
 
-    def gradable(split: str) -> Iterator[dict[str, Any]]:
+    def rows(split: str) -> Iterator[dict[str, Any]]:
         seen: Counter[str] = Counter()
         for number, record in enumerate(read(origins[split], source)):
             messages = messages_of(record.fields.get("prompt"), record.where)
@@ -65,29 +64,22 @@ def build_eurus(
                     f"{record.where}, field 'reward_model': expected an object with a string as ground_truth"
                 )
             seen[f"{split}/{ability}"] += 1
-            if reason := _fault(ability, truth or ""):
-                dropped[f"{split}: {reason}"] += 1
-                continue
-            extra = record.fields.get("extra_info") or {}
             prompt = [
                 {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
                 for message in messages
                 if system_prompt or message["role"] != "system"
             ]
+            if reason := _fault(ability, truth or "") or (None if fits(str(prompt)) else "too long"):
+                dropped[f"{split}: {reason}"] += 1
+                continue
+            extra = record.fields.get("extra_info") or {}
             index = number if extra.get("index") is None else int(extra["index"])
             yield record_of(record.text("data_source"), prompt, ability, truth, {"split": split, "index": index})
         for key in (f"{split}/math", f"{split}/code"):
             expect(f"{EURUS} {key}", seen[key], expect_rows, key)
 
-    def kept(split: str) -> Iterator[dict[str, Any]]:
-        rows = gradable(split)
-        while batch := list(itertools.islice(rows, 1024)):
-            fits = short([str(row["prompt"]) for row in batch]) if short else [True] * len(batch)
-            dropped[f"{split}: too long"] += fits.count(False)
-            yield from itertools.compress(batch, fits)
-
     where |= {"tokenizer": tokenizer if max_tokens else None, "max_tokens": max_tokens, "system_prompt": system_prompt}
-    return write_splits(out, "eurus", {split: kept(split) for split in origins}, where)
+    return write_splits(out, "eurus", {split: rows(split) for split in origins}, where)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -115,8 +107,8 @@ def _fault(ability: str, truth: str) -> str | None:
     return "maths with a boxed ground truth" if r"\boxed" in truth else None
 
 
-def _at_most(max_tokens: int, name: str) -> Callable[[Sequence[str]], list[bool]]:
-    """A function that says which texts have at most ``max_tokens`` tokens, including special ones."""
+def _at_most(max_tokens: int, name: str) -> Callable[[str], bool]:
+    """A function that says whether a text has at most ``max_tokens`` tokens, including special ones."""
     from tokenizers import Tokenizer
 
     file = Path(name) / "tokenizer.json"
@@ -129,4 +121,4 @@ def _at_most(max_tokens: int, name: str) -> Callable[[Sequence[str]], list[bool]
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return lambda texts: [len(encoding.ids) <= max_tokens for encoding in tokenizer.encode_batch(list(texts))]
+    return lambda text: len(tokenizer.encode(text).ids) <= max_tokens

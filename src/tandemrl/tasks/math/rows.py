@@ -94,11 +94,8 @@ def build_benchmark(
             not have ``olympiad``.
 
     Raises:
-        DataError: the set is unknown, its data is missing or malformed, or it has another number of rows than
-            published.
+        DataError: the data is missing or malformed, or there is another number of rows than published.
     """
-    if name not in _BENCHMARKS:
-        raise DataError(f"unknown evaluation set {name!r}; known: {', '.join(_BENCHMARKS)}")
     _, origins = _BENCHMARKS[name]
     if source is None and name == "olympiad":
         raise DataError(

@@ -6,14 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tandemrl.data.parquet import write_splits
+from tandemrl.data.parquet import build_splits
 from tandemrl.data.rows import DataError, object_of, record_of
-from tandemrl.data.sources import ExpectRows, Origin, Record, copy_of, provenance, split_rows
+from tandemrl.data.sources import ExpectRows, Origin, Record
 
 
 class Question(NamedTuple):
@@ -81,7 +80,7 @@ def build_musique(
         return question._replace(docs=kept)
 
     settings = {"noise_rate": noise_rate, "seed": seed, "dropped": dropped}
-    return _build("musique", MUSIQUE, source, out, thinned, expect_rows, settings)
+    return _build("musique", MUSIQUE, source, out, thinned, expect_rows, **settings)
 
 
 def build_hotpot(name: str, source: Path | None, out: Path, *, expect_rows: ExpectRows | None = None) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def _build(
     out: Path,
     question: Callable[[Record, str, int], Question],
     expect_rows: ExpectRows | None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> dict[str, Any]:
     def row(record: Record, split: str, index: int) -> dict[str, Any]:
         text, answers, docs, place, answerable = question(record, split, index)
@@ -122,14 +121,10 @@ def _build(
         extra = {"split": split, "index": index, **place, "docs": docs, "n_hops": supporting, "answerable": answerable}
         return record_of(name, [{"role": "user", "content": text}], "qa", truth, extra)
 
-    origins = {split: Origin(published.repo, split, published.config) for split in SPLITS}
-    copies = {split: copy_of(source, file) for split, file in zip(SPLITS, published.files, strict=True)}
-    rows = dict(zip(SPLITS, published.rows, strict=True))
-    where = str(source or published.repo)
-    splits = split_rows(origins, copies, row, where, rows if expect_rows is None else expect_rows)
-    official = any(copy != source for copy in copies.values())
-    manifest = {"source": where} if official else provenance([*origins.values()], source)
-    return write_splits(out, name, splits, {**manifest, **settings})
+    named = zip(SPLITS, published.files, strict=True)
+    origins = {split: Origin(published.repo, split, published.config, file) for split, file in named}
+    rows = dict(zip(SPLITS, published.rows, strict=True)) if expect_rows is None else expect_rows
+    return build_splits(out, name, origins, source, row, rows, **settings)
 
 
 def _question(record: Record) -> Question:

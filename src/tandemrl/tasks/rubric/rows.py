@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandemrl.data.parquet import write_splits
+from tandemrl.data.parquet import build_splits
 from tandemrl.data.rows import DataError, messages_of, record_of
-from tandemrl.data.sources import ANSWER, PROBLEM, Origin, Record, checksum, flattened, local_files, split_rows
+from tandemrl.data.sources import ANSWER, PROBLEM, Origin, Record, flattened
 
 RUBRIC_SETS = "Youliang/rrm"
 """Where the authors put ``train_polaris``, ``test_polaris``, ``train_rrm`` and ``test_rrm`` (.parquet)."""
@@ -66,17 +66,8 @@ def build_rubric(source: Path, out: Path, *, template: str, full_marks: float = 
 
 
 def _build(source: Path, out: Path, name: str, row: Callable[[Record, str, int], dict[str, Any]]) -> dict[str, Any]:
-    if not source.is_dir():
-        raise DataError(
-            f"{source}: no such folder; --source takes the folder with the published train_{name}.parquet and "
-            f"test_{name}.parquet ({RUBRIC_SETS} on the hub)"
-        )
-    origins = {split: Origin(RUBRIC_SETS, split) for split in ("train", "test")}
-    copies = {split: next(iter(sorted(source.glob(f"{split}_{name}.*"))), source) for split in origins}
-
-    files = [path for split, origin in origins.items() for path in local_files(origin, copies[split])]
-    where = {"source": str(source), "source_sha256": {str(path): checksum(path) for path in files}}
-    return write_splits(out, name, split_rows(origins, copies, row, str(source)), where)
+    origins = {split: Origin(RUBRIC_SETS, split, file=f"{split}_{name}.*") for split in ("train", "test")}
+    return build_splits(out, name, origins, source, row)
 
 
 def _polaris(record: Record, split: str, index: int) -> dict[str, Any]:
