@@ -25,6 +25,7 @@ COMMANDS = {
     "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
     "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
     "junior": "The junior alone: pass@k, and cross-entropy in nats.",
+    "transfer": "Can other models follow the senior? Each of eval.readers gets 0 to 100 % of the steps, then answers.",
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
 

@@ -11,6 +11,7 @@ EXAMPLES = {
         (f"eval {phase}" for phase in ("tandem", "handoff", "legibility", "drift", "junior")),
         "--model runs/first/hf/best --junior runs/tiny/junior --data synthetic:plain:heldout:64",
     ),
+    "eval transfer": "--model MODEL --data test.parquet eval.readers=[READER,OTHER]",
     "eval verified": "--model MODEL --data test.parquet judge.url=http://localhost:8000/v1",
     "eval qa": "--model MODEL --data musique.parquet --predictions predictions.jsonl",
     "eval verifier": "--data HardVerify-Math.json judge.url=http://localhost:8000/v1",

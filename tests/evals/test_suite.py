@@ -380,7 +380,8 @@ def test_without_a_junior_only_the_solo_phases_are_run(everything, pair, tmp_pat
     assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
     left = evals.left_out(Config())
     assert list(left) == [name for name in evals.PHASES if name != "pass-at-k"]
-    pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(model="M"))
+    readers = EvalConfig(readers=("R",))
+    pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(model="M"), eval=readers)
     assert evals.left_out(pair_and_judge) == {}
     assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(model="M", prompt="tinyv")))) == ["verified"]
     judge = JudgeConfig(model=str(pair / "junior"), prompt="reasoning")

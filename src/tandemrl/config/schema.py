@@ -657,6 +657,8 @@ class EvalConfig:
     """Samples per problem in the evaluations during training."""
     train_problems: PositiveInt = 128
     """Problems per source of data.eval and data.monitor in the evaluations during training."""
+    readers: tuple[str, ...] = ()
+    """Models that read the senior's texts in the phase transfer: Hugging Face folders or hub ids, of any tokenizer."""
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
 
@@ -705,6 +707,7 @@ class FunctionsConfig:
 PATHS = {
     "model": ("senior", "junior", "critic"),
     "data": ("train", "eval", "monitor"),
+    "eval": ("readers",),
     "judge": ("model", "template"),
     "retrieval": ("index", "model"),
 }

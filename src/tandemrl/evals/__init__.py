@@ -16,6 +16,8 @@ Every phase is the same engine call with another strategy, under one sampling pr
   exact KL(senior || junior) of the next token, all per token and at temperature 1.
 - ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its
   reasoning as well (arXiv 2510.07774).
+- ``transfer``: other readers (``eval.readers``) get growing parts of the senior's texts and then answer, see
+  `evals.transfer`; one arm per reader.
 
 With an environment (``rollout.environment``), the authors take turns with it in every phase. What it says is context:
 it is neither counted as text nor read by ``legibility`` and ``drift``.
@@ -26,8 +28,9 @@ interval over problems. Parts of scores (``em``, ``f1``, …) and counts of epis
 headline rates are also given by number of hops (``hops=2/em``). The protocol is that of arXiv 2606.28166.
 
 ``suite`` runs the ``phases`` (``evaluate``) in a ``session`` (models and data, each loaded once). They use ``protocol``
-(profiles, writing, grading), ``reading`` (the junior reads texts), ``remote`` (a model behind an endpoint acts in
-episodes), ``measures`` (from samples to numbers) and ``files`` (results on disk). A new phase is a row of
+(profiles, writing, grading), ``reading`` (the junior reads texts), ``readers`` and ``traces`` (others go on from parts
+of texts), ``remote`` (a model behind an endpoint acts in episodes), ``measures`` (from samples to numbers) and
+``files`` (results on disk). A new phase is a row of
 ``phases.PHASES``.
 """
 

@@ -23,6 +23,7 @@ from tandemrl.evals.files import EVAL_TEXTS, differences, read_result, read_samp
 from tandemrl.evals.measures import EvalError, Sample, good_end, is_headline, measure_sets, silent_sets
 from tandemrl.evals.phases import PHASES
 from tandemrl.evals.stats import Interval, macro_interval, seed_interval, standard_error
+from tandemrl.evals.transfer import ALONE, TEXT
 from tandemrl.files import write_text
 from tandemrl.rollout.engine import LOST
 from tandemrl.types import Metrics
@@ -365,7 +366,12 @@ def _load_pair(
         raise CompareError(f"{files[0]} and {files[1]}: only {both} of {either} problems are in both; {again}")
     kept = [[one for one in side if (one.set, one.example_id) in ids[0] & ids[1]] for side in samples]
     if "truncation" in match:
-        cut = {_place(one) for side in kept for one in side if one.stop_reason in (*CUT, *LOST)}
+        cut = {
+            _place(one)
+            for side in kept
+            for one in side
+            if one.stop_reason in (*CUT, *LOST) and one.given in (None, ALONE, TEXT)
+        }
         kept = [[one for one in side if _place(one) not in cut] for side in kept]
     if not kept[0]:
         raise CompareError(f"{files[0]} and {files[1]}: no text is left by --match {', '.join(match)}")

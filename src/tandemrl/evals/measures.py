@@ -27,7 +27,9 @@ WITH_INTERVAL: Mapping[str, GoodEnd] = {
     **dict.fromkeys(("acceptance", "em", "f1", "f1_official", "recall", "precision", "citation"), "higher"),
     **dict.fromkeys(("support_f1", "format"), "higher"),
     **dict.fromkeys(("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"), "lower"),
-    **dict.fromkeys(("surprisal", "excess", "kl")),
+    **dict.fromkeys(("area", "legible"), "higher"),
+    **dict.fromkeys(("worse", "illegible"), "lower"),
+    **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked")),
 }
 """Rates that get a bootstrap interval, beside those of k."""
 
@@ -88,7 +90,9 @@ class Sample(NamedTuple):
     turns, transcript (`types.Transcript` as JSON): those of an episode. parts: the other parts of the score, by name.
     group: the problem's group, see ``group_of``. same_as: the example_id of the first row with the same problem, if
     that is another one. plain: the text without special tokens, None if it has none. opened: what the chat template
-    wrote of the response before it (`types.Response`). A line has these fields only if they differ from their defaults.
+    wrote of the response before it (`types.Response`). given: of the phases with other readers, what the reader
+    (the arm) got of the text (`evals.transfer`), which counts as the senior's. A line has these fields only if they
+    differ from their defaults.
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
     None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
@@ -129,6 +133,7 @@ class Sample(NamedTuple):
     same_as: str | None = None
     plain: str | None = None
     opened: str = ""
+    given: str | None = None
 
     @property
     def response(self) -> Response:
@@ -376,6 +381,7 @@ def _measure_set(name: str, samples: Sequence[Sample], measure: Measure, *, vote
     rates = {
         metric: {problem: float(np.mean([table[metric][problem] for table in by_arm.values()])) for problem in column}
         for metric, column in next(iter(by_arm.values())).items()
+        if all(table.get(metric, {}).keys() >= column.keys() for table in by_arm.values())
     }
     counts: Metrics = {metric: sum(total[metric] for total in totals.values()) for metric in total}
     counts["problems"] = max(map(len, arms.values()))

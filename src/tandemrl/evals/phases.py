@@ -12,6 +12,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts
+from tandemrl.evals.transfer import transfer, transferred
 from tandemrl.types import Metrics
 
 
@@ -23,7 +24,7 @@ class Phase:
     samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
     junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
     whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all.
+    must share theirs, if the junior is loaded at all. readers: whether it needs other readers.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Phase:
     judge: bool = False
     graded: bool = True
     one_vocabulary: bool = False
+    readers: bool = False
 
 
 @dataclass
@@ -98,6 +100,14 @@ def junior_alone(texts: Texts) -> list[Sample]:
     return texts.read_by([texts.session.model], by_junior())
 
 
+def transfers(texts: Texts) -> list[Sample]:
+    """What other readers make of parts of the senior's texts."""
+    session, prompts = texts.session, texts.prompts
+    samples = texts.samples if all(sample.correct is not None for sample in texts.samples) else scored(texts)
+    with session.scorer() as scorer:
+        return transfer(samples, prompts, session.readers(), lambda some: grade(some, prompts, scorer), texts.progress)
+
+
 # What the senior writes alone (``protocol.strategies``), graded: every phase that is ``of_solo`` reads these texts.
 _SOLO = Phase("pass-at-k", scored, graded, junior=False)
 PHASES = {
@@ -110,5 +120,6 @@ PHASES = {
         Phase("drift", drift, drifted, of_solo=True, graded=False, one_vocabulary=True),
         replace(_SOLO, name="verified", read=verified, measure=accepted, of_solo=True, judge=True),
         Phase("junior", junior_alone, alone, by_junior=True),
+        Phase("transfer", transfers, transferred, junior=False, of_solo=True, readers=True),
     )
 }

@@ -1,6 +1,6 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -19,6 +19,7 @@ from tandemrl.evals.files import digests
 from tandemrl.evals.measures import EvalError
 from tandemrl.evals.phases import Phase
 from tandemrl.evals.protocol import Profile, draws_turns, profile_of
+from tandemrl.evals.readers import Reader
 from tandemrl.evals.reading import TextReader
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.models.sampling import DRAW
@@ -35,7 +36,7 @@ from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
 
-_TRAINING_ONLY = ("train_samples", "train_problems")
+_NOT_OF_SOLO = ("train_samples", "train_problems", "readers")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 _OF_EPISODES = (
     *("environment", "tools", "max_turns", "turn_tokens", "observation_tokens", "result_tokens", "tool_timeout_s"),
@@ -123,6 +124,17 @@ class Session:
         assert self.junior is not None  # refused in evaluate
         return replace(self, source=self.junior, phases=[phase])
 
+    def readers(self) -> Iterator[Reader]:
+        """The models that read the texts, one after the other: each is closed before the next one."""
+        phases = [phase for phase in self.phases if phase.readers]
+        tokenizer = None if self.remote is not None else self.tokenizer
+        for name, model in zip(_short(self.config.eval.readers), self.config.eval.readers, strict=True):
+            loaded = {*self.models}
+            with closing(replace(self, source=model, phases=phases)) as session:
+                yield Reader(name, session, tokenizer)
+            for path in self.models.keys() - loaded:
+                del self.models[path]
+
     # what makes results comparable
 
     @cached_property
@@ -131,7 +143,8 @@ class Session:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        return digests([self.model, *([self.junior] if self.junior else []), *self.config.data.eval])
+        readers = self.config.eval.readers if any(phase.readers for phase in self.phases) else ()
+        return digests([self.model, *([self.junior] if self.junior else []), *readers, *self.config.data.eval])
 
     @cached_property
     def solo_identity(self) -> dict[str, Any]:
@@ -145,7 +158,7 @@ class Session:
             {
                 "model": self.model,
                 "data": config.data.eval,
-                "eval": {key: value for key, value in asdict(config.eval).items() if key not in _TRAINING_ONLY},
+                "eval": {key: value for key, value in asdict(config.eval).items() if key not in _NOT_OF_SOLO},
                 **grader_settings(config),
                 **(self._acting_settings() if self.has_episodes else {}),
                 "dtype": config.model.dtype,
@@ -169,6 +182,9 @@ class Session:
             if self.endpoint is not None:
                 model = self.endpoint.model or served(self.endpoint)
                 identity["junior_endpoint"] = {"model": model, "attempts": self.endpoint.attempts}
+        if phase.readers:
+            read = self._digests_of(self.model, *config.eval.readers, *config.data.eval)
+            identity |= {"readers": config.eval.readers, "digests": read}
         if phase.name == "tandem":
             selection = config.selection
             named = draws_turns(selection) or self.junior_tokenizer is not None
@@ -348,3 +364,19 @@ class Session:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
+
+
+def _short(models: Sequence[str]) -> list[str]:
+    """Short names of models: the last parts of their paths, as many as tell them apart.
+
+    Examples:
+        >>> _short(["pairs/0/junior", "pairs/1/junior", "org/small"])
+        ['0-junior', '1-junior', 'small']
+    """
+    parts = [Path(model).parts for model in models]
+
+    def name(own: tuple[str, ...]) -> str:
+        counts = (sum(each[-n:] == own[-n:] for each in parts) for n in range(1, len(own) + 1))
+        return "-".join(own[-next(n for n, count in enumerate(counts, 1) if count == 1) :])
+
+    return [*map(name, parts)]

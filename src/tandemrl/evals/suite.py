@@ -113,7 +113,14 @@ def left_out(config: Config) -> dict[str, str]:
     """The phases that cannot be run with the junior and the judge of a config, and what each of them would need."""
     judge, reasons = config.judge, dict[str, str]()
     for name, phase in PHASES.items():
-        if phase.junior and config.model.junior is None:
+        readers = config.eval.readers
+        if phase.readers and not readers:
+            reasons[name] = "needs other readers; give eval.readers=[MODEL,…]"
+        elif phase.readers and len({*readers}) < len(readers):
+            reasons[name] = "needs readers that differ; name each once in eval.readers"
+        elif phase.readers and config.has_episodes:
+            reasons[name] = "reads single responses; set rollout.environment=single"
+        elif phase.junior and config.model.junior is None:
             reasons[name] = "needs a junior; give one (--junior)"
         elif phase.judge and judge.url is None and judge.model is None:
             reasons[name] = "needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER"

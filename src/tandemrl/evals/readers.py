@@ -1,0 +1,140 @@
+"""Other models that read a model's texts: they get a part of one and go on from there, or say how it surprises them.
+
+A reader of the same vocabulary reads the text's own token ids, any other one the text. It draws from the keys of the
+text that it reads, at the same places. So a reader that is the model itself writes what the model wrote.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandemrl.data.rows import Prompt
+from tandemrl.evals.measures import Sample, author_runs
+from tandemrl.evals.protocol import sampling_for, strategies
+from tandemrl.evals.reading import by_junior, read_texts
+from tandemrl.models.loading import differing_entries
+from tandemrl.rollout.engine import Request, generate_verified
+from tandemrl.rollout.groups import ResponseReader
+from tandemrl.selection.words import Vocabulary, vocabulary_of
+from tandemrl.types import Author
+
+ANSWER_TOKENS = 16
+"""How many tokens a reader has to end an answer that is begun for it."""
+
+
+class Job(NamedTuple):
+    """What a reader gets of a text, and goes on from.
+
+    sample: the model's. given: the name of the condition. part: what the reader reads. cue: the begin of an answer,
+    which then has to follow; "" for a free continuation. own: the reader's own text that ``part`` is of, if it is not
+    the model's.
+    """
+
+    sample: Sample
+    given: str
+    part: str
+    cue: str = ""
+    own: Sample | None = None
+
+
+@dataclass
+class Reader:
+    """A model that reads. session: in which it is the model. model_tokenizer: that of the model whose texts it reads,
+    or None if that is not known."""
+
+    name: str
+    session: Any
+    model_tokenizer: Any = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self.session.tokenizer)
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether the model's token ids are the reader's."""
+        return self.model_tokenizer is not None and not differing_entries(self.model_tokenizer, self.session.tokenizer)
+
+    @cached_property
+    def prompts(self) -> dict[tuple[str, str], Prompt]:
+        """The prompts as the reader reads them, by set and example; those that are too long are missing."""
+        return {(prompt.row.data_source, prompt.row.example_id): prompt for prompt in self.session.prompts[0]}
+
+    def prompt_of(self, sample: Sample) -> Prompt | None:
+        return self.prompts.get((sample.set, sample.example_id))
+
+    def ids(self, sample: Sample, part: str, *, own: bool = False) -> list[int]:
+        """The beginning of a text in the reader's tokens: the text's own, if they are that (``own``: they are)."""
+        if own or self.shared:
+            tokens = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
+            pieces = [self.vocabulary.pieces.get(token, b"") for token in tokens]
+            wanted, whole = part.encode(), b"".join(pieces)
+            if whole.startswith(wanted):
+                return tokens[: sum(end <= len(wanted) for end in accumulate(map(len, pieces)))]
+        return list(self.vocabulary.encode(part))
+
+    def write(self, jobs: Sequence[Job]) -> list[Sample]:
+        """What the reader makes of parts of texts, not graded, in one call of the engine. A sample is the part and what
+        follows. Jobs that do not fit into the reader's context are left out; equal ones are done once."""
+        session, profile = self.session, self.session.profile
+        engine = session.engine(session.phases[0])
+        [(_, solo)] = strategies("pass-at-k", session.tokenizer, vocabulary=engine.vocabulary).items()
+        requests: dict[tuple[Any, ...], Request] = {}
+        places: list[tuple[Job, tuple[Any, ...]]] = []
+        for job in jobs:
+            if (prompt := self.prompt_of(job.sample)) is None:
+                continue
+            read = self.ids(job.own or job.sample, job.part, own=job.own is not None)
+            read += self.vocabulary.encode(job.cue) if job.cue else ()
+            sampling = sampling_for(profile, prompt)
+            room = ANSWER_TOKENS if job.cue else max(1, sampling.max_tokens - len(read))
+            if len(prompt.tokens) + len(read) + room > engine.context:
+                continue
+            place = (job.sample.problem, job.sample.sample, room, *read)
+            history = (tuple(read),) if read else ()
+            sampling, key = replace(sampling, max_tokens=room), (job.sample.key,)
+            requests[place] = Request((*prompt.tokens, *read), key, sampling, solo, history=history)
+            places.append((job, place))
+        completions, _ = generate_verified(engine, [*requests.values()], solo)
+        found = dict(zip(requests, (completion for [completion] in completions), strict=True))
+        response_reader = ResponseReader(session.tokenizer)
+        opened = {key: response_reader.opened(prompt.tokens, prompt.row) for key, prompt in self.prompts.items()}
+        written = []
+        for job, place in places:
+            read, own = [*place[3:]], found[place].tokens.tolist()
+            response = response_reader.of_turns([[*read, *own]], [*read, *own])
+            who = np.array([Author.SENIOR] * len(read) + [Author.JUNIOR] * len(own), dtype=np.int8)
+            written.append(
+                job.sample._replace(
+                    arm=self.name,
+                    given=job.given,
+                    text=response.text,
+                    plain=None if response.plain == response.text else response.plain,
+                    opened=opened[job.sample.set, job.sample.example_id],
+                    tokens=[*read, *own],
+                    author=author_runs(who),
+                    length=len(own),
+                    rounds=1 + bool(read and own),
+                    senior_share=len(read) / max(1, len(who)),
+                    stop_reason=found[place].stop_reason,
+                )
+            )
+        return written
+
+    def read(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the reader's cross-entropies of their whole texts, where it can read them."""
+        known = [(sample, prompt) for sample in samples if (prompt := self.prompt_of(sample)) is not None]
+        texts = [sample._replace(problem=i) for i, (sample, _) in enumerate(known)]
+        model, context = self.session.load(self.session.model), self.session.profile.context
+        found = read_texts(texts, [prompt for _, prompt in known], [model], by_junior(), context=context)
+        return [each._replace(problem=sample.problem) for each, (sample, _) in zip(found, known, strict=True)]
+
+    def in_own_tokens(self, sample: Sample) -> Sample:
+        """A text of the model in the reader's tokens."""
+        ids = self.ids(sample, sample.response.plain)
+        ids += [self.session.tokenizer.eos_token_id] if sample.stop_reason == "eos" else []
+        return sample._replace(tokens=ids, author=f"S{len(ids)}" if ids else "", arm=self.name)

@@ -1,0 +1,147 @@
+r"""Can other models follow a text? Each reader gets a growing part of a model's solution, then has to answer.
+
+The final answer and its line are removed first. ``free/N``: the reader has N percent of the steps and goes on as it
+likes; ``forced/N``: it has to answer at once. ``step`` is the first step alone. Controls, in both ways:
+
+- 0: nothing; the reader alone.
+- ``before``: the text is cut before the step in which the true answer first appears, even as another quantity.
+- ``masked``: all steps, with the true answer masked wherever it appears.
+- ``forced/own``: the reader's own steps (going on freely after them is what it did alone).
+- ``copy/N``: no model, but a function that copies the answer that the part states, or its last number.
+
+A transfer is labelled by the longest part from which the copier is not right: ``legible`` if the reader, going on from
+there, is right, else ``illegible``. If the copier is right from the first part on, the answer is ``answer_leaked``:
+nothing can be said of the reasoning. Labels are of texts with a right answer.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from tandemrl.data.rows import Prompt
+from tandemrl.evals.measures import Sample
+from tandemrl.evals.readers import Job, Reader
+from tandemrl.evals.traces import Cue, before, copied, cue_of, masked, reasoning, steps_of
+from tandemrl.types import Metrics
+
+SHARES = (0, 25, 50, 75, 100)
+WAYS = ("free", "forced")
+LABELS = ("answer_leaked", "legible", "illegible")
+ALONE, TEXT = "free/0", "text"
+"""The conditions of the reader's own text, and of the model's as it stands."""
+
+Grade = Callable[[Sequence[Sample]], list[Sample]]
+
+
+def transfer(
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    readers: Iterable[Reader],
+    grade: Grade,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Sample]:
+    """What readers make of parts of graded texts: samples whose ``arm`` is the reader and ``given`` the condition.
+
+    The texts themselves are among them, for each reader with its cross-entropy (``given`` is `TEXT`), and what the
+    copier answers.
+
+    Args:
+        readers: each is closed before the next one is made, if that is how they are made.
+        progress: called with the number of further texts that a reader is done with.
+    """
+    cue = cue_of([sample.response.plain for sample in samples])
+    jobs, copies = list[Job](), list[Sample]()
+    for sample in samples:
+        trace, truth = reasoning(sample.response.plain, sample.answer), prompts[sample.problem].row.ground_truth
+        steps = steps_of(trace)
+        parts = {str(share): "".join(steps[: round(len(steps) * share / 100)]) for share in SHARES}
+        copies += [_copy(sample, f"copy/{share}", part, cue) for share, part in parts.items()]
+        parts |= {"step": "".join(steps[:1]), "before": "".join(steps[: before(steps, truth)])}
+        parts["masked"] = masked(trace, truth)
+        jobs += [Job(sample, f"free/{name}", part) for name, part in parts.items()]
+        jobs += [_forced(Job(sample, f"forced/{name}", part), cue) for name, part in parts.items()]
+    copies = grade(copies)
+    out: list[Sample] = []
+    for reader in readers:
+        alone = reader.write([job for job in jobs if job.given == ALONE])
+        own = [Job(each, "forced/own", reasoning(each.response.plain), own=each) for each in alone]
+        rest = [*(job for job in jobs if job.given != ALONE), *(_forced(job, cue) for job in own)]
+        written = reader.write(rest)
+        reader.session.close_engine()
+        of_model = [reader.in_own_tokens(sample)._replace(given=TEXT) for sample in samples]
+        graded = grade(alone + written) + [copy._replace(arm=reader.name) for copy in copies]
+        read = reader.read(of_model + [each for each in graded if each.given == ALONE])
+        out += [each for each in graded if each.given != ALONE] + read
+        progress(len(samples))
+    return out
+
+
+def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:
+    """The rates and counts of one problem's texts, as one reader reads them.
+
+    By condition: pass@1, length, the share of texts that were cut off, and the cross-entropy where it is known. By way:
+    ``area`` is that between the curve of pass@1 over the share of steps and its value at 0, from -1 to 1; ``worse``
+    says whether pass@1 with all steps is below that at 0. ``answer_leaked``, ``legible`` and ``illegible`` are shares
+    of the texts with a right answer.
+    """
+    by_condition: dict[str, list[Sample]] = {}
+    for sample in problem:
+        by_condition.setdefault(str(sample.given), []).append(sample)
+    rates: Metrics = {}
+    for given, each in by_condition.items():
+        rates[f"{given}/pass@1"] = fmean(bool(sample.correct) for sample in each)
+        if not given.startswith("copy/"):
+            rates[f"{given}/truncation_rate"] = fmean(sample.stop_reason == "length" for sample in each)
+            rates[f"{given}/length"] = fmean(sample.length for sample in each)
+        for name in ("cross_entropy", "cross_entropy_per_byte"):
+            if known := [getattr(sample, name) for sample in each if getattr(sample, name) is not None]:
+                rates[f"{given}/{name}"] = fmean(known)
+    for way in WAYS:
+        curve = [rates.get(f"{way}/{share}/pass@1") for share in SHARES]
+        if None not in curve:
+            points: Any = [value - curve[0] for value in curve]  # type: ignore[operator]
+            rates[f"{way}/area"] = sum(points[:-1] + points[1:]) / 2 / (len(points) - 1)
+            rates[f"{way}/worse"] = float(points[-1] < 0)
+    labels = [*labels_of(problem).values()]
+    rates |= {name: labels.count(name) / len(labels) for name in LABELS if labels}
+    texts, whole = (len(by_condition.get(given, ())) for given in (TEXT, "free/100"))
+    return rates, {"texts": texts, "labelled": len(labels), "dropped": texts - whole}
+
+
+def labels_of(samples: Iterable[Sample]) -> dict[tuple[int, int], str]:
+    """The labels of one reader's transfers, by problem and text; none of texts whose answer is wrong."""
+    right = {(_text(each), str(each.given)): bool(each.correct) for each in samples}
+    labels: dict[tuple[int, int], str] = {}
+    for text in [text for (text, given), correct in right.items() if given == TEXT and correct]:
+        closed = [share for share in SHARES[1:] if not right.get((text, f"copy/{share}"), True)]
+        if closed and (text, f"free/{closed[-1]}") not in right:
+            continue  # it does not fit into the reader's context
+        legible = bool(closed) and right[text, f"free/{closed[-1]}"]
+        labels[text] = "legible" if legible else "illegible" if closed else "answer_leaked"
+    return labels
+
+
+def untruncated(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of the texts that were not cut off and of whose problems no reader was cut off alone."""
+    cut = {_text(each) for each in samples if each.given in (TEXT, ALONE) and each.stop_reason == "length"}
+    return [each for each in samples if _text(each) not in cut]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _text(sample: Sample) -> tuple[int, int]:
+    return sample.problem, sample.sample
+
+
+def _forced(job: Job, cue: Cue) -> Job:
+    """The job with the begin of an answer, on a line of its own."""
+    return job._replace(cue=("" if not job.part or job.part.endswith("\n") else "\n") + cue.begin)
+
+
+def _copy(sample: Sample, given: str, part: str, cue: Cue) -> Sample:
+    """The copier's answer, not graded."""
+    answer = copied(part)
+    text = "" if answer is None else f"{cue.begin}{answer}{cue.end}"
+    told: dict[str, Any] = {"text": text, "plain": None, "opened": "", "tokens": [], "author": "", "length": 0}
+    return sample._replace(given=given, **told, rounds=0, senior_share=0.0, stop_reason="eos")

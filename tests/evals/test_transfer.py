@@ -1,0 +1,231 @@
+"""Other models as readers: what they get of a text, what they make of it, and what is said of it."""
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from runs import evaluate_phase
+from tandemrl import evals
+from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
+from tandemrl.config import Config, DataConfig, EvalConfig, RewardConfig
+from tandemrl.data.rows import Prompt
+from tandemrl.evals import Sample, traces
+from tandemrl.evals.session import Session
+from tandemrl.evals.transfer import LABELS, TEXT, labels_of, transfer, transferred, untruncated
+from tandemrl.tasks.generated import synthetic
+
+SHARES = (0, 25, 50, 75, 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("5 plus 2 is 7.\n\n\\boxed{7}", "5 plus 2 is 7.\n\n"),
+        (
+            "The answer is 7.\n\n5 plus 2.\n\nSo the answer: 7.\n\\[\n\\boxed{7}\n\\]",
+            "The answer is 7.\n\n5 plus 2.\n\n",
+        ),
+        ("He has 5.\nIn all 7.\n#### 7", "He has 5.\nIn all 7.\n"),
+        ("He has 5.\nIn all 7 of them.\n", "He has 5.\n"),
+        ("He has 5, and this goes on and", "He has 5, and this goes on and"),
+    ],
+)
+def test_the_final_answer_goes_with_its_line_and_an_earlier_one_stays(text, rest):
+    assert traces.reasoning(text, "7") == rest
+
+
+def test_steps_are_blank_lines_else_lines_else_sentences():
+    assert traces.steps_of("a b.\nc\n\nd.\n\n") == ["a b.\nc\n\n", "d.\n\n"]
+    assert traces.steps_of("a b. c\nd.\n") == ["a b. c\n", "d.\n"]
+    assert traces.steps_of("a 3.5 b. Then c.") == ["a 3.5 b. ", "Then c."]
+    assert traces.steps_of(" \n") == []
+
+
+def test_the_truth_is_found_by_value_or_by_its_words():
+    assert traces.before(["1 and 12.\n\n", "so 1,200.0 in all\n\n", "1200\n\n"], "1200") == 1
+    assert traces.masked("1,200.0 is 1200, not 120 or 12001", "$1200$") == "… is …, not 120 or 12001"
+    assert traces.masked("In paris, not in Paros", "Paris") == "In …, not in Paros"
+
+
+# ------------------------------------------------------------------------------------------------- scripted readers
+
+
+class Adder:
+    """A reader that adds without slips, goes on after any plain step, and copies an answer that is stated. Of jargon it
+    understands nothing: it then guesses."""
+
+    name = "adder"
+    session = SimpleNamespace(close_engine=lambda: None)
+
+    def write(self, jobs):
+        return [self.answered(job) for job in jobs]
+
+    def answered(self, job):
+        part = job.part
+        stated, jargon = re.findall(r"answer is (\d+)", part), synthetic.uses_jargon(part)
+        start, *deltas = job.sample.transcript["numbers"]
+        done = len(re.findall(r"\d (?:plus|minus)", part))
+        if done:
+            start = int(re.findall(r"\d+", part)[-1])
+        found = stated[-1] if stated else 99 if jargon else start + sum(deltas[done:])
+        return job.sample._replace(arm=self.name, given=job.given, text=f"{part}\\boxed{{{found}}}")
+
+    def in_own_tokens(self, sample):
+        return sample._replace(arm=self.name)
+
+    def read(self, samples):
+        return samples
+
+
+def planted(kind, seed, count=100):
+    """Texts without slips, their prompts, and a grader."""
+    rng, samples = random.Random(seed), []
+    rows = synthetic.generate("plain", "heldout", count, seed)
+    prompts = [Prompt(row, (1,)) for row in rows]
+    for i, row in enumerate(rows):
+        numbers = synthetic.Numbers(row.extra_info["start"], tuple(row.extra_info["deltas"]))
+        problem = synthetic.Problem(numbers, row.messages[-1]["content"])
+        plain = synthetic.solution(problem, rng, about_rate=0, plain_error=0)
+        jargon = synthetic.jargon_solution(problem, rng, error=0)
+        leak = f"The answer is {numbers.answer}.\n\n"
+        text = {"plain": plain, "jargon": jargon, "leak": leak + (plain, jargon)[i % 2]}[kind]
+        own = ("S9", 1, 1.0, "eos")
+        told = {"correct": True, "transcript": {"numbers": [numbers.start, *numbers.deltas]}}
+        samples.append(Sample(i, row.example_id, row.data_source, "solo", 0, i, text, [], 9, *own, **told))
+
+    def grade(some):
+        return [
+            each._replace(correct=each.text.endswith(f"\\boxed{{{prompts[each.problem].row.ground_truth}}}"))
+            for each in some
+        ]
+
+    return samples, prompts, grade
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize(("kind", "label"), [("leak", "answer_leaked"), ("jargon", "illegible"), ("plain", "legible")])
+def test_planted_texts_get_their_label(kind, label, seed):
+    samples, prompts, grade = planted(kind, seed)
+    read = transfer(samples, prompts, [Adder()], grade)
+    labels = [*labels_of(read).values()]
+    assert len(labels) == len(samples)
+    assert labels.count(label) >= 0.95 * len(samples)
+
+
+def test_the_copier_scores_what_the_leak_control_says():
+    """A reader that copies is right exactly where the copier is, so none of its transfers is legible."""
+
+    class Copier(Adder):
+        def answered(self, job):
+            return job.sample._replace(given=job.given, text=f"\\boxed{{{traces.copied(job.part)}}}", arm=self.name)
+
+    for kind in ("plain", "leak"):
+        samples, prompts, grade = planted(kind, 0)
+        read = transfer(samples, prompts, [Copier()], grade)
+        right = {(each.given, each.problem): each.correct for each in read}
+        for share in SHARES:
+            for i in range(len(samples)):
+                assert right[f"free/{share}", i] == right[f"forced/{share}", i] == right[f"copy/{share}", i]
+        assert "legible" not in labels_of(read).values()
+
+
+def test_only_right_texts_are_labelled_and_truncated_ones_can_be_left_out():
+    samples, prompts, grade = planted("plain", 0, count=8)
+    samples[:2] = [each._replace(correct=False) for each in samples[:2]]
+    samples[2] = samples[2]._replace(stop_reason="length")
+    read = transfer(samples, prompts, [Adder()], grade)
+    assert labels_of(read) == {(problem, 0): "legible" for problem in range(2, 8)}
+    assert {each.problem for each in untruncated(read)} == {0, 1, *range(3, 8)}
+
+
+def test_area_and_worse_by_hand():
+    def sample(given, correct, number=0):
+        return Sample(0, "x", "a", "r", number, 0, "", [], 3, "S3", 1, 1.0, "eos", correct=correct, given=given)
+
+    curve = (1, 0, 0, 1, 0)
+    rates, counts = transferred(
+        [sample(f"free/{share}", bool(right)) for share, right in zip(SHARES, curve, strict=True)]
+    )
+    assert rates["free/area"] == (0 / 2 - 1 - 1 + 0 - 1 / 2) / 4
+    assert (rates["free/worse"], rates["free/0/pass@1"], rates["free/25/length"]) == (1.0, 1.0, 3.0)
+    assert not {"forced/area", *LABELS} & rates.keys()
+    assert counts == {"texts": 0, "labelled": 0, "dropped": -1}
+
+
+# ---------------------------------------------------------------------------------------------------- models that read
+
+
+@pytest.fixture(scope="module")
+def read(tiny_pair, tmp_path_factory):
+    """Two readers of six problems, the model itself and one with a vocabulary of its own."""
+    out, other = tmp_path_factory.mktemp("transfer"), tmp_path_factory.mktemp("models") / "other"
+    tokenizer = train_tokenizer("plain", 1, vocab_size=290, texts=200)
+    new_model(tokenizer, 1).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    result = evaluate_phase(
+        "transfer",
+        model=str(tiny_pair / "senior"),
+        junior=None,
+        data=["synthetic:plain:heldout:6"],
+        eval=EvalConfig(samples=2, k=(1,), bootstrap=20, readers=(str(tiny_pair / "senior"), str(other))),
+        reward=RewardConfig(workers=1),
+        out=out,
+    )
+    return result, evals.read_samples(out / "transfer.samples.jsonl")
+
+
+def test_a_reader_that_is_the_model_answers_as_it_did(read):
+    """Whatever part it got: the same keys at the same places. With all steps, at once as well."""
+    result, samples = read
+    by_given = {}
+    for each in samples:
+        if each.arm == "senior":
+            by_given.setdefault(each.given, []).append(each)
+    own = {(each.problem, each.sample): each for each in by_given[TEXT]}
+    assert len(own) == 12
+    for given in ("free/0", "free/25", "free/step", "free/50", "free/75", "free/100", "free/before"):
+        assert len(by_given[given]) == 12
+        for each in by_given[given]:
+            text = own[each.problem, each.sample]
+            if text.stop_reason == "eos":
+                assert (each.text, each.tokens, each.answer) == (text.text, text.tokens, text.answer)
+    same = [each.answer == own[each.problem, each.sample].answer for each in by_given["forced/100"]]
+    assert all(same)
+    found = result["metrics"]["macro"]
+    assert found["senior/free/0/cross_entropy"] == pytest.approx(found["senior/text/cross_entropy"])
+
+
+def test_a_reader_with_another_vocabulary_gets_the_text(read):
+    (result, samples), name = read, "other"
+    whole = {(e.problem, e.sample): e for e in samples if (e.arm, e.given) == ("senior", "free/100")}
+    others = [each for each in samples if (each.arm, each.given) == (name, "free/100")]
+    assert len(others) == len(whole) == 12
+    for each in others:
+        trace = traces.reasoning(whole[each.problem, each.sample].text)
+        assert each.text.startswith(trace)
+    assert result["metrics"]["macro"][f"{name}/text/cross_entropy_per_byte"] > 0
+    assert result["config"]["readers"][0].endswith("senior")
+
+
+def test_shuffled_words_are_of_less_use(tiny_pair, tmp_path):
+    """To the model itself, which goes on from its steps as they are, and from the same words in another order."""
+    source = "synthetic:plain:heldout:24"
+    data, reward = DataConfig(eval=(source,)), RewardConfig(workers=1)
+    config = Config(data=data, reward=reward, eval=EvalConfig(samples=1, k=(1,), readers=(str(tiny_pair / "senior"),)))
+    texts, prompts, grade = planted("plain", 0, count=24)
+    rng = random.Random(0)
+
+    def shuffled(text):
+        *steps, answer = text.split("\n\n")
+        words = " ".join(steps).split()
+        rng.shuffle(words)
+        return " ".join(words) + "\n\n" + answer
+
+    def right(texts):
+        session = Session(config, str(tiny_pair / "senior"), [evals.PHASES["transfer"]])
+        read = transfer([each._replace(transcript=None) for each in texts], prompts, session.readers(), grade)
+        return sum(each.correct for each in read if each.given == "free/100")
+
+    assert right(texts) >= right([each._replace(text=shuffled(each.text)) for each in texts]) + 6
