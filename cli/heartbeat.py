@@ -1,16 +1,16 @@
 """Says how far a command is: a progress bar on a terminal, elsewhere a line now and then."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import typer
 
 EVERY_S = 10.0
+TAIL = 1 << 16
+"""How many bytes are read from the end of a file for its last step."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
         while not ended.wait(every_s):
             try:
                 shown = line()
-            except OSError:  # a file went while it was looked at
+            except (OSError, ValueError):  # a file went, or was replaced, while it was looked at
                 continue
             say(f"{time.monotonic() - start:.0f} s: {shown}")
 
@@ -70,33 +70,12 @@ def progress_bars(start: str, *, err: bool = False) -> Iterator[Callable[..., No
 
 
 def last_written(folder: Path) -> str:
-    """What an experiment in ``folder`` is doing, by its newest file. For a warm start or a training run it includes the
-    step, and how long the rest of it takes."""
+    """What an experiment in ``folder`` has written last, of a training run with the step."""
+    from tandemrl.apps.report.records import read_steps
+
     files = {file: file.stat().st_mtime for file in folder.glob("*/*/**/*.json*") if file.is_file()}
     if not files:
         return "building the models"
     newest = max(files, key=lambda file: files[file])
-    if newest.name == "pair.progress.json":
-        return json.loads(newest.read_text(encoding="utf-8"))["says"]
-    shown = f"last written: {newest.relative_to(folder)}"
-    return shown + _progress_of(newest.parent) if newest.name == "metrics.jsonl" else shown
-
-
-def _progress_of(run: Path) -> str:
-    """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
-    from tandemrl.apps.report.records import ReportError, read_config, read_steps
-    from tandemrl.training.tracking import time_left
-
-    try:
-        steps = read_steps(run / "metrics.jsonl")
-        total = (read_config(run).get("train") or {}).get("steps")
-    except ReportError:  # a file is being written
-        return ""
-    if not steps:
-        return ""
-    done = steps[-1]["step"]
-    times = [step["time/step"] for step in steps if "time/step" in step]
-    if not isinstance(total, int):
-        return f", step {done}"
-    left = f", {time_left(median(times[-5:]) * (total - done))}" if times and done < total else ""
-    return f", step {done} of {total}{left}"
+    steps = read_steps(newest, TAIL) if newest.name == "metrics.jsonl" else []
+    return f"last written: {newest.relative_to(folder)}" + (f", step {steps[-1]['step']}" if steps else "")

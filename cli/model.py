@@ -110,7 +110,6 @@ def _shown(what: str, out: Path) -> "Iterator[Progress]":
     Raises:
         ConfigError: no folder can be written at ``out``.
     """
-    from tandemrl.apps.experiments.warm_start import note_of
     from tandemrl.cli.heartbeat import progress_bars
     from tandemrl.config import ConfigError
     from tandemrl.config.hints import no_folder
@@ -118,4 +117,4 @@ def _shown(what: str, out: Path) -> "Iterator[Progress]":
     if reason := no_folder(out):
         raise ConfigError(f"--out {out}: {reason}")
     with progress_bars(what) as progress:
-        yield lambda step, steps, loss: progress(what, step, steps, note_of(step, steps, loss))
+        yield lambda step, steps, loss: progress(what, step, steps, f", loss {loss:.3f}")

@@ -35,7 +35,6 @@ from tandemrl.apps.experiments import pretrained, tiny
 from tandemrl.apps.experiments.arms import Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.pair import PairError, read_manifest
-from tandemrl.apps.experiments.warm_start import note_of
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
@@ -69,8 +68,8 @@ EXTENSIBLE = ("seeds", "pairs", "arms", "contrasts")
 class Family(NamedTuple):
     """How the pairs of a family are built and measured.
 
-    build: puts a pair into a folder, unless it is there, and returns its manifest; it is called with ``pair``, ``seed``
-    and ``steps``, ``device`` and ``progress``. identity: what the manifest says of how a pair was built, from the first
+    build: puts a pair into a folder, unless it is there, and returns its manifest; it is called with ``pair``, ``seed``,
+    ``steps`` and ``device``. identity: what the manifest says of how a pair was built, from the first
     three of these. measures: what its solo texts and its handoff texts say beside the
     measures of every pair. evaluation_rows: how many texts
     an evaluation writes at once on a CPU; on a GPU, eight times as many. memory_gb: what a process that builds, trains
@@ -223,13 +222,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         stored = read_manifest(home / "pair")
         if stored and not stored.items() >= family.identity(**recipe).items() and any(home.glob("*/metrics.jsonl")):
             raise ExperimentError(f"{home}: its runs began with a pair of another recipe; choose another folder")
-        file = home / "pair.progress.json"
-        try:
-            manifest = family.build(
-                home / "pair", **recipe, device=experiment.device, progress=partial(_note, job, file)
-            )
-        finally:
-            file.unlink(missing_ok=True)
+        manifest = family.build(home / "pair", **recipe, device=experiment.device)
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     model = home / "pair" / "senior"
     if job.arm.name != BASE:
@@ -253,13 +246,6 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     config = load(experiment.evaluation, settings)
     phases = evals.evaluate(config, model=model, out=_evaluation(job, out), leave_out=leave_out)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
-
-
-def _note(job: Job, file: Path, step: int, steps: int, loss: float) -> None:
-    """Write how far a warm start is to a file, now and then. ``heartbeat`` reads it."""
-    if step % 20 == 1 or step == steps:
-        says = f"building the {job.pair} pair of seed {job.seed}: step {step} of {steps}"
-        write_text(file, json.dumps({"says": says + note_of(step, steps, loss)}) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- results

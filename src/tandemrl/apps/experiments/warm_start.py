@@ -26,11 +26,6 @@ Progress = Callable[[int, int, float], None]
 the measured criteria ask for more steps."""
 
 
-def note_of(step: int, steps: int, loss: float) -> str:
-    """What there is to say of a step of a warm start, beside its number. After the last one it measures for a while."""
-    return f", loss {loss:.3f}" + (", measuring what it can do" if step == steps else "")
-
-
 @dataclass(frozen=True, slots=True)
 class WarmStart:
     """How a model is trained, on solutions only, before any reinforcement learning.
