@@ -68,43 +68,36 @@ EXTENSIBLE = ("seeds", "pairs", "arms", "contrasts")
 class Family(NamedTuple):
     """How the pairs of a family are built and measured.
 
-    build: puts a pair into a folder, unless it is there, and returns its manifest; it is called with ``pair``, ``seed``,
-    ``steps`` and ``device``. identity: what the manifest says of how a pair was built, from the first
-    three of these. measures: what its solo texts and its handoff texts say beside the
-    measures of every pair. evaluation_rows: how many texts
-    an evaluation writes at once on a CPU; on a GPU, eight times as many. memory_gb: what a process that builds, trains
-    or evaluates needs at most.
+    build: puts a pair into a folder, unless it is there, and returns its manifest. It is called with ``pair``,
+    ``seed``, ``steps`` and ``device``. identity: what the manifest says of how a pair was built, from the first three
+    of these. solo, handoff: what is measured of its solo texts and of its handoff texts beside the measures of every
+    pair, each the mean of a function. evaluation_rows: how many texts an evaluation writes at once on a CPU; on a GPU,
+    eight times as many. memory_gb: what a process that builds, trains or evaluates needs at most.
     """
 
     build: Callable[..., dict[str, Any]]
     identity: Callable[..., dict[str, Any]]
-    measures: Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+    solo: Mapping[str, Callable[[str], float]]
+    handoff: Mapping[str, Callable[[str], float]]
     evaluation_rows: int
     memory_gb: float
 
 
-def worded_measures(solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
-    """The share of solo texts that use jargon, and the number of repairing lines per handoff text."""
-    return {"jargon_rate": fmean(map(uses_jargon, solo)), "handoff/repairs": fmean(map(repairs, handoff))}
-
-
-def agents_measures(solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
-    """The share of solo texts that use jargon."""
-    return {"jargon_rate": fmean(map(hops.uses_jargon, solo))}
-
-
-def shorthand_measures(solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
-    """The share of solo texts that are in shorthand."""
-    return {"shorthand_rate": fmean(map(uses_shorthand, solo))}
-
-
 # Of tiny models, large batches cost memory only.
-WORDED = Family(tiny.build_tiny_pair, tiny.pair_identity, worded_measures, evaluation_rows=1024, memory_gb=1.0)
-AGENTS = WORDED._replace(measures=agents_measures)
+WORDED = Family(
+    tiny.build_tiny_pair,
+    tiny.pair_identity,
+    solo={"jargon_rate": uses_jargon},
+    handoff={"handoff/repairs": repairs},
+    evaluation_rows=1024,
+    memory_gb=1.0,
+)
+AGENTS = WORDED._replace(solo={"jargon_rate": hops.uses_jargon}, handoff={})
 PRETRAINED = Family(
     pretrained.build_pretrained_pair,
     pretrained.pretrained_identity,
-    shorthand_measures,
+    solo={"shorthand_rate": uses_shorthand},
+    handoff={},
     evaluation_rows=64,
     memory_gb=7.0,
 )
@@ -332,9 +325,12 @@ def _row(job: Job, home: Path, arm: str) -> dict[str, float]:
     if arm == JUNIOR:
         own = {name: ("junior", metric) for name, (p, metric) in MEASURES.items() if p in ("pass-at-k", "legibility")}
         return measured(home / BASE, own)
-    files = (evals.read_result(home / arm / f"{phase}.json")["samples"] for phase in ("pass-at-k", "handoff"))
-    texts = ([each.text for each in evals.read_samples(home / arm / file)] for file in files)
-    return measured(home / arm, MEASURES) | PAIRS[job.pair].measures(*texts)
+    found, family = measured(home / arm, MEASURES), PAIRS[job.pair]
+    for phase, further in (("pass-at-k", family.solo), ("handoff", family.handoff)):
+        file = evals.read_result(home / arm / f"{phase}.json")["samples"]
+        texts = [each.text for each in evals.read_samples(home / arm / file)] if further else []
+        found |= {name: fmean(map(of, texts)) for name, of in further.items()}
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------------
