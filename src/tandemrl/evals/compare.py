@@ -230,6 +230,7 @@ def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
     return [
         contrast._asdict()
         | {"difference": contrast.difference._asdict(), "per_seed": [each._asdict() for each in contrast.per_seed]}
+        | {"truncated": contrast.truncated and [*contrast.truncated]}
         for contrast in contrasts
     ]
 
