@@ -343,15 +343,15 @@ def flat(written: list[list[Completion]]) -> list[Completion]:
     return [completion for group in written for completion in group]
 
 
-def abort_after(running: TorchEngine, batch: list[Request], steps: int, keys: list[int] | None) -> list[Completion]:
-    """Abort from another thread once ``steps`` tokens per row were written, and wait until that thread is done."""
+def abort_after(running: TorchEngine, batch: list[Request], steps: int, numbers: list[int] | None) -> list[Completion]:
+    """Abort rows from another thread once ``steps`` tokens per row were written, and wait until that thread is done."""
     count = 0
 
     def progress(_: int) -> None:
         nonlocal count
         count += 1
         if count == steps:
-            thread = threading.Thread(target=running.abort, args=(keys,))
+            thread = threading.Thread(target=running._call.abort, args=(numbers,))
             thread.start()
             thread.join()
 

@@ -145,11 +145,13 @@ def test_a_model_that_joins_between_two_turns_reads_what_was_written() -> None:
 
 def test_what_is_aborted_ends_and_the_others_go_on() -> None:
     running = engine()
+    """Though one of them has the same key."""
     batch = requests(prompts(3), Sampling(max_tokens=25, ignore_eos=True), bernoulli(0.5))
+    batch[2] = replace(batch[2], keys=batch[1].keys)
     with running.open() as call:
         numbers = call.submit(batch)
         call.step()
-        call.abort([batch[1].keys[0]])
+        call.abort([numbers[1]])
         found = ended(call, numbers)
     assert [c.stop_reason for c in found] == ["length", "abort", "length"]
     assert [len(c.tokens) for c in found] == [25, 1, 25]

@@ -397,9 +397,10 @@ def test_abort_from_a_thread_takes_effect_at_once():
     thread = threading.Thread(target=lambda: out.extend(running.generate(batch, progress=lambda _: started.set())))
     thread.start()
     assert started.wait(30)
-    running.abort([batch[1].keys[0]])
+    call = running._call
+    call.abort([1])
     running.abort()
-    running.abort([batch[0].keys[0]])
+    call.abort([0])
     thread.join(30)
     assert not thread.is_alive()
     assert all(c.stop_reason == "abort" and len(c.tokens) < 200 for c in flat(out))

@@ -328,7 +328,6 @@ def test_no_row_waits_for_the_answer_to_another():
 
 def test_an_abort_reaches_a_row_that_awaits_its_answer():
     batch = episodes(bernoulli(0.5), count=3)
-    key = batch[0].keys[0]
     whole = flat(engine().generate(batch, responder=ScriptedWorld()))
     running = engine()
 
@@ -338,7 +337,7 @@ def test_an_abort_reaches_a_row_that_awaits_its_answer():
         def submit(self, turn: Turn) -> None:
             super().submit(turn)
             if turn.number == 0:
-                running.abort([key])
+                running._call.abort([0])
 
     for release in (lambda told: False, lambda told: sum(t.index == 1 for t in told) == 3):
         aborted, *others = flat(running.generate(batch, responder=Aborting([0], release)))

@@ -350,7 +350,7 @@ def test_aborted_episodes_end_and_the_others_go_on() -> None:
         def progress(new: int) -> None:
             told.append(new)
             if len(told) == 12:
-                running.abort(range(0, 40, 2))
+                running._call.abort(range(0, 40, 2))
 
         return going_on(*given, progress=progress, **options)
 

@@ -192,9 +192,9 @@ class BatchCall(Call):
         self._ready.append((row, reply.context))
 
     def _end_aborted(self, batch: DecodingBatch) -> None:
-        keys = self._take_aborts()
-        batch.abort(keys)
-        self._end_apart(keys, [*self._awaited.values(), *(row for row, _ in self._ready), *self._waiting])
+        numbers = self._take_aborts()
+        batch.abort(numbers)
+        self._end_apart(numbers, [*self._awaited.values(), *(row for row, _ in self._ready), *self._waiting])
         self._ready = [(row, context) for row, context in self._ready if not row.over]
         self._waiting = [row for row in self._waiting if not row.over]
 

@@ -56,20 +56,17 @@ class CallEngine(Engine):
         """Refuse a request that this engine cannot serve; see ``check_request``."""
         check_request(index, request, self)
 
-    def open(self, *, turns: bool = False) -> "Call":
-        """Open a call, which requests of any kind can join. Close it after use: it is a context.
+    def open(self, *, turns: bool = False, streams: bool = True) -> "Call":
+        """Open a call, which requests of any kind can join if it ``streams``. Close it after use: it is a context.
 
         A call of another thread is waited for, as ``load_weights`` waits for this one.
 
         Raises:
             EngineError: a call of this thread is open.
         """
-        return self._open(turns=turns, streams=True)
-
-    def _open(self, **how: bool) -> "Call":
         with ExitStack() as opened:
             opened.enter_context(self.exclusive())
-            self._call = self.make_call(**how)
+            self._call = self.make_call(turns=turns, streams=streams)
             self._opened = opened.pop_all()
         return self._call
 
@@ -80,12 +77,12 @@ class CallEngine(Engine):
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
-        with self._open(turns=responder is not None, streams=False) as call:
+        with self.open(turns=responder is not None, streams=False) as call:
             return run(call, requests, progress=progress, responder=responder)
 
-    def abort(self, keys: Iterable[int] | None = None) -> None:
+    def abort(self) -> None:
         if (call := self._call) is not None:
-            call.abort(keys)
+            call.abort()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -131,7 +128,7 @@ class Call(AbstractContextManager["Call"]):
         self._over: list[Row] = []
         """Rows that have ended since the last step."""
         self._aborts = deque[frozenset[int] | None]()
-        """What other threads have asked to end since the last step; None: all."""
+        """The numbers that other threads have asked to end since the last step; None: all."""
         self._aborted = set[int]()
         self.version, self.steps, self.written = engine.policy_version, 0, 0
         """How many steps have decoded anything so far, and how many tokens were written in all sequences."""
@@ -221,19 +218,19 @@ class Call(AbstractContextManager["Call"]):
         row.end(reason)
         self._over.append(row)
 
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        """End sequences with the next step: all of them, or those with these request keys. Thread-safe."""
-        self._aborts.append(None if keys is None else frozenset(keys))
+    def abort(self, numbers: Iterable[int] | None = None) -> None:
+        """End sequences with the next step: all of them, or these. Thread-safe."""
+        self._aborts.append(None if numbers is None else frozenset(numbers))
 
     def _take_aborts(self) -> set[int]:
-        """The request keys of the rows that are to end."""
+        """The numbers of the rows that are to end."""
         asked = [self._aborts.popleft() for _ in range(len(self._aborts))]
-        return {row.key for row in self._rows.values() if any(keys is None or row.key in keys for keys in asked)}
+        return {*self._rows} if None in asked else {number for numbers in asked for number in numbers or ()}
 
-    def _end_apart(self, keys: Container[int], apart: Iterable[Row]) -> None:
+    def _end_apart(self, numbers: Container[int], apart: Iterable[Row]) -> None:
         """End those of these rows, which are not being decoded, that were aborted. Answers that still come for them are
         ignored."""
-        for row in [row for row in apart if row.key in keys]:
+        for row in [row for row in apart if row.number in numbers]:
             self._end(row, "abort")
             self._aborted.add(row.number)
             self._awaited.pop(row.number, None)

@@ -24,7 +24,6 @@ from tandemrl.rollout.decoding_rows import (
     TokenSets,
     sample,
     sampling_parameters,
-    seen_tokens,
     shaped,
 )
 from tandemrl.rollout.device_steps import DeviceSteps, Start
@@ -252,8 +251,10 @@ class DecodingBatch:
         entries["parameters"] = sampling_parameters(rows).to(self.device)
         entries |= {name: torch.zeros(len(rows), self._width, dtype=dtype) for name, dtype in _OUTPUTS.items()}
         if self.penalised:
-            entries["seen"] = seen_tokens(texts, self.decoder.vocabulary).to(self.device)
-            entries["counts"] = torch.zeros_like(entries["seen"], dtype=torch.int64)
+            seen = entries["seen"] = torch.zeros(len(rows), self.decoder.vocabulary, dtype=torch.bool)
+            for i, text in enumerate(texts):
+                seen[i, text] = True
+            entries["counts"] = torch.zeros_like(seen, dtype=torch.int64)
         return entries
 
     def retire(self) -> None:
@@ -269,10 +270,10 @@ class DecodingBatch:
             whole = getattr(self, name)
             setattr(self, name, whole[index.to(whole.device)])
 
-    def abort(self, keys: Container[int]) -> None:
-        """End the live rows with these request keys."""
+    def abort(self, numbers: Container[int]) -> None:
+        """End the live rows of these numbers."""
         for i in self.live.nonzero().squeeze(1).tolist():
-            if self.rows[i].key in keys:
+            if self.rows[i].number in numbers:
                 self._stop(i, "abort")
 
     def _stop(self, i: int, reason: StopReason) -> None:
@@ -302,7 +303,7 @@ class DecodingBatch:
         # A refused draft stays in the caches behind ``position``, where the mask hides it until it is overwritten. An
         # ended row stands still until it is retired: it must not outgrow its model's context or its output row.
         self.position, self.written = self.position + count, self.written + count
-        ended = self._finish(last, stopped)
+        ended = self._finish(last, stopped, block.ends or {})
         if block.marks:
             self.selection.rewind(self.slot, block.marks, (count - 1).clamp(0, len(block.marks) - 1))
         self.author = self._after(last, live) if block.next is None else block.next
@@ -444,12 +445,14 @@ class DecodingBatch:
                 stopped[i], count[i] = True, hit
         return count, stopped
 
-    def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
+    def _finish(
+        self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"], ends: Mapping[int, StopReason]
+    ) -> list[int]:
         """End the rows that have stopped at their last token or have no token left, and return their places."""
         ended = ((stopped | (self.written == self.limit)) & self.live).nonzero().squeeze(1).tolist()
         for i in ended:
             eos = int(last[i]) in self.decoder.eos and not self.rows[i].request.sampling.ignore_eos
-            self._stop(i, "eos" if eos else "stop" if stopped[i] else "length")
+            self._stop(i, ends.get(i) or ("eos" if eos else "stop" if stopped[i] else "length"))
         return ended
 
     def _leave(self, i: int) -> None:

@@ -160,14 +160,6 @@ def sampling_parameters(rows: Sequence[Row]) -> Float[Tensor, "b 7"]:
     return torch.tensor(parameters, dtype=torch.float32).view(-1, 7)
 
 
-def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int) -> Bool[Tensor, "b v"]:
-    """Which tokens each text has."""
-    seen = torch.zeros(len(texts), vocabulary, dtype=torch.bool)
-    for i, text in enumerate(texts):
-        seen[i, text] = True
-    return seen
-
-
 class Shaping(NamedTuple):
     """What the rows ask for, and so what is computed for all of them: a temperature other than 1, the most probable
     token, truncation."""
@@ -245,8 +237,8 @@ class Block(NamedTuple):
 
     After several tokens, marks are the states of the strategies before each token, or before the last one alone if no
     row that has ended goes on; after a draft, guesses are the drafted tokens. After a single token, next says whether
-    the senior writes (or proposes) what follows it, and handovers are those of
-    ``Completion.handover_logprobs``.
+    the senior writes (or proposes) what follows it, and handovers are those of ``Completion.handover_logprobs``. ends
+    says by place why a turn ends with its tokens, if that is not seen from them.
     """
 
     tokens: Int64[Tensor, "b c"]
@@ -257,6 +249,7 @@ class Block(NamedTuple):
     guesses: Int64[Tensor, "b c"] | None = None
     next: Bool[Tensor, " b"] | None = None
     handovers: Float[Tensor, "b c"] | None = None
+    ends: dict[int, StopReason] | None = None
 
     def cost(self, count: Int64[Tensor, " b"], live: int, readers: Container[int]) -> Passes:
         """What it cost with ``live`` rows, of which each row takes ``count`` tokens, and ``readers`` read every one."""

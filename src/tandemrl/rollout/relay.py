@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
-from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
+from tandemrl.rollout.engine import EngineError, Passes, Request
 from tandemrl.rollout.partner import Job, Writer, Written, refuse_penalties
 from tandemrl.rollout.spans import Span
 from tandemrl.selection.draws import HANDOVER, stream
@@ -40,8 +40,6 @@ class Relay(DecodingBatch):
         self.writers, self._vocabulary = writers, vocabulary
         self._opening: dict[int, float] = {}
         """The rows whose next token is the first after a handover: the log-prob of a word that the senior ended."""
-        self._reasons: dict[int, StopReason] = {}
-        """By place: why a row ends with what was just taken."""
         ends, own = decoder.eos, decoder.tokenizer.eos_token_id
         self._end_of_text = own if own in ends else ends[0]
         super().__init__(replace(decoder, models={}, heads={}), turns=turns)
@@ -109,7 +107,6 @@ class Relay(DecodingBatch):
                     self._stop(places[number], span.end)
                 else:
                     spans[places[number]] = span
-        self._reasons = {i: span.end for i, span in spans.items() if span.end is not None}
         return self._block(spans)
 
     def _words(self, rows: Sequence[int], who: int) -> list[int | None]:
@@ -149,8 +146,9 @@ class Relay(DecodingBatch):
             if span.over is not None:
                 self._opening[number] = span.over if self.author[i] else 0.0
                 after[i] = ~after[i]
-        told = handovers if self.starts else None
-        return Block(tokens, self.author[:, None].expand(shape), logprobs, most, next=after, handovers=told)
+        ends = {i: span.end for i, span in spans.items() if span.end is not None}
+        authors = self.author[:, None].expand(shape)
+        return Block(tokens, authors, logprobs, most, next=after, handovers=handovers, ends=ends)
 
     def _take(self, block: Block) -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
         """Take what was written, up to a stop, and tell the strategies of it."""
@@ -161,17 +159,14 @@ class Relay(DecodingBatch):
             if bool(wrong.any()):
                 raise _disagreement(self.rows[int(at[wrong][0])])
         assert block.next is not None
-        cut = count < block.most  # so that nobody was handed over to
+        cut = (count < block.most) | stopped  # so that nobody was handed over to
         block.next[cut] = self.author[cut]
-        self._reasons = {i: end for i, end in self._reasons.items() if not stopped[i]}
-        stopped[[*self._reasons]] = True
+        assert block.ends is not None
+        for i in [*block.ends]:
+            if stopped[i]:
+                del block.ends[i]
+            stopped[i] = True
         return count, stopped
-
-    def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
-        ended = super()._finish(last, stopped)
-        for i in ended:
-            self.rows[i].stop_reason = self._reasons.get(i, self.rows[i].stop_reason)
-        return ended
 
 
 def _disagreement(row: Row) -> EngineError:

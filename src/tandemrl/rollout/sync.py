@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tandemrl.models.lora import adapted_layers, base_name, is_adapter, merged_parameters
@@ -16,7 +17,6 @@ from tandemrl.selection.draws import mix64
 
 _PART = 2**18  # elements hashed at once: a CPU keeps them in its cache
 _PART_ON_DEVICE = 2**24  # likewise on an accelerator, where many small kernels would cost more
-_WORD = 8  # bytes
 _FLUSHED = {  # the largest subnormal numbers
     dtype: torch.finfo(dtype).tiny * (1 - torch.finfo(dtype).eps) for dtype in (torch.float32, torch.bfloat16)
 }
@@ -32,41 +32,19 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     In float32 and bfloat16, -0.0 and subnormal numbers count as 0.0: matrix units flush them, and an engine whose
     weights are packed for one cannot read them back.
     """
-    total, odd = 0, torch.empty(0, dtype=torch.int64)
+    total = 0
     for name, tensor in parameters:
-        value = tensor.detach().flatten()
-        parts = value.split(_PART if value.device.type == "cpu" else _PART_ON_DEVICE)
-        sums = first = 0
-        for part in parts:
-            words = _words(part.to(dtype if dtype is not None else value.dtype))
-            if len(odd) < len(words) or odd.device != words.device:
-                odd = torch.arange(len(words), device=words.device).mul_(2).add_(1)
-            sums += _weighted_sum(words, odd[: len(words)], first)
-            first += len(words)
+        values, sums, first = tensor.detach().flatten(), 0, 0
+        for part in values.split(_PART if values.device.type == "cpu" else _PART_ON_DEVICE):
+            part = part if dtype is None else part.to(dtype)
+            if part.dtype in _FLUSHED:
+                part = F.hardshrink(part, _FLUSHED[part.dtype])  # in one pass; NaN stays
+            words = F.pad(part.view(torch.uint8), (0, -part.nbytes % 8)).view(torch.int64)
+            words += words.bitwise_right_shift(32).bitwise_and_(2**32 - 1)  # the shift repeats the sign
+            odd = torch.arange(2 * first + 1, 2 * (first + len(words)), 2, device=words.device)
+            sums, first = sums + int(words.mul_(odd).sum()), first + len(words)
         total ^= mix64(sums, *name.encode())
     return total
-
-
-def _words(values: Tensor) -> Tensor:
-    """The bits of a 1-d tensor as int64 numbers, filled up with zeros."""
-    if values.dtype in _FLUSHED:
-        values = torch.nn.functional.hardshrink(values, _FLUSHED[values.dtype])  # in one pass; NaN stays
-    tail = values.numel() * values.element_size() % _WORD
-    if tail or values.storage_offset() * values.element_size() % _WORD:
-        values = torch.nn.functional.pad(values.view(torch.uint8), (0, -tail % _WORD))
-    return values.view(torch.int64)
-
-
-def _weighted_sum(words: Tensor, odd: Tensor, first: int) -> int:
-    """The sum over words of (the word plus its high half) times (the odd number of its position), modulo 2⁶⁴.
-
-    Args:
-        odd: 1, 3, 5, …, one per word.
-        first: the position of the first word.
-    """
-    high = words.bitwise_right_shift(32).bitwise_and_(2**32 - 1)  # the shift repeats the sign
-    high.add_(words)
-    return int((high * odd).sum() + 2 * first * high.sum())
 
 
 def check_shapes(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -15,12 +15,7 @@ from tandemrl.rollout.decoding_rows import Decoder
 from tandemrl.rollout.device_steps import CUDA_STEPS, DeviceSteps
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.endpoint_partner import EndpointJunior
-from tandemrl.rollout.engine import (
-    EngineError,
-    EngineInfo,
-    Request,
-    SentWeights,
-)
+from tandemrl.rollout.engine import EngineError, EngineInfo, Request, SentWeights
 from tandemrl.rollout.partner import LocalPartner, MakePartner
 from tandemrl.rollout.sync import check_shapes, fingerprint
 from tandemrl.rollout.torch_writer import TorchWriter

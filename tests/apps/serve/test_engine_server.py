@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -509,7 +509,7 @@ class Slow:
     @contextmanager
     def open(self) -> Any:
         with self.own.open() as call:
-            step, submit = call.step, call.submit
+            step, submit, abort = call.step, call.submit, call.abort
 
             def slow() -> Any:
                 self.begun.set()
@@ -520,12 +520,12 @@ class Slow:
                 self.joined.append(call.written)
                 return submit(requests)
 
-            call.step, call.submit = slow, joins
-            yield call
+            def ends(numbers: Iterable[int]) -> None:
+                self.aborted |= {*numbers}
+                abort(numbers)
 
-    def abort(self, keys: Any = None) -> None:
-        self.aborted |= set(keys or ())
-        self.own.abort(keys)
+            call.step, call.submit, call.abort = slow, joins, ends
+            yield call
 
 
 def request_of(seed: int, samples: int = 1) -> Request:
@@ -555,7 +555,7 @@ def test_what_comes_later_joins_the_open_call_and_is_told_apart(engine: TorchEng
     assert one.tokens.tolist() == engine.generate([request_of(1)])[0][0].tokens.tolist()
 
 
-def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engine: TorchEngine) -> None:
+def test_a_job_that_nobody_waits_for_is_aborted_and_not_another_of_its_key(engine: TorchEngine) -> None:
     slow = Slow(engine)
     thread = EngineThread(slow)
     gate = thread.submit([request_of(0)])
@@ -566,7 +566,8 @@ def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engin
     slow.go_on()
     gate.done.result(60)
     twin.done.result(60)
-    assert slow.aborted == {mix64(2)}
+    assert slow.aborted == {*other.numbers}
+    assert twin.done.result()[0].stop_reason != "abort"
     thread.cancel(other)  # it has ended
     thread.close()
     with pytest.raises(EngineError, match="outside the vocabulary"):

@@ -311,8 +311,8 @@ def tokens(completions: Iterable[Completion]) -> list[list[int]]:
     return [c.tokens.tolist() for c in completions]
 
 
-def abort_after(engine: Any, batch: Sequence[Request], count: int, keys: Sequence[int] | None) -> list[Completion]:
-    """Abort from another thread once ``count`` tokens were written in all, and wait until that thread is done."""
+def abort_after(engine: Any, batch: Sequence[Request], count: int, numbers: Sequence[int] | None) -> list[Completion]:
+    """Abort rows from another thread once ``count`` tokens were written in all, and wait until that thread is done."""
     seen, done = 0, False
 
     def progress(more: int) -> None:
@@ -320,7 +320,7 @@ def abort_after(engine: Any, batch: Sequence[Request], count: int, keys: Sequenc
         seen += more
         if seen >= count and not done:
             done = True
-            thread = threading.Thread(target=engine.abort, args=(keys,))
+            thread = threading.Thread(target=engine._call.abort, args=(numbers,))
             thread.start()
             thread.join()
 

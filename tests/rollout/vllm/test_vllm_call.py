@@ -113,7 +113,7 @@ def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines, b
         left |= set(first)
         if begun:
             step(call, left, told)
-        call.abort([batch[1].keys[0]])
+        call.abort([first[1]])
         done = ended(call, left, first, told)
         assert [c.stop_reason for c in done] == ["length", "abort", "length"]
         assert begun or len(done[1].tokens) <= 1

@@ -58,7 +58,7 @@ class EngineThread:
         return job
 
     def cancel(self, job: Job) -> None:
-        """End a job that nobody waits for. Keys that another running job has, too, are written on."""
+        """End a job that nobody waits for."""
         job.wanted = False
         job.done.cancel()  # if it has not begun
 
@@ -77,7 +77,8 @@ class EngineThread:
                         self._step(call)
                         while not self._waiting.empty() and (job := self._waiting.get()) is not None:
                             self._join(call, job)
-                        self._abort()
+                        if lost := [number for number, job in self._running.items() if self._closed or not job.wanted]:
+                            call.abort(lost)
             except Exception as error:
                 logging.getLogger(__name__).exception("the engine failed; the requests that it was writing are ended")
                 failed, self._running = {first, *self._running.values()}, {}
@@ -107,17 +108,6 @@ class EngineThread:
                     for number in job.numbers:
                         del self._running[number]
                     job.done.set_result(call.take(job.numbers))
-
-    def _abort(self) -> None:
-        """Let the engine end what nobody waits for, after all have joined that wait."""
-        wanted = {job: job.wanted and not self._closed for job in self._running.values()}
-        if not all(wanted.values()):
-            lost, kept = (
-                {key for job in wanted if wanted[job] == whether for request in job.requests for key in request.keys}
-                for whether in (False, True)
-            )
-            if unwanted := lost - kept:
-                self.engine.abort(unwanted)
 
 
 def _of_engine(error: Exception) -> EngineError:

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cloudpickle
+import numpy as np
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
@@ -12,8 +13,16 @@ from vllm.v1.engine import exceptions
 
 from tandemrl.rollout.call import Call, Event, NewTokens
 from tandemrl.rollout.decoding_rows import Part, Row
-from tandemrl.rollout.engine import Completion, EngineDeadError, EngineError, Passes, Reply, Request, Sampling
-from tandemrl.rollout.vllm.rows import name_authors
+from tandemrl.rollout.engine import (
+    Completion,
+    EngineDeadError,
+    EngineError,
+    Passes,
+    Reply,
+    Request,
+    Sampling,
+    replay_turns,
+)
 from tandemrl.selection import Strategy
 
 _SHARED = (
@@ -63,8 +72,15 @@ class VllmCall(Call):
     def _begin(self, requests: Sequence[Request], rows: Sequence[Row]) -> None:
         with death_reported():
             self._register(requests)
-            for row, params in [(row, self._params(row)) for row in rows]:
-                self._begin_turn(row, params)
+            known = [(row, self._params(row)) for row in rows]
+            try:
+                for row, params in known:
+                    self._begin_turn(row, params)
+            except Exception:  # none joins, so none goes on
+                self._llm.abort_request(
+                    [self._flying.pop(r.number) for r in rows if r.number in self._flying], internal=True
+                )
+                raise
 
     def _register(self, requests: Sequence[Request]) -> None:
         """Let the workers know the strategies of these requests, and no others but those of rows that go on."""
@@ -143,14 +159,14 @@ class VllmCall(Call):
 
     def _end_aborted(self) -> list[Event]:
         """End aborted rows with what they have written so far."""
-        keys, events = self._take_aborts(), list[Event]()
-        for number in [number for number in self._flying if self._rows[number].key in keys]:
+        aborted, events = self._take_aborts(), list[Event]()
+        for number in [number for number in self._flying if number in aborted]:
             row, name = self._rows[number], self._flying[number]
             state = self._llm.output_processor.request_states[name]
             tokens = list(state.detokenizer.output_token_ids)
             events += self._end_turn(row, tokens, state.logprobs_processor.logprobs, "abort")
             self._llm.abort_request([name], internal=True)
-        self._end_apart(keys, [*self._awaited.values()])
+        self._end_apart(aborted, [*self._awaited.values()])
         return events
 
     def _go_on(self, row: Row, reply: Reply) -> None:
@@ -159,7 +175,7 @@ class VllmCall(Call):
             self._begin_turn(row, self._params(row))
 
     def take(self, numbers: Sequence[int]) -> list[Completion]:
-        name_authors([self._rows[number] for number in numbers])
+        _name_authors([self._rows[number] for number in numbers])
         return super().take(numbers)
 
     @property
@@ -169,6 +185,21 @@ class VllmCall(Call):
     @property
     def blocked(self) -> bool:
         return self.idle and not (self._over or self._aborts)
+
+
+def _name_authors(rows: Sequence[Row]) -> None:
+    """Write down who wrote each own token of each row, replayed from keys and tokens for all rows of a strategy at
+    once."""
+    for strategy in {id(row.request.strategy): row.request.strategy for row in rows}.values():
+        mine = [row for row in rows if row.request.strategy is strategy]
+        turns = [[*map(np.asarray, row.request.history), *row.turns] for row in mine]
+        replayed = replay_turns(strategy, [row.key for row in mine], turns).author.numpy()
+        for row, authors in zip(mine, replayed, strict=True):
+            begun = sum(map(len, row.request.history))
+            for part in row.parts:
+                if len(part.author) and part.author[0] >= 0:
+                    part.author[:] = authors[begun : begun + len(part.author)]
+                    begun += len(part.author)
 
 
 def _name(request: Request) -> str:

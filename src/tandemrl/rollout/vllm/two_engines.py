@@ -7,6 +7,7 @@ request; what the other one wrote is part of its prompt, of which the prefix cac
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tandemrl.rollout.vllm.sampler import HANDED_OVER, arguments_of
 from tandemrl.selection import Who
 from tandemrl.selection.boundaries import start_table
 from tandemrl.selection.whole_words import id_tables, text_tables
-from tandemrl.selection.words import Vocabulary, vocabulary_of
+from tandemrl.selection.words import vocabulary_of
 
 BLOCK_SIZE = 32
 """Tokens in a block of the KV cache on a CPU, where vLLM would take 128. A row that goes on reads the last one anew."""
@@ -134,11 +135,8 @@ class VllmTwoEngines(BatchEngine):
             vocabulary, context = first.vocabulary, first.context
             make_partner: MakePartner | None = None
             if apart:
-                theirs = self._writers.pop(0), vocabulary_of(second.tokenizer), second.eos, second.context
-
-                def make_partner(words: Vocabulary) -> LocalPartner:
-                    return LocalPartner(words, *theirs)
-
+                named = {"writer": self._writers.pop(0), "ends": second.eos, "context": second.context}
+                make_partner = partial(LocalPartner, vocabulary=vocabulary_of(second.tokenizer), **named)
             else:
                 vocabulary, context = min(vocabulary, second.vocabulary), min(context, second.context)
             decoder = Decoder({}, {}, vocabulary, first.eos, tokenizer)
@@ -165,10 +163,9 @@ class VllmTwoEngines(BatchEngine):
                 awake.enter_context(engine.awake())
             return super().generate(requests, **named)
 
-    def abort(self, keys: Iterable[int] | None = None) -> None:
-        keys = None if keys is None else [*keys]
-        self.engines[1].abort(keys)  # if the senior writes alone
-        super().abort(keys)
+    def abort(self) -> None:
+        self.engines[1].abort()  # if the senior writes alone
+        super().abort()
 
     def check(self, index: int, request: Request) -> None:
         """Refuse also a request that asks for something that spans cannot give."""
