@@ -14,8 +14,7 @@ from torch import Tensor
 from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
 from tandemrl.rollout.engine import EngineDeadError, EngineError, Request, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.fleet.ray_workers import RayWorkers
-from tandemrl.rollout.fleet.units import Described, Generated, Weights, WorkerEngine
+from tandemrl.rollout.fleet.ray_workers import Described, Generated, RayWorkers, Weights, WorkerEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 
 

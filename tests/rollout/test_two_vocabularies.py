@@ -25,7 +25,7 @@ from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.models.sampling import Truncation, race_times
-from tandemrl.rollout import torch_writer
+from tandemrl.rollout import torch_engine
 from tandemrl.rollout.engine import Completion, EngineError, Request, Responder, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, before_word, boundaries, draws, solo, word
@@ -198,7 +198,7 @@ def test_no_two_tokens_of_a_text_come_from_one_number(planted: bool, monkeypatch
         drawn[vocabulary] |= set(keys.tolist())
         return race_times(keys, vocabulary)
 
-    monkeypatch.setattr(torch_writer, "race_times", recorded)
+    monkeypatch.setattr(torch_engine, "race_times", recorded)
     engine().generate([request(Sampling(max_tokens=16), 200)])
     assert min(len(drawn[len(names)]) for names in (ONE, OTHER)) > 40
     assert bool(drawn[len(ONE)] & drawn[len(OTHER)]) == planted

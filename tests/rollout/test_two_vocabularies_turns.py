@@ -17,7 +17,7 @@ from tandemrl.apps.experiments.tiny import WORD_SPLIT
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row, encode_prompts
-from tandemrl.rollout import torch_writer
+from tandemrl.rollout import torch_engine
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
@@ -317,13 +317,13 @@ def test_a_cut_turn_is_cut_for_the_junior_too() -> None:
 
 def test_no_token_of_an_episode_is_drawn_from_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[int, list[int]] = {len(ONE): [], len(OTHER): []}
-    race_times = torch_writer.race_times
+    race_times = torch_engine.race_times
 
     def recorded(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
         drawn[vocabulary] += keys.tolist()
         return race_times(keys, vocabulary)
 
-    monkeypatch.setattr(torch_writer, "race_times", recorded)
+    monkeypatch.setattr(torch_engine, "race_times", recorded)
     played(engine(), strategies()["before_word"], 20)
     for keys in drawn.values():
         assert len(keys) > 100

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from tandemrl.processes.world import World
-from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Request, Responder
-from tandemrl.rollout.fleet.units import Rounds
+from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Reply, Request, Responder, Turn
 from tandemrl.selection import Who
+from tandemrl.types import Transcript
 
 
 def units_of(requests: Sequence[Request], size: int | None) -> list[list[Request]]:
@@ -77,3 +77,46 @@ class SpreadEngine:
 
     def close(self) -> None:
         self.own.close()
+
+
+class Rounds:
+    """The ``Responder`` of a unit, whose answers come in rounds: when no row can go on without one, all come at once.
+
+    What is decoded together then depends on the unit alone, and not on which tool was faster. So a unit has the same
+    bits wherever and whenever it is decoded. The price is that rows wait for the slowest tool of a round.
+
+    Args:
+        responder: answers the turns.
+        first: by how much its numbers of completions are greater than those of the unit.
+    """
+
+    def __init__(self, responder: Responder, first: int = 0) -> None:
+        self._responder, self._first = responder, first
+        self._awaited = set[int]()
+        self._answered: dict[int, Reply] = {}
+
+    def submit(self, turn: Turn) -> None:
+        """See `Responder`."""
+        self._awaited.add(turn.number)
+        self._responder.submit(turn._replace(number=turn.number + self._first))
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        """See `Responder`. Without ``wait`` there are none, but time-outs of tools are noticed."""
+        self._take(wait=False)
+        if not wait:
+            return []
+        while self._awaited:
+            self._take(wait=True)
+        ready, self._answered = [self._answered[number] for number in sorted(self._answered)], {}
+        return ready
+
+    def transcript(self, number: int) -> Transcript:
+        """See `Responder`."""
+        return self._responder.transcript(number + self._first)
+
+    def _take(self, *, wait: bool) -> None:
+        for reply in self._responder.replies(wait=wait):
+            number = reply.number - self._first
+            if number in self._awaited:  # else it is to a row of an earlier unit that was aborted
+                self._awaited.remove(number)
+                self._answered[number] = reply._replace(number=number)

@@ -11,9 +11,8 @@ import pytest
 from tandemrl.config import RetrievalConfig
 from tandemrl.data.rows import Row
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.envs.bm25 import Corpus, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
-from tandemrl.rollout.envs.retrieval import make_retriever
+from tandemrl.rollout.envs.retrieval import Corpus, make_retriever, write_corpus
 
 pytest.importorskip("bm25s", reason="needs the retrieval extra")
 pytest.importorskip("Stemmer", reason="needs the retrieval extra")

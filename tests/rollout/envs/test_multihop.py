@@ -10,9 +10,9 @@ from tempers import DOCS
 
 from tandemrl.config import Config, RetrievalConfig, RolloutConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rollout.envs.bm25 import write_corpus
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
+from tandemrl.rollout.envs.retrieval import write_corpus
 from tandemrl.tasks.qa.grader import COMPLETE, retrieved_ids
 
 

@@ -18,16 +18,18 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
 from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rollout.envs.bm25 import Corpus, word_scores, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import (
+    Corpus,
     halves,
     is_cross_encoder,
     make_relevance,
     make_retriever,
     ranked,
     reciprocal_ranks,
+    word_scores,
+    write_corpus,
 )
 
 BM25, LEXICAL = RetrievalConfig(), RetrievalConfig(retriever="lexical")

@@ -20,7 +20,7 @@ from tandemrl.rollout.engine import (
     Sampling,
 )
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.fleet.units import Generated
+from tandemrl.rollout.fleet.ray_workers import Generated
 from tandemrl.rollout.spread import SpreadEngine, units_of
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine

@@ -22,8 +22,7 @@ from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sam
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader, make_episode_runner, opening_prompts
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.fleet.units import Rounds
-from tandemrl.rollout.spread import SpreadEngine
+from tandemrl.rollout.spread import Rounds, SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import word
 from tandemrl.selection.boundaries import word_boundary_table

@@ -95,7 +95,7 @@ class Stock:
         load_checkpoint_weights(self.runner, SentWeights.of(model.named_parameters()))
 
     def fingerprint(self) -> int:
-        from tandemrl.rollout.vllm.parameters import hf_parameters
+        from tandemrl.rollout.vllm.weights import hf_parameters
 
         return fingerprint(hf_parameters(self.runner))
 
@@ -128,7 +128,7 @@ def gaps(model: PreTrainedModel, given: Sequence[Sequence[int]], written: Sequen
 
 @pytest.mark.parametrize(("kind", "dtype"), ENGINES)
 def test_an_engine_computes_with_the_weights_it_was_sent(stock, kind, dtype):
-    from tandemrl.rollout.vllm.parameters import hf_parameters
+    from tandemrl.rollout.vllm.weights import hf_parameters
 
     running = stock(kind, dtype)
     for seed in (1, 2):
@@ -220,7 +220,7 @@ def test_a_layer_that_cannot_be_read_is_refused_by_name(stock, layer, monkeypatc
 
 def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
     """Stock ``reload_weights`` leaves one behind on a CPU."""
-    from tandemrl.rollout.vllm.parameters import _multiplied
+    from tandemrl.rollout.vllm.weights import _multiplied
 
     running, model = stock("Qwen3", "bfloat16"), trainer("Qwen3", 4)
     running.load(model)
@@ -433,7 +433,7 @@ def added(layer: Any, inputs: Tensor, outputs: int) -> Tensor:
 
 def test_a_rank_whose_own_copy_is_outdated_is_noticed(sharded):
     """Two ranks hold every key head, and all ranks hold the norms."""
-    from tandemrl.rollout.vllm.parameters import hf_parameters
+    from tandemrl.rollout.vllm.weights import hf_parameters
 
     group, runners = sharded("Llama", "float32", 4)
     read = lambda: group.run(lambda rank: fingerprint(hf_parameters(runners[rank])))  # noqa: E731

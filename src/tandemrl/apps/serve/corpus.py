@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tandemrl.data.documents import with_title
-from tandemrl.rollout.envs.bm25 import Corpus
+from tandemrl.rollout.envs.retrieval import Corpus
 from tandemrl.rollout.gateway.address import hosts_of, listen, run, url_of
 from tandemrl.rollout.gateway.asgi import Door, json_object
 

@@ -29,8 +29,7 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.envs.episodes import Episodes
-from tandemrl.rollout.fleet.ray_workers import RayWorkers
-from tandemrl.rollout.fleet.units import INITIAL, TRIES, Described, Generated, Weights
+from tandemrl.rollout.fleet.ray_workers import INITIAL, TRIES, Described, Generated, RayWorkers, Weights
 from tandemrl.rollout.spread import units_of
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who

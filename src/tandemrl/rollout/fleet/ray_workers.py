@@ -1,4 +1,5 @@
-"""Workers that are actors on a Ray cluster. This module alone imports ray, when a cluster is needed.
+"""Workers that are actors on a Ray cluster, and what an engine in one generates of a unit. This module alone imports
+ray, when a cluster is needed.
 
 Ray places the actors, restarts those that are lost and asks them again, and carries requests, completions and weights.
 The weights of a version are put into its object store once, in parts; the workers of a node share its copy.
@@ -8,8 +9,10 @@ import copy
 import importlib.util
 import os
 import sys
+import time
+import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pickle import PicklingError
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,10 +23,13 @@ from torch import Tensor
 from tandemrl.config import ConfigError
 from tandemrl.config.hints import pip_install
 from tandemrl.processes.world import environment
-from tandemrl.rollout.engine import Engine, EngineDeadError, EngineError, Request
+from tandemrl.rollout.engine import Completion, Engine, EngineDeadError, EngineError, EngineInfo, Passes, Request
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.fleet.units import TRIES, Described, Generated, Weights, WorkerEngine
+from tandemrl.rollout.spread import Rounds
 
+INITIAL = -1
+"""The version of the weights that workers start with."""
+TRIES = 4  # of a unit, before the fleet gives up
 PART_BYTES = 2**28  # what is copied at once on the way of the weights
 LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
 
@@ -58,6 +64,100 @@ class Cluster(NamedTuple):
     """Of each worker."""
     store_bytes: int | None = LEAST_STORE_BYTES
     """Of the object store, if the cluster is our own; None = as much as Ray thinks right."""
+
+
+class Weights(NamedTuple):
+    """Weights of the senior, which workers can load."""
+
+    version: int
+    stored: Any
+    """What ``RayWorkers.put`` returned; None = those that workers start with."""
+    checksum: int | None
+    """None until a worker says it."""
+
+
+class Described(NamedTuple):
+    """What the engines of all workers have in common."""
+
+    info: EngineInfo
+    vocabulary: int
+    context: int
+    has_junior: bool
+    policy_version: int
+    """Of the weights that they start with."""
+    senior: int
+    """The fingerprint of these."""
+    junior: int | None
+    """That of the junior."""
+    acts: bool
+    """Whether the workers have an environment to take turns with."""
+
+
+class Generated(NamedTuple):
+    """What a worker has generated of a unit, or why it cannot, and what it cost."""
+
+    version: int
+    fingerprint: int
+    """Of the weights that it has, read back."""
+    described: Described
+    process: str
+    """Another one after each start of the worker."""
+    load_s: float
+    """What it took to load the weights; 0 if it had them."""
+    unit_s: float
+    completions: list[list[Completion]]
+    passes: Passes
+    tally: Mapping[str, int]
+    """Of the turns that were taken with an environment."""
+    failure: EngineError | None
+
+
+class WorkerEngine:
+    """The engine of a worker.
+
+    Args:
+        acting: what the authors take turns with; None = nothing.
+    """
+
+    def __init__(self, engine: Engine, acting: EpisodeRunner | None) -> None:
+        self.engine, self.acting, self.process = engine, acting, uuid.uuid4().hex
+        self._version, self._fingerprint = INITIAL, engine.fingerprint("senior")
+        junior = engine.fingerprint("junior") if engine.has_junior else None
+        told = (engine.info, engine.vocabulary, engine.context, engine.has_junior, engine.policy_version)
+        self.described = Described(*told, self._fingerprint, junior, acts=acting is not None)
+
+    def generate(
+        self, version: int, weights: Iterable[tuple[str, Tensor]], requests: Sequence[Request], turns: bool
+    ) -> Generated:
+        """Generate a unit with the ``weights`` of this ``version``, which are loaded unless the engine has them.
+
+        Args:
+            turns: whether the authors take turns with the environment. Its episodes begin and end with the unit.
+
+        Raises:
+            EngineError: the weights do not fit, or the engine's process has ended.
+        """
+        begun = loaded = time.monotonic()
+        if version != self._version:
+            if version == INITIAL:
+                raise EngineError("a worker does not go back to the weights that it started with")
+            self.engine.load_weights(weights, version)
+            self._version, self._fingerprint = version, self.engine.fingerprint("senior")
+            loaded = time.monotonic()
+        episodes = self.acting.episodes() if turns and self.acting is not None else None
+        responder: dict[str, Any] = {} if episodes is None else {"responder": Rounds(episodes)}  # not all take turns
+        completions, passes, failure = list[list[Completion]](), Passes(), None
+        try:
+            if requests:
+                completions = self.engine.generate(requests, **responder)
+                passes = self.engine.passes
+        except EngineDeadError:
+            raise  # so that the worker is lost, and another one generates the unit
+        except EngineError as error:
+            failure = error
+        seconds, tally = (loaded - begun, time.monotonic() - loaded), {} if episodes is None else episodes.tally
+        told = self._version, self._fingerprint, self.described, self.process, *seconds
+        return Generated(*told, completions, passes, tally, failure)
 
 
 class RayWorker:
@@ -158,7 +258,7 @@ class RayWorkers:
         return True
 
     def start(self) -> list[tuple[Described, str]]:
-        """Start all of them. Returns ``described`` and ``process`` of their ``units.WorkerEngine``.
+        """Start all of them. Returns ``described`` and ``process`` of their ``WorkerEngine``.
 
         Raises:
             EngineError: one does not start.
@@ -168,7 +268,7 @@ class RayWorkers:
         return [self._result(actor, actor.describe.remote(), tries=1) for actor in self._actors]
 
     def ask(self, number: int, weights: Weights, requests: Sequence[Request], turns: bool) -> Generated:
-        """What ``units.WorkerEngine.generate`` of a worker returns.
+        """What ``WorkerEngine.generate`` of a worker returns.
 
         Raises:
             EngineDeadError: the worker fails; after a restart it may be asked again.

@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tandemrl.models.lora import AdapterPlan, adapter_names, name_with_adapters
 from tandemrl.rollout.engine import EngineError, SentWeights
 from tandemrl.rollout.sync import check_shapes
-from tandemrl.rollout.vllm.parameters import LINEAR, Part, hf_parameters, parameters_of, shapes_of, whole
+from tandemrl.rollout.vllm.weights import LINEAR, Part, hf_parameters, parameters_of, shapes_of, whole
 
 _FORMAT = "tandemrl_adapters"
 

@@ -11,6 +11,7 @@ speculative decoding (Daliri, Musco and Suresh, arXiv 2408.07978), applied acros
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,18 @@ from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.planner import ForwardPass, Planner
 from tandemrl.selection.draws import fold_in
+
+
+class Draws(NamedTuple):
+    """The tokens drawn at some places, with their log-probs.
+
+    rows: the row of each place in the round. depths: the depth of each place.
+    """
+
+    rows: np.ndarray
+    depths: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
 
 
 class Round:

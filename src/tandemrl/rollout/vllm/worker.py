@@ -27,12 +27,10 @@ from tandemrl.rollout.engine import EngineError, SentWeights
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.parameters import hf_parameters
 from tandemrl.rollout.vllm.planner import SchedulingMode
-from tandemrl.rollout.vllm.runner import TandemModelRunner
+from tandemrl.rollout.vllm.runner import TandemModelRunner, TandemOutput
 from tandemrl.rollout.vllm.sampler import HANDED_OVER, SPAN, Spans
-from tandemrl.rollout.vllm.step_data import TandemOutput
-from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights
+from tandemrl.rollout.vllm.weights import hf_parameters, load_checkpoint_weights, read_weights
 from tandemrl.selection import Strategy, Who, solo
 from tandemrl.selection.whole_words import TextTables
 

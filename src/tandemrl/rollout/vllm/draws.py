@@ -1,15 +1,17 @@
-"""The junior drafts without waiting for the host, in one forward pass after the other on the device.
+"""The draws of a round of drafts (``drafting.Round``), with the stock model runners of vLLM 0.32.
 
-A pass of vLLM's model runner needs the host: for the scheduler's updates, the batch, its inputs and the tokens before
-it. In a draft all of that is known beforehand, except for the tokens, and only the next pass reads those. So only the
-first pass of a draft is a pass of the runner. The others work as in vLLM's own proposers. Tokens, positions and slots
-are written to the runner's own buffers. The runner builds its metadata from them, and replays its CUDA graph for
-decoding, if it has one. A CUDA graph of the whole loop would save the kernel launches of the draw. But it would take
-one graph for each number of rows, draft length and kind of sampling, and vLLM builds the metadata in Python.
-
-Written against the V1 model runners of vLLM 0.32.
+A place is a (row, depth) of the round. **The senior** draws after one pass of its runner over several tokens of each
+row (``senior_draws``). **The junior** drafts without waiting for the host, in one pass after the other on the device
+(``JuniorLoop``). A pass of vLLM's model runner needs the host: for the scheduler's updates, the batch, its inputs and
+the tokens before it. In a draft all of that is known beforehand, except for the tokens, and only the next pass reads
+those. So only the first pass of a draft is a pass of the runner. The others work as in vLLM's own proposers. Tokens,
+positions and slots are written to the runner's own buffers. The runner builds its metadata from them, and replays its
+CUDA graph for decoding, if it has one. A CUDA graph of the whole loop would save the kernel launches of the draw. But
+it would take one graph for each number of rows, draft length and kind of sampling, and vLLM builds the metadata in
+Python.
 """
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +22,91 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
 
-from tandemrl.rollout.vllm.drafting import Round
+from tandemrl.rollout.vllm.drafting import Draws, Round
 from tandemrl.rollout.vllm.planner import ForwardPass
-from tandemrl.rollout.vllm.verifying import Draws
 
+LOGITS_AT_ONCE = 256
+"""How many places have their logits in memory at once, besides the last place of each row, which the runner has."""
 BACKENDS = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
 """Attention backends whose passes read no memory on the host that the next pass overwrites."""
+
+
+def senior_draws(runner: Any, forward: ForwardPass, step: Round) -> list[Draws]:
+    """Draw the senior's tokens at all its places in a round.
+
+    The runner's own sampling is skipped, since it draws at one place per row only.
+
+    Args:
+        runner: the senior's model runner, which has just launched ``forward``.
+        forward: the ``verify_pass`` of the round.
+        step: the round.
+    """
+    state, runner.execute_model_state = runner.execute_model_state, None
+    batch = runner.input_batch
+    order = np.array([step.index[id] for id in batch.req_ids])
+    counts = dict(zip(forward.ids, forward.count, strict=True))
+    ends = np.cumsum([counts[id] for id in batch.req_ids])
+    row, depth = step.senior[order].nonzero()
+    behind = step.last[order][row] - depth  # tokens of the row that were read after this place
+    final, further = np.flatnonzero(behind == 0), np.flatnonzero(behind)
+    known = step.outputs[order]
+
+    def drawn(some: np.ndarray, logits: Tensor) -> Draws:
+        rows, depths = row[some], depth[some]
+        sampler, device = runner.sampler, logits.device
+        metadata = _at_places(batch.sampling_metadata, rows, known[rows] + depths, device)
+        sampler.topk_topp_sampler.token_keys = step.keys[order[rows], depths]
+        sampler.topk_topp_sampler.min_p = _min_p(runner, rows, device)
+        output = sampler(logits=logits, sampling_metadata=metadata)
+        sampler.topk_topp_sampler.min_p = None
+        tokens, logprobs = output.sampled_token_ids, output.logprobs_tensors.logprobs
+        return Draws(order[rows], depths, *(each[:, 0].cpu().numpy() for each in (tokens, logprobs)))
+
+    each = [drawn(final, state.logits)]  # by row of the batch, as `row` is
+    for some in np.split(further, range(LOGITS_AT_ONCE, len(further), LOGITS_AT_ONCE)):
+        if len(some):
+            places = torch.from_numpy(ends[row[some]] - 1 - behind[some]).to(state.hidden_states.device)
+            each.append(drawn(some, runner.model.compute_logits(state.hidden_states[places])))
+    return each
+
+
+def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, device: Any) -> SamplingMetadata:
+    """The sampling parameters of some places.
+
+    Args:
+        metadata: the sampling parameters of the batch.
+        rows: the row of each place in the batch.
+        known: how many tokens the row has written before each place.
+        device: where the parameters are needed.
+    """
+    at = torch.from_numpy(rows).to(device)
+
+    def taken(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[at]
+
+    penalties: dict[str, Any] = {}
+    if not metadata.no_penalties:
+        written = [metadata.output_token_ids[row][:n] for row, n in zip(rows.tolist(), known.tolist(), strict=True)]
+        names = ("prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties")
+        penalties = {name: taken(getattr(metadata, name)) for name in names} | {"output_token_ids": written}
+    return dataclasses.replace(
+        metadata,
+        temperature=taken(metadata.temperature),
+        top_p=taken(metadata.top_p),
+        top_k=taken(metadata.top_k),
+        logitsprocs=LogitsProcessors(),  # min_p alone, which is ours here
+        **penalties,
+    )
+
+
+def _min_p(runner: Any, rows: np.ndarray, device: Any) -> Tensor | None:
+    """The ``min_p`` of each place, given its row in the batch; None if no row of the batch has one."""
+    ids = runner.input_batch.req_ids
+    values = np.array([runner.requests[id].sampling_params.min_p for id in ids], dtype=np.float32)
+    return torch.from_numpy(values[rows]).to(device) if values.any() else None
 
 
 def stays_on_device(runner: Any, step: Round, depth: int, forward: ForwardPass) -> bool:
