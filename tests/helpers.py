@@ -27,7 +27,6 @@ from transformers import (
 from tandemrl.losses import sequence_sum, totals
 from tandemrl.models.loading import prepare
 from tandemrl.rollout.engine import Completion, Request, Sampling
-from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo, word, word_aligned
 from tandemrl.selection.draws import request_key
 from tandemrl.types import Totals
@@ -343,14 +342,14 @@ def flat(written: list[list[Completion]]) -> list[Completion]:
     return [completion for group in written for completion in group]
 
 
-def abort_after(running: TorchEngine, batch: list[Request], steps: int, numbers: list[int] | None) -> list[Completion]:
-    """Abort rows from another thread once ``steps`` tokens per row were written, and wait until that thread is done."""
-    count = 0
+def abort_after(running: Any, batch: Sequence[Request], count: int, numbers: Sequence[int] | None) -> list[Completion]:
+    """Abort rows from another thread once ``count`` tokens were written in all, and wait until that thread is done."""
+    seen = 0
 
-    def progress(_: int) -> None:
-        nonlocal count
-        count += 1
-        if count == steps:
+    def progress(more: int) -> None:
+        nonlocal seen
+        seen, before = seen + more, seen
+        if before < count <= seen:
             thread = threading.Thread(target=running._call.abort, args=(numbers,))
             thread.start()
             thread.join()

@@ -351,13 +351,6 @@ def test_stop_strings_are_kept_and_may_span_tokens(stop, count):
     check_completion(completion)
 
 
-def test_the_prompt_does_not_complete_a_stop_string():
-    speaker = writing(SPOKEN)
-    both = TorchEngine(prepared(speaker), None, tokenizer())
-    request = Request((IDS["x"],), (0,), Sampling(max_tokens=3, temperature=0.0, stop=("x a",)), solo("senior"))
-    assert both.generate([request])[0][0].stop_reason == "length"
-
-
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_tokens_are_told_once_and_in_order(draft_tokens):
     """Rows come and go while others are written; with drafts, several tokens come at once."""
@@ -385,27 +378,6 @@ def test_tokens_are_told_once_and_in_order(draft_tokens):
     assert (max(calls) == 1) == (draft_tokens == 0)
 
 
-# ------------------------------------------------------------------------------------------------------------- aborting
-
-LONG = Sampling(max_tokens=200, ignore_eos=True)
-
-
-def test_abort_from_a_thread_takes_effect_at_once():
-    running = engine()
-    started, out = threading.Event(), []
-    batch = requests(prompts(4), LONG, bernoulli(0.5))
-    thread = threading.Thread(target=lambda: out.extend(running.generate(batch, progress=lambda _: started.set())))
-    thread.start()
-    assert started.wait(30)
-    call = running._call
-    call.abort([1])
-    running.abort()
-    call.abort([0])
-    thread.join(30)
-    assert not thread.is_alive()
-    assert all(c.stop_reason == "abort" and len(c.tokens) < 200 for c in flat(out))
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -424,6 +396,10 @@ def test_requests_that_cannot_be_served_are_refused():
     refused("request 1: a prompt token is outside the vocabulary", prompt=(2, -1))
     refused(rf"stop_token_ids \[{VOCABULARY}, -1\] are outside the vocabulary",
             sampling=Sampling(stop_token_ids=(3, VOCABULARY, -1)))  # fmt: skip
+    refused("request 1: turn_tokens must be at least 1, got 0", turn_tokens=0)
+    refused("request 1: a turn of its history has no tokens", history=((3, 4), ()))
+    refused("request 1: a token of its history is outside the vocabulary of", history=((3,), (4, VOCABULARY)))
+    refused(r"request 1: .* max_tokens 4 \+ 252 exceed the context of 256", observation_tokens=252)
 
 
 def test_a_junior_is_needed_only_where_it_writes():
@@ -440,14 +416,14 @@ def test_a_junior_is_needed_only_where_it_writes():
         alone.fingerprint("junior")
 
 
-@pytest.mark.parametrize("count", [1, 6])
-def test_a_strategy_that_breaks_its_promise_is_refused(count):
+@pytest.mark.parametrize(("count", "host_every"), [(1, 1), (6, 1), (3, 8)])
+def test_a_strategy_that_breaks_its_promise_is_refused(count, host_every):
     """``writers`` lets the engine leave a model out, so the author must never be the model that was left out."""
     liar = solo("junior")._replace(writers="senior")
     batch = requests(prompts(count), Sampling(max_tokens=3, ignore_eos=True), liar)
     batch += requests(prompts(count - 1), Sampling(max_tokens=3, ignore_eos=True), solo("senior"))
     with pytest.raises(EngineError, match=r"Strategy\.writers"):
-        engine().generate(batch)
+        TorchEngine(*map(prepared, pair("smaller junior")), tokenizer(), host_every=host_every).generate(batch)
 
 
 def test_weights_that_do_not_fit_are_refused():

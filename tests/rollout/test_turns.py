@@ -393,17 +393,3 @@ def test_a_broken_world_ends_the_call_and_leaves_the_engine_usable(fault, match)
         running.generate(batch, responder=world)
     again = running.generate(batch, responder=ScriptedWorld())
     assert_same(flat(again), flat(engine().generate(batch, responder=ScriptedWorld())))
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"turn_tokens": 0}, "request 0: turn_tokens must be at least 1, got 0"),
-        ({"history": ((3, 4), ())}, "request 0: a turn of its history has no tokens"),
-        ({"history": ((3,), (4, VOCABULARY))}, "request 0: a token of its history is outside the vocabulary of"),
-        ({"observation_tokens": 250}, "request 0: .* exceed the context of 256"),
-    ],
-)
-def test_requests_of_turns_that_cannot_be_served_are_refused(changes, match):
-    with pytest.raises(EngineError, match=match):
-        engine().generate(episodes(bernoulli(0.5), **changes))

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from helpers import EOS as EOS_SURFACE
-from helpers import IDS, PAD, VOCABULARY, prepared, prompts, reference_distribution, tokenizer
+from helpers import IDS, PAD, VOCABULARY, flat, prepared, prompts, reference_distribution, tokenizer
 from helpers import strategies as half_and_half
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
@@ -303,28 +302,8 @@ def changed(sampling: Sampling, **changes: Any) -> Sampling:
     return Sampling(**({name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} | changes))
 
 
-def flat(written: Iterable[Iterable[Completion]]) -> list[Completion]:
-    return [completion for group in written for completion in group]
-
-
 def tokens(completions: Iterable[Completion]) -> list[list[int]]:
     return [c.tokens.tolist() for c in completions]
-
-
-def abort_after(engine: Any, batch: Sequence[Request], count: int, numbers: Sequence[int] | None) -> list[Completion]:
-    """Abort rows from another thread once ``count`` tokens were written in all, and wait until that thread is done."""
-    seen, done = 0, False
-
-    def progress(more: int) -> None:
-        nonlocal seen, done
-        seen += more
-        if seen >= count and not done:
-            done = True
-            thread = threading.Thread(target=engine._call.abort, args=(numbers,))
-            thread.start()
-            thread.join()
-
-    return flat(engine.generate(batch, progress=progress))
 
 
 # -------------------------------------------------------------------------------------------------------------- oracles

@@ -11,7 +11,6 @@ from pairs import (
     MODES,
     UNEQUAL,
     VLLM,
-    abort_after,
     assert_equal_completions,
     assert_same_draws,
     assert_sound,
@@ -29,7 +28,7 @@ from pairs import (
     with_strategy,
 )
 
-from helpers import prompts
+from helpers import abort_after, prompts
 from tandemrl.rollout.engine import Completion, Request, Sampling
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import alternating, chunk, solo

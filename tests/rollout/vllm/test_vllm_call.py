@@ -69,26 +69,6 @@ def test_requests_of_any_kind_join_a_call_that_has_begun(engines, mode):
         assert len(news) > 1 or len(completion.tokens) < 6
 
 
-def steps_until_told(call: Any, request: Request) -> int:
-    """How many steps it takes until all sequences of a new request have a token."""
-    left, steps = set(call.submit([request])), 0
-    while left:
-        left -= {event.number for event in call.step() if isinstance(event, NewTokens)}
-        steps += 1
-    return steps
-
-
-@pytest.mark.parametrize("mode", ["lazy", "draft"])
-def test_a_first_token_comes_at_most_two_steps_later_than_alone(engines, mode):
-    engine = engines(PAIR, mode=mode, **({"draft_tokens": 4} if mode == "draft" else {}))
-    batch = mixed(prompts(12, seed=31), Sampling(max_tokens=60, ignore_eos=True), seed=31)
-    with engine.open() as call:
-        alone = steps_until_told(call, batch[0])
-    with engine.open() as call:
-        assert max(steps_until_told(call, request) for request in batch) <= alone + 2
-        assert len(call._flying) == 12
-
-
 @pytest.mark.parametrize("mode", ["lazy", "lockstep"])
 def test_a_session_computes_a_block_twice_at_most(engines, mode):
     """By the prefix cache: over three turns, neither model computes more than the text and a block for each turn."""
@@ -103,8 +83,12 @@ def test_a_session_computes_a_block_twice_at_most(engines, mode):
     assert max(computed) <= len(turn.prompt) + 2 * 32
 
 
+def halfway() -> None:
+    raise OSError("halfway")
+
+
 @pytest.mark.parametrize("begun", [True, False])
-def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines, begun):
+def test_what_is_aborted_or_fails_ends_and_the_strategies_of_a_call_are_let_go(engines, begun, monkeypatch):
     engine = engines(PAIR)
     batch = mixed(prompts(40, seed=30), changed(KINDS[0], max_tokens=25, ignore_eos=True), seed=30)
     wanted, left, told = flat(engine.generate(batch)), set[int](), dict[int, list[Any]]()
@@ -127,5 +111,12 @@ def test_what_is_aborted_ends_and_the_strategies_of_a_call_are_let_go(engines, b
             engine.load_weights([], 1)
         with pytest.raises(EngineError, match="request 1: a prompt token is outside"):
             call.submit([batch[0], Request((-1,), (1,), Sampling(), batch[0].strategy)])
+        add, count = engine.llm.add_request, iter(range(9))
+        monkeypatch.setattr(engine.llm, "add_request", lambda *g, **n: add(*g, **n) if next(count) < 2 else halfway())
+        with pytest.raises(OSError, match="halfway"):
+            call.submit(batch[:3])
+        monkeypatch.undo()
         assert call.idle
+        left |= set(numbers := call.submit([batch[0]]))
+        assert_equal_completions(ended(call, left, numbers, told), [wanted[0]])
     assert engine.stats()["requests"] <= 1
