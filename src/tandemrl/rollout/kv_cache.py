@@ -4,7 +4,7 @@ Column *p* of a cache is position *p* of its row, whoever wrote the token there:
 is filled by ``prefill``, then token by token by decoding steps, or with several tokens at once by ``extend``. ``take``
 and ``put`` move a row out of a batch and back, so that nothing is computed twice. What a refused draft left here is not
 erased: it lies behind the row's ``position``, where attention does not look, until the next
-``decoding.DecodingBatch.step`` overwrites it. (In vLLM, ``vllm.kv_state.KVState.keep_prefix`` says how many tokens
+``decoding.DecodingBatch.step`` overwrites it. (In vLLM, ``vllm.planner.KVState.keep_prefix`` says how many tokens
 still count as computed; the blocks behind them are overwritten, too.)
 """
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
 from tandemrl.rollout.engine import EngineError, Passes, Request
-from tandemrl.rollout.partner import Job, Writer, Written, refuse_penalties
-from tandemrl.rollout.spans import Span
+from tandemrl.rollout.partner import Job, Span, Writer, Written, refuse_penalties
 from tandemrl.selection.draws import HANDOVER, stream
 from tandemrl.selection.words import Vocabulary, spell
 

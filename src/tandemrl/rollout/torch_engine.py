@@ -19,8 +19,7 @@ from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import EngineError, EngineInfo, Request, SentWeights
 from tandemrl.rollout.kv_cache import KVCache, extend, prefill
-from tandemrl.rollout.partner import Job, LocalPartner, MakePartner, Writer, Written
-from tandemrl.rollout.spans import SpanRules, draw_keys
+from tandemrl.rollout.partner import Job, LocalPartner, MakePartner, SpanRules, Writer, Written, draw_keys
 from tandemrl.rollout.sync import check_shapes, fingerprint
 from tandemrl.selection import Who
 from tandemrl.selection.whole_words import TextTables, text_tables

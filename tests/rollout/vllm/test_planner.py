@@ -8,8 +8,7 @@ from helpers import VOCABULARY, strategies
 from tandemrl.rollout.drafting import VLLM_CPU, DraftLength, Size
 from tandemrl.rollout.engine import EngineError, Passes, replay_turns
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.planner import Admission, Planner
+from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, Planner
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
 

@@ -19,8 +19,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from tandemrl.rollout.drafting import count_accepted
-from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.planner import ForwardPass, Planner
+from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, ForwardPass, Planner
 from tandemrl.selection.draws import fold_in
 
 

@@ -30,8 +30,7 @@ from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.adapters import use_adapters
 from tandemrl.rollout.vllm.drafting import Draws, Round
 from tandemrl.rollout.vllm.draws import JuniorLoop, senior_draws, stays_on_device
-from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.planner import Admission, ForwardPass, Planner
+from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, ForwardPass, Planner
 from tandemrl.rollout.vllm.sampler import Spans, TandemSampler
 from tandemrl.selection import Strategy
 

@@ -1,6 +1,6 @@
 """Draws each row's next token inside vLLM with the row's key, as the reference engine does.
 
-Also of spans (``rollout.spans``): each is a request, whose engine writes alone (``two_engines``). The proposal that
+Also of spans (``rollout.partner``): each is a request, whose engine writes alone (``two_engines``). The proposal that
 begins a word too many is dropped: the request ends with an EOS in its place, which has the log-prob that a word ends,
 and ``HANDED_OVER`` as its reason to stop.
 """
@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
-from tandemrl.rollout.spans import Span, SpanRules, draw_keys
+from tandemrl.rollout.partner import Span, SpanRules, draw_keys
 from tandemrl.selection.whole_words import TextTables
 
 SPAN = "span"
