@@ -2,8 +2,8 @@
 
 vLLM's scheduler knows only one model. In each step it wants some requests brought from ``start`` to ``start + count``
 computed tokens, in KV blocks that it allocates. Here two models share these block ids, and each may lag behind. The
-planner turns a step of the scheduler into forward passes of each model, by what each has computed (``KVState``) and by the
-mode:
+planner turns a step of the scheduler into forward passes of each model, by what each has computed (``KVState``) and by
+the mode:
 
 - ``lazy``: a decoding request is computed only by the author of its next token, from where that model stopped. The
   other model catches up in one chunk when its turn comes. Prompts are computed by both models, or by the only one that
