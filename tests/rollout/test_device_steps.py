@@ -206,7 +206,7 @@ def test_a_step_asks_the_host_for_nothing(build: Any, shaping: Shaping) -> None:
         }
     sizes = {"rows": 4, "width": 16, "steps": 2}
     with torch.inference_mode():
-        step = Step(decoder, layers, shaping, known, mark, device=torch.device("meta"), **sizes)
+        step = Step(decoder, layers, shaping, known, mark, **sizes)
         step()  # tables are copied to a device once
         with NoHost():
             step()

@@ -7,6 +7,7 @@ drafts them, and the senior reads them at once. Bookkeeping happens on the host;
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain, count
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -295,11 +296,13 @@ class DecodingBatch:
         self.steps += 1 if ahead else block.tokens.shape[1]
         live = self.live.clone()
         count, stopped = self._take(block)
-        self.passes += block.cost(count, int(live.sum()), self.caches)
+        total = int(count.sum())
+        self.passes += block.cost(count, total, int(live.sum()), self.caches)
         if self.penalised:
             inside = (torch.arange(block.tokens.shape[1]) < count[:, None]).to(self.device)
             self.counts.scatter_add_(1, block.tokens.to(self.device), inside.long())
-        last = block.tokens[torch.arange(len(live)), (count - 1).clamp(min=0)]
+        several = block.tokens.shape[1] > 1
+        last = block.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0] if several else block.tokens[:, 0]
         # A refused draft stays in the caches behind ``position``, where the mask hides it until it is overwritten. An
         # ended row stands still until it is retired: it must not outgrow its model's context or its output row.
         self.position, self.written = self.position + count, self.written + count
@@ -310,13 +313,15 @@ class DecodingBatch:
         self.last = last
         for i in ended:
             self._leave(i)
-        return int(count.sum()), [self.rows[i] for i in ended]
+        return total, [self.rows[i] for i in ended]
 
     def _after(self, tokens: Int64[Tensor, " b"], live: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Whether the senior writes in each row after its next token, as the strategies say when they are told it."""
         # Strategies hear of a token here, and of drafts in ``_drafted``; with vLLM in ``Planner.next_authors``.
         # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
-        on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else torch.arange(len(live))
+        if not self.turns or bool(live.all()):
+            return self.selection.step(self.slot, tokens)
+        on = live.nonzero().squeeze(1)
         return self.author.index_copy(0, on, self.selection.step(self.slot[on], tokens[on]))
 
     def _several(self) -> Block | None:
@@ -340,7 +345,8 @@ class DecodingBatch:
 
     def _one_token(self) -> Block:
         """The next token of every row, without a draft."""
-        hidden = {who: self._read(who, self.last[:, None], self.position[:, None])[:, 0] for who in self.caches}
+        last, columns, masks = self.last[:, None], self.position[:, None], dict[Any, Any]()
+        hidden = {who: self._read(who, last, columns, masks)[:, 0] for who in self.caches}
         logits = self._author_logits(hidden)
         tokens, logprobs = (x.cpu() for x in self._sample(logits, self._race()))
         after = self._after(tokens, self.live)
@@ -389,7 +395,7 @@ class DecodingBatch:
         read, authors, guesses, logprobs = [self.last], [self.author], list[Tensor](), list[Tensor]()
         marks, counts = list[Mark](), self.counts.clone()
         for j, race in enumerate(races):
-            logits = self._logits(0, self._read(0, read[j][:, None], columns[:, j : j + 1])[:, 0])
+            logits = self._logits(0, self._read(0, read[j][:, None], columns[:, j : j + 1], {})[:, 0])
             tokens, each = self._sample(logits, race, counts=counts)
             if self.penalised:
                 counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
@@ -401,7 +407,7 @@ class DecodingBatch:
                 read.append(guesses[j])
         senior, guessed, drafted = (torch.stack(each, 1) for each in (authors, guesses, logprobs))
         # Now the senior reads the draft, and draws up to the first token that it draws otherwise, which is included.
-        hidden = self._read(1, torch.stack(read, 1), columns)
+        hidden = self._read(1, torch.stack(read, 1), columns, {})
         drawn, count, right, counts = guessed.clone(), torch.zeros_like(self.written), self.live, self.counts.clone()
         for j, race in enumerate(races):
             count = count + right
@@ -465,12 +471,20 @@ class DecodingBatch:
 
     # ---------------------------------------------------------------------------------------------- one model, one draw
 
-    def _read(self, who: int, tokens: Int64[Tensor, "b c"], columns: Int64[Tensor, "b c"]) -> Float[Tensor, "b c h"]:
-        """The hidden states of one model, which reads the next tokens of every row at their columns."""
-        head, cache, width = self.decoder.heads[who].weight, self.caches[who], int(columns.max()) + 1
-        cache.reserve(width)
-        there = columns.to(head.device)
-        mask = column_mask(there, width, head.dtype)[:, None]
+    def _read(
+        self, who: int, tokens: Int64[Tensor, "b c"], columns: Int64[Tensor, "b c"], masks: dict[Any, Any]
+    ) -> Float[Tensor, "b c h"]:
+        """The hidden states of one model, which reads the next tokens of every row at their columns.
+
+        Args:
+            masks: of these columns, which models share where they are in one place and dtype.
+        """
+        head, cache = self.decoder.heads[who].weight, self.caches[who]
+        if (place := (head.device, head.dtype)) not in masks:
+            there = columns.to(head.device)
+            masks[place] = there, column_mask(there, int(columns.max()) + 1, head.dtype)[:, None]
+        there, mask = masks[place]
+        cache.reserve(mask.shape[-1])
         return next_hidden(self.decoder.models[who], tokens.to(head.device), there, cache.layers, mask)
 
     def _logits(
@@ -484,7 +498,7 @@ class DecodingBatch:
         """Each row's logits by its author."""
         logits = torch.empty(0)
         for who, states in hidden.items():
-            mine = (self.author == bool(who)).nonzero().squeeze(1)
+            mine = (self.author if who else ~self.author).nonzero().squeeze(1)
             if len(mine) == len(self.author):
                 return self._logits(who, states)
             if len(hidden) == 1:

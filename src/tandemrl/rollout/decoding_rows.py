@@ -251,9 +251,9 @@ class Block(NamedTuple):
     handovers: Float[Tensor, "b c"] | None = None
     ends: dict[int, StopReason] | None = None
 
-    def cost(self, count: Int64[Tensor, " b"], live: int, readers: Container[int]) -> Passes:
-        """What it cost with ``live`` rows, of which each row takes ``count`` tokens, and ``readers`` read every one."""
-        total = int(count.sum())
+    def cost(self, count: Int64[Tensor, " b"], total: int, live: int, readers: Container[int]) -> Passes:
+        """What it cost with ``live`` rows, of which each takes ``count`` tokens, ``total`` in all, and ``readers`` read
+        every one."""
         if self.guesses is None:
             read = max(total, live)  # also a row whose token is dropped
             return Passes(total, *(read * (who in readers) for who in (1, 0)))

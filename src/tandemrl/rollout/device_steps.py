@@ -73,15 +73,11 @@ class Step:
         rows: int,
         width: int,
         steps: int,
-        device: torch.device,
         side: torch.cuda.Stream | None = None,
     ) -> None:
         self.decoder, self.layers, self.shaping, self.strategies = decoder, layers, shaping, strategies
         self.width = width
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
+        zeros = partial(torch.zeros, dtype=torch.int64, device=decoder.device)
         self.number = zeros(1)
         self.tokens, self.authors = zeros(steps + 1, rows), zeros(steps + 1, rows, dtype=torch.bool)
         self.logprobs = zeros(steps, rows, dtype=torch.float32)
@@ -250,9 +246,7 @@ class DeviceSteps:
         left = steps
         if step is None:  # it is captured after its first run, since what that sets up must not be
             sizes = {"rows": rows, "width": columns, "steps": self.every}
-            step = Step(
-                self._decoder, layers, shaping, strategies, start.mark, device=self._device, side=self._side, **sizes
-            )
+            step = Step(self._decoder, layers, shaping, strategies, start.mark, side=self._side, **sizes)
             step.load(start)
             with self._aside(), self._kernels():
                 step()
