@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core release-check dist wheel-check browser-check notebooks-check fleet-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain two-tokenizers repair ablations hops smollm2
+.PHONY: quickstart test test-core release-check dist wheel-check browser-check notebooks-check fleet-check agents-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain two-tokenizers repair ablations hops smollm2
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -30,7 +30,7 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
 # Before a release: what needs environments of its own, and the notebooks, beside `make test`.
-release-check: test test-core docs wheel-check browser-check notebooks-check fleet-check
+release-check: test test-core docs wheel-check browser-check notebooks-check fleet-check agents-check
 
 # Source distribution and wheel, in dist/.
 dist: .venv/.core
@@ -81,6 +81,11 @@ notebooks-check: .venv/.dev
 fleet-check: .venv/.dev
 	@$(BIN)/pip install $(PIP_FLAGS) -e ".[ray]" "ray[default]"
 	$(TEST_ENV) $(BIN)/python -m pytest tests/rollout/fleet tests/training/test_train_workers.py
+
+# What needs verifiers and inspect-ai, which cannot be installed beside vllm.
+agents-check: .venv-core/.core
+	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[verifiers,inspect]"
+	$(TEST_ENV) $(CORE_BIN)/python -m pytest tests/rollout/of_verifiers tests/apps/report/test_inspect_log.py
 
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev
