@@ -25,6 +25,7 @@ COMMANDS = {
     "nats, and acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
     "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
     "junior": "The junior alone: pass@k, and cross-entropy in nats.",
+    "surprise": "How the senior's texts, and their own, surprise each of eval.readers. Needs no ground truths.",
     "transfer": "Can other models follow the senior? Each of eval.readers gets 0 to 100 % of the steps, then answers.",
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
@@ -64,7 +65,7 @@ def _command(name: str) -> Callable[..., None]:
         from tandemrl.cli.heartbeat import progress_bars
         from tandemrl.evals import evaluate, left_out
 
-        resolved, stated = _resolved(model, config, overrides, data, k=k, samples=samples, profile=profile)
+        resolved, stated = resolved_for(model, config, overrides, data, k=k, samples=samples, profile=profile)
         resolved = replace(resolved, model=replace(resolved.model, junior=junior or resolved.model.junior))
         phases = None if name == "all" else (name,)
         with progress_bars("loading", err=True) as progress:
@@ -130,7 +131,7 @@ def qa(
     if source is None or (endpoint is None and api_key_env is not None):
         raise ConfigError("give --model, or --endpoint URL" if source is None else "--api-key-env needs --endpoint URL")
     own = None if endpoint is not None else model
-    resolved, stated = _resolved(own, config, overrides, data, k=k, samples=samples, profile=profile)
+    resolved, stated = resolved_for(own, config, overrides, data, k=k, samples=samples, profile=profile)
     if not resolved.rollout.environment_kind.turns:
         resolved = replace(resolved, rollout=replace(resolved.rollout, environment="multihop"))
     resolved = replace(resolved, model=replace(resolved.model, junior=None))
@@ -175,7 +176,7 @@ def verifier(
         typer.echo(f"written to {out}")
 
 
-def _resolved(
+def resolved_for(
     model: str | None,
     config: str | None,
     overrides: Sequence[str] | None,

@@ -17,6 +17,7 @@ with interruptible():
         data,
         evaluate,
         experiment,
+        legibility,
         model,
         play,
         regrade,
@@ -87,6 +88,7 @@ app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("play")(play.play)
 app.command("score")(score.score)
+app.command("legibility")(legibility.legibility)
 app.command("regrade")(regrade.regrade)
 app.command("report")(report.report)
 app.add_typer(report.exports, name="export")

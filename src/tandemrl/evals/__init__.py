@@ -17,7 +17,7 @@ Every phase is the same engine call with another strategy, under one sampling pr
 - ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its
   reasoning as well (arXiv 2510.07774).
 - ``transfer``: other readers (``eval.readers``) get growing parts of the senior's texts and then answer, see
-  `evals.transfer`; one arm per reader.
+  `evals.transfer`; one arm per reader. ``surprise``: the cross-entropies of it alone, which need no ground truths.
 
 With an environment (``rollout.environment``), the authors take turns with it in every phase. What it says is context:
 it is neither counted as text nor read by ``legibility`` and ``drift``.
@@ -51,5 +51,6 @@ from tandemrl.evals.protocol import run_of_model as run_of_model
 from tandemrl.evals.protocol import sampling_for as sampling_for
 from tandemrl.evals.protocol import sampling_of_model as sampling_of_model
 from tandemrl.evals.session import Endpoint as Endpoint
+from tandemrl.evals.stored import Stored as Stored
 from tandemrl.evals.suite import evaluate as evaluate
 from tandemrl.evals.suite import left_out as left_out

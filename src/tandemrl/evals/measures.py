@@ -27,7 +27,7 @@ WITH_INTERVAL: Mapping[str, GoodEnd] = {
     **dict.fromkeys(("acceptance", "em", "f1", "f1_official", "recall", "precision", "citation"), "higher"),
     **dict.fromkeys(("support_f1", "format"), "higher"),
     **dict.fromkeys(("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"), "lower"),
-    **dict.fromkeys(("area", "legible"), "higher"),
+    **dict.fromkeys(("area", "gain", "legible"), "higher"),
     **dict.fromkeys(("worse", "illegible"), "lower"),
     **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked")),
 }

@@ -12,7 +12,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts
-from tandemrl.evals.transfer import transfer, transferred
+from tandemrl.evals.transfer import surprise, transfer, transferred
 from tandemrl.types import Metrics
 
 
@@ -108,6 +108,11 @@ def transfers(texts: Texts) -> list[Sample]:
         return transfer(samples, prompts, session.readers(), lambda some: grade(some, prompts, scorer), texts.progress)
 
 
+def surprises(texts: Texts) -> list[Sample]:
+    """How the senior's texts, and their own, surprise other readers."""
+    return surprise(texts.samples, texts.session.readers())
+
+
 # What the senior writes alone (``protocol.strategies``), graded: every phase that is ``of_solo`` reads these texts.
 _SOLO = Phase("pass-at-k", scored, graded, junior=False)
 PHASES = {
@@ -120,6 +125,7 @@ PHASES = {
         Phase("drift", drift, drifted, of_solo=True, graded=False, one_vocabulary=True),
         replace(_SOLO, name="verified", read=verified, measure=accepted, of_solo=True, judge=True),
         Phase("junior", junior_alone, alone, by_junior=True),
+        Phase("surprise", surprises, transferred, junior=False, of_solo=True, graded=False, readers=True),
         Phase("transfer", transfers, transferred, junior=False, of_solo=True, readers=True),
     )
 }

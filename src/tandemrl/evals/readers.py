@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample, author_runs
@@ -132,6 +133,25 @@ class Reader:
         model, context = self.session.load(self.session.model), self.session.profile.context
         found = read_texts(texts, [prompt for _, prompt in known], [model], by_junior(), context=context)
         return [each._replace(problem=sample.problem) for each, (sample, _) in zip(found, known, strict=True)]
+
+    def by_token(self, sample: Sample) -> list[tuple[str, float]]:
+        """The tokens of a text in the reader's vocabulary, each with its surprisal in nats; none if it is too long."""
+        prompt, own, found = (
+            self.prompt_of(sample),
+            self.in_own_tokens(sample)._replace(problem=0),
+            list[torch.Tensor](),
+        )
+
+        def values(*arguments: Any) -> dict[str, torch.Tensor]:
+            read = by_junior()(*arguments)
+            found.append(read["cross_entropy"])
+            return read
+
+        if prompt is not None:
+            read_texts([own], [prompt], [self.session.load(self.session.model)], values)
+        nats = torch.cat(found).tolist() if found else []
+        texts = self.session.tokenizer.batch_decode([[token] for token in own.tokens[: len(nats)]])
+        return [*zip(texts, nats, strict=True)]
 
     def in_own_tokens(self, sample: Sample) -> Sample:
         """A text of the model in the reader's tokens."""

@@ -21,6 +21,7 @@ from tandemrl.evals.phases import Phase
 from tandemrl.evals.protocol import Profile, draws_turns, profile_of
 from tandemrl.evals.readers import Reader
 from tandemrl.evals.reading import TextReader
+from tandemrl.evals.stored import Stored
 from tandemrl.models.loading import junior_tokenizer_of, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.models.sampling import DRAW
 from tandemrl.processes.http import Client, Service
@@ -99,7 +100,7 @@ class Session:
     """
 
     config: Config
-    source: str | Path | Endpoint
+    source: str | Path | Endpoint | Stored
     phases: Sequence[Phase]
     limit: int | None = None
     stated: Collection[str] | None = None
@@ -109,7 +110,9 @@ class Session:
     def __post_init__(self) -> None:
         config, source = self.config, self.source
         self.remote = source if isinstance(source, Endpoint) else None
-        self.model = source.served() if isinstance(source, Endpoint) else str(source)
+        self.stored = source if isinstance(source, Stored) else None
+        name = source.name if isinstance(source, Stored) else source
+        self.model = source.served() if isinstance(source, Endpoint) else str(name)
         self.has_episodes = config.has_episodes or self.passed is not None
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
         self.junior = config.model.junior if any(phase.junior for phase in self.phases) else None
@@ -127,8 +130,8 @@ class Session:
     def readers(self) -> Iterator[Reader]:
         """The models that read the texts, one after the other: each is closed before the next one."""
         phases = [phase for phase in self.phases if phase.readers]
-        tokenizer = None if self.remote is not None else self.tokenizer
-        for name, model in zip(_short(self.config.eval.readers), self.config.eval.readers, strict=True):
+        tokenizer = None if self.remote is not None or self.stored is not None else self.tokenizer
+        for name, model in zip(short_names(self.config.eval.readers), self.config.eval.readers, strict=True):
             loaded = {*self.models}
             with closing(replace(self, source=model, phases=phases)) as session:
                 yield Reader(name, session, tokenizer)
@@ -144,13 +147,18 @@ class Session:
     @cached_property
     def digests(self) -> dict[str, str]:
         readers = self.config.eval.readers if any(phase.readers for phase in self.phases) else ()
-        return digests([self.model, *([self.junior] if self.junior else []), *readers, *self.config.data.eval])
+        stored = [] if self.stored is None else [str(self.stored.file)]
+        juniors = [self.junior] if self.junior else []
+        return digests([self.model, *juniors, *readers, *stored, *self.config.data.eval])
 
     @cached_property
     def solo_identity(self) -> dict[str, Any]:
         """Everything that the texts of the senior alone depend on, under the names of the result files."""
         config, arguments = self.config, self.config.data.template_arguments
-        if self.remote is None:
+        if self.stored is not None:
+            author: dict[str, Any] = {"engine": "stored", "responses": str(self.stored.file), "authors": "unknown"}
+            author |= {"response_digests": self._digests_of(str(self.stored.file))}
+        elif self.remote is None:
             author = {"engine": config.rollout.engine, "draw": DRAW}
         else:
             author = {"engine": "endpoint", "endpoint": self.remote.url, "authors": "unknown"}
@@ -262,7 +270,7 @@ class Session:
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped because they are too long. An endpoint gets no tokens."""
         rows, other = self.rows[: self.limit], self.junior_tokenizer
-        if self.remote is not None:
+        if self.remote is not None or self.stored is not None:
             return [Prompt(row, ()) for row in rows], 0
         return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, other)
 
@@ -366,11 +374,11 @@ class Session:
             engine.close()
 
 
-def _short(models: Sequence[str]) -> list[str]:
+def short_names(models: Sequence[str]) -> list[str]:
     """Short names of models: the last parts of their paths, as many as tell them apart.
 
     Examples:
-        >>> _short(["pairs/0/junior", "pairs/1/junior", "org/small"])
+        >>> short_names(["pairs/0/junior", "pairs/1/junior", "org/small"])
         ['0-junior', '1-junior', 'small']
     """
     parts = [Path(model).parts for model in models]

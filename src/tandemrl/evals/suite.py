@@ -16,6 +16,7 @@ from tandemrl.evals.phases import PHASES, Phase, Texts
 from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
 from tandemrl.evals.session import Endpoint, Session
+from tandemrl.evals.stored import Stored, stored_samples
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.partner import check_untranslatable
 from tandemrl.types import Metrics
@@ -28,7 +29,7 @@ tokens is an upper bound."""
 def evaluate(
     config: Config,
     *,
-    model: str | Path | Endpoint,
+    model: str | Path | Endpoint | Stored,
     out: str | Path,
     phases: Sequence[str] | None = None,
     leave_out: Collection[str] = (),
@@ -48,7 +49,7 @@ def evaluate(
             are not used.
         model: Hugging Face folder or hub id of the senior. A model behind an endpoint is evaluated without a junior, in
             an environment. The authors of its tokens are unknown, and the result says so (``engine: endpoint``,
-            ``authors: unknown``).
+            ``authors: unknown``). A file of responses (`Stored`) is judged as it is, without a junior.
         out: a folder. For a single phase it may also be the result file itself, ending in ``.json``.
         phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``).
         leave_out: of all phases, those that are not run.
@@ -82,6 +83,8 @@ def evaluate(
         config = replace(config, model=replace(config.model, junior=None))
         if environment is None and not config.has_episodes:
             raise EvalError("a model behind an endpoint is evaluated in an environment; set rollout.environment")
+    if isinstance(model, Stored):
+        config = replace(config, model=replace(config.model, junior=None))
     out, reasons = Path(out), left_out(config)
     names = [name for name in PHASES if name not in (*reasons, *leave_out)] if phases is None else [*phases]
     for name in names:
@@ -170,6 +173,8 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
 def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
     """The texts of a phase: one call of the engine for each of its arms."""
     config, (prompts, _), what = session.config, session.prompts, f"{phase.name}: tokens"
+    if session.stored is not None:
+        return stored_samples(session.stored, prompts, config.eval.seed)
     if session.remote is not None:
         most = len(prompts) * config.eval.samples * session.profile.sampling.max_tokens
         return play(session, progress=_meter(progress, what, most))

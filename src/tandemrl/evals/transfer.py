@@ -76,10 +76,21 @@ def transfer(
     return out
 
 
+def surprise(samples: Sequence[Sample], readers: Iterable[Reader]) -> list[Sample]:
+    """What readers write alone, and how the texts and that surprise them; nothing is graded."""
+    out: list[Sample] = []
+    for reader in readers:
+        alone = reader.write([Job(sample, ALONE, "") for sample in samples])
+        reader.session.close_engine()
+        out += reader.read([reader.in_own_tokens(sample)._replace(given=TEXT) for sample in samples] + alone)
+    return out
+
+
 def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:
     """The rates and counts of one problem's texts, as one reader reads them.
 
-    By condition: pass@1, length, the share of texts that were cut off, and the cross-entropy where it is known. By way:
+    By condition: pass@1 and its ``gain`` over nothing given, length, the share of texts that were cut off, and the
+    cross-entropy where it is known. By way:
     ``area`` is that between the curve of pass@1 over the share of steps and its value at 0, from -1 to 1; ``worse``
     says whether pass@1 with all steps is below that at 0. ``answer_leaked``, ``legible`` and ``illegible`` are shares
     of the texts with a right answer.
@@ -89,13 +100,18 @@ def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metri
         by_condition.setdefault(str(sample.given), []).append(sample)
     rates: Metrics = {}
     for given, each in by_condition.items():
-        rates[f"{given}/pass@1"] = fmean(bool(sample.correct) for sample in each)
+        if each[0].correct is not None:
+            rates[f"{given}/pass@1"] = fmean(bool(sample.correct) for sample in each)
         if not given.startswith("copy/"):
             rates[f"{given}/truncation_rate"] = fmean(sample.stop_reason == "length" for sample in each)
             rates[f"{given}/length"] = fmean(sample.length for sample in each)
         for name in ("cross_entropy", "cross_entropy_per_byte"):
             if known := [getattr(sample, name) for sample in each if getattr(sample, name) is not None]:
                 rates[f"{given}/{name}"] = fmean(known)
+    for given in [given for given in by_condition if given.startswith(WAYS) and given != ALONE]:
+        alone = f"{given.partition('/')[0]}/0/pass@1"
+        if alone in rates and f"{given}/pass@1" in rates:
+            rates[f"{given}/gain"] = rates[f"{given}/pass@1"] - rates[alone]
     for way in WAYS:
         curve = [rates.get(f"{way}/{share}/pass@1") for share in SHARES]
         if None not in curve:

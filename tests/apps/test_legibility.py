@@ -1,0 +1,120 @@
+"""``tandemrl legibility``: a verdict that follows from stored results, of models and of texts from elsewhere."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tandemrl.apps.report.legibility import Estimate, ReaderRecord, verdict
+from tandemrl.cli.main import app
+
+SMALL = ("eval.profile=tiny", "eval.bootstrap=20", "reward.workers=1", "train.threads=1")
+
+
+def judge(*arguments):
+    result = CliRunner().invoke(app, ["legibility", *map(str, arguments), *SMALL])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_verdict_says_no_more_than_its_intervals():
+    rates = {
+        "free/0/pass@1": Estimate(0.52, 0.4, 0.6),
+        "free/step/pass@1": Estimate(0.15, 0.1, 0.2),
+        "free/step/gain": Estimate(-0.37, -0.5, -0.2),
+        "free/100/pass@1": Estimate(0.56, 0.4, 0.7),
+        "free/100/gain": Estimate(0.04, -0.1, 0.2),
+        "text/cross_entropy": Estimate(5.5),
+        "free/0/cross_entropy": Estimate(0.1),
+    }
+    assert verdict("M", ReaderRecord("R", rates, {}, []), 64) == (
+        "Alone, R solves 52 % [40, 60] of 64 problems. After M's first step: 15 %, worse than alone. After all of its "
+        "steps: 56 %, no difference shown. M's text surprises R 55x as much per token as its own."
+    )
+
+
+@pytest.fixture(scope="module")
+def page(tiny_pair, tmp_path_factory):
+    out = tmp_path_factory.mktemp("legibility")
+    readers = ("--reader", tiny_pair / "senior", "--reader", tiny_pair / "junior")
+    said = judge(tiny_pair / "senior", *readers, "--data", "synthetic:plain:heldout:6", "--out", out)
+    return out, said
+
+
+def test_a_page_begins_with_the_verdicts_and_has_handoff(page):
+    out, said = page
+    told = json.loads((out / "legibility.json").read_text())
+    html = (out / "legibility.html").read_text()
+    first, second = told["verdicts"]
+    assert first in said.replace("\n", " ")
+    assert first.startswith("Alone, senior solves ")
+    assert "surprises senior 1.0x as much per token as its own." in first
+    body = html[html.index("<main>") :]
+    assert body.index("Alone, senior") < body.index("Alone, junior") < body.index("<table>")
+    assert "<script" not in html
+    own, other = told["readers"]
+    alone = own["rates"]["free/0/pass@1"]["mean"]
+    assert own["handoff"]["tandem/pass@1"]["mean"] == own["rates"]["text/pass@1"]["mean"] == alone
+    assert {"handoff/senior_first/pass@1", "tandem/truncation_rate"} <= other["handoff"].keys()
+    assert {each["reader"] for each in told["labels"]} <= {"senior", "junior"}
+    assert second.startswith("Alone, junior solves ")
+
+
+def test_texts_of_an_unknown_model_are_judged_as_they_are(page, tiny_pair, tmp_path):
+    """The same texts from a file, in other lines, and by their text: what readers make of them is the same."""
+    out, _ = page
+    lines = [json.loads(line) for line in (out / "pass-at-k.samples.jsonl").read_text().splitlines()]
+    file = tmp_path / "texts.jsonl"
+    some = [{"example_id": line["example_id"], "response": line["text"]} for line in reversed(lines)]
+    some[0]["finish_reason"] = "length"
+    file.write_text("".join(json.dumps(line) + "\n" for line in some))
+    arguments = ("Opus", "--responses", file, "--reader", tiny_pair / "junior", "--data", "synthetic:plain:heldout:6")
+    judge(*arguments, "--out", tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "legibility.json").read_text())
+    before = json.loads((out / "legibility.json").read_text())["readers"][1]["rates"]
+    [reader] = told["readers"]
+    for name in ("free/0/pass@1", "free/50/pass@1", "forced/100/pass@1", "copy/75/pass@1", "text/cross_entropy"):
+        assert reader["rates"][name]["mean"] == pytest.approx(before[name]["mean"]), name
+    assert told["verdicts"][0].startswith("Alone, junior")
+    assert (reader["rates"]["text/truncation_rate"]["mean"], reader["handoff"]) == (pytest.approx(1 / 6), {})
+    judge(*arguments, "--match", "truncation", "--out", tmp_path / "out")
+    matched = json.loads((tmp_path / "out" / "legibility.json").read_text())
+    assert (told["problems"], matched["problems"], matched["match"]) == (6, 5, "truncation")
+
+
+def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    texts = ("First 3 plus 2 is 5.\n\n\\boxed{5}", "Blorp vam yab.")
+    rows = [{"data_source": "mine", "prompt": f"Tom has {i}. How many?", "response": x} for i, x in enumerate(texts)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = judge("M", "--responses", file, "--reader", tiny_pair / "junior", "--out", tmp_path / "out")
+    assert "M's text surprises junior" in said
+    assert "no ground truths" in said
+    [reader] = json.loads((tmp_path / "out" / "legibility.json").read_text())["readers"]
+    assert not [name for name in reader["rates"] if "pass@1" in name]
+    assert [example for example, _ in reader["texts"]] == ["mine/2", "mine/1"]  # the more surprising one first
+    first = reader["texts"][1][1]
+    assert "".join(text for text, _ in first) == texts[0]
+    assert all(nats >= 0 for _, nats in first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("M", "--data", "synthetic:plain:heldout:2"), "give --reader MODEL"),
+        (("M", "--reader", "R", "--data", "synthetic:plain:heldout:2", "--match", "length"), "expected truncation"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(arguments, fault):
+    result = CliRunner().invoke(app, ["legibility", *arguments])
+    assert result.exit_code == 2
+    assert fault in result.output
+
+
+def test_a_line_without_a_row_is_named(tmp_path, tiny_pair):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"example_id": "nobody", "response": "7"}\n')
+    arguments = ["M", "--responses", str(file), "--reader", str(tiny_pair / "junior"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["legibility", *arguments, "--data", "synthetic:plain:heldout:2"])
+    assert result.exit_code == 2
+    assert "line 1: no row 'nobody'" in result.output
