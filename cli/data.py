@@ -52,7 +52,7 @@ def index(
     out: Annotated[Path, typer.Option(help="Folder for the index, as retrieval.index takes it.")],
 ) -> None:
     """Index documents for keyword search."""
-    from tandemrl.rollout.envs.bm25 import write_corpus
+    from tandemrl.rollout.envs.retrieval import write_corpus
 
     typer.echo(f"{write_corpus(corpus, out)} documents in {out}")
 
