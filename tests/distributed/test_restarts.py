@@ -19,7 +19,7 @@ from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import Stopped
 
 TINY = [*SMALL, "train.steps=4", "train.save_every=2", "train.eval_every=0", "train.prompts_per_step=2"]
-TINY += ["loss.entropy_coef=0.01"]  # a gradient in every step, whatever the rewards
+TINY += ["rollout.max_tokens=16", "loss.entropy_coef=0.01"]  # a gradient in every step, whatever the rewards
 
 
 def overrides(pair: Path, out: Path) -> list[str]:

@@ -240,7 +240,8 @@ def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "ppo"])
 def test_every_recipe_trains(name: str, tiny_pair: Path, tmp_path: Path) -> None:
     mini_batches = [] if name == "rloo" else ["train.mini_batch_prompts=2"]
-    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", *mini_batches, f"loss.recipe={name}"), quiet=True)
+    short = ["train.steps=1", "train.eval_every=0", *mini_batches]
+    out = train(config(tiny_pair, tmp_path, *short, f"loss.recipe={name}"), quiet=True)
     trained = [line for line in metrics(out) if line["updates"] > 0]
     assert trained
     assert any(line["grad_norm"] > 0 for line in trained)
@@ -492,7 +493,7 @@ def test_in_bfloat16_the_mismatch_gate_knows_how_the_model_rounds(
     coarse_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stopped such a run was its own rounding; a wrong weight in the engine still stops it."""
-    low = ["model.dtype=bfloat16", "rollout.temperature=2.0"]
+    low = ["model.dtype=bfloat16", "rollout.temperature=2.0", "train.steps=2", "train.eval_every=0"]
     setup = build(config(coarse_pair, tmp_path / "built", *low)).setup
     out = train(config(coarse_pair, tmp_path / "right", *low), quiet=True)
     for line in metrics(out):

@@ -48,8 +48,8 @@ from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.protocol import NO_SCORE, TrainerState
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.endpoint_partner import served
-from tandemrl.rollout.envs.environment import Environment, make_environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts, reader_of
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
 from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.retrieval import is_cross_encoder
 from tandemrl.rollout.groups import ResponseReader
@@ -205,20 +205,16 @@ class Preflight:
         if self.environment is not None:
             check(config, Facts(acted_in=True))
             check(config)  # with room for what it says
-        environment = make_environment(config) if self.environment is None else self.environment
-        if environment is None:
+        elif not config.rollout.environment_kind.turns:
             check(config, Facts(one_turn=True))
             return None
-        signature(environment)  # before it is used
-        return EpisodeRunner(
-            environment,
-            self.tokenizer,
-            config.rollout,
-            caller=make_caller(config, self.environment),
-            eos_token_ids=self._ends,
-            template_arguments=config.data.template_arguments,
-            junior=reader_of(config.model.junior, self._reader, download=self.downloads),
+        junior = reader_of(config.model.junior, self._reader, download=self.downloads)
+        runner = make_episode_runner(
+            config, self.tokenizer, environment=self.environment, eos_token_ids=self._ends, junior=junior
         )
+        assert runner is not None
+        signature(runner.environment)  # before it is used
+        return runner
 
     @cached_property
     def rewards_by_name(self) -> dict[str, RewardFunction]:
