@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from runs import config, metrics
 from tandemrl.evals import EvalResult
-from tandemrl.rollout.engine import Completion
+from tandemrl.rollout.engine import Completion, Passes
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training import evaluation, loop
@@ -23,13 +23,17 @@ from tandemrl.types import Author
 def test_validation_is_written_by_the_senior_alone(
     asynchronous: int, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run whose rollouts are written in tandem, and by the weights that the step has made."""
+    """In a run whose rollouts are written in tandem, and by the weights that the step has made. A step counts the
+    passes of its own rollouts, and those of no evaluation."""
     generate = TorchEngine.generate
     written: dict[int, list[list[Completion]]] = {48: [], 64: []}  # rollouts, held-out problems: by their most tokens
 
     def recorded(self: TorchEngine, requests: Any, **settings: Any) -> list[list[Completion]]:
         groups = generate(self, requests, **settings)
-        written[requests[0].sampling.max_tokens].append([c for group in groups for c in group])
+        most, completions = requests[0].sampling.max_tokens, [c for group in groups for c in group]
+        written[most].append(completions)
+        own = sum(len(completion.tokens) for completion in completions)
+        self.passes = Passes(1, 1, 1, 1, 0) if most == 64 else Passes(own, 2 * own, own, 4, 3)
         return groups
 
     monkeypatch.setattr(TorchEngine, "generate", recorded)
@@ -40,6 +44,9 @@ def test_validation_is_written_by_the_senior_alone(
     assert [{c.policy_version for c in call} for call in written[64]] == [{1}, {2}]
     for line, call in zip(metrics(out), written[64], strict=True):
         assert line["eval/length"] == sum(len(c.tokens) for c in call) / len(call)
+        assert line["passes/senior"] == 2 * line["passes/junior"] == 2 * line["tokens/response"]
+        assert (line["draft/acceptance"], line["draft/tokens_per_senior_pass"]) == (0.75, 0.5)
+    assert len({line["passes/senior"] for line in metrics(out)}) == 2  # two steps may write equally many tokens
 
 
 def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float, step: int = 20) -> torch.Tensor:

@@ -16,7 +16,6 @@ during that forward pass.
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -190,7 +189,7 @@ class AsyncRollouts:
         pending = self._pending[i]
         batch = self._result(pending)
         mismatch = pending.compare(batch)
-        self._pending[i] = pending._replace(compare=partial(_known, mismatch))
+        self._pending[i] = pending._replace(compare=lambda _: mismatch)
         return {
             "step": pending.step,
             "examples": pending.examples,
@@ -206,7 +205,7 @@ class AsyncRollouts:
         completions = [[_completion(line) for line in group] for group in each["completions"]]
         done: Future[CompletionBatch] = Future()
         done.set_result(CompletionBatch(prompts, completions, Draws(*each["draws"]), Passes(*each["passes"])))
-        return _Pending(each["step"], list(each["examples"]), done, partial(_known, each["mismatch"]))
+        return _Pending(each["step"], list(each["examples"]), done, lambda _: each["mismatch"])
 
     def __enter__(self) -> Self:
         return self
@@ -216,10 +215,6 @@ class AsyncRollouts:
             self._engine.abort()  # again: an engine forgets what it was told before a call began
             wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)
-
-
-def _known(mismatch: Metrics, _: CompletionBatch) -> Metrics:
-    return mismatch
 
 
 def _plain(c: Completion) -> dict[str, Any]:

@@ -375,9 +375,17 @@ class Preflight:
         return f"{self.episode_runner.name}; tools: {tools or 'none'}"
 
     def train_data(self) -> str:
+        """Check that prompts and completions fit into what the models that read them can see."""
         rows = len(self.rows)  # what is wrong with the files comes before what is wrong with the tokenizer
         prompts, dropped = self.prompts
-        self._fits(prompts)
+        budget = "rollout.max_tokens" + (" + rollout.observation_tokens" if self.config.has_episodes else "")
+        new = self.config.response_tokens
+        fix = f"lower data.max_prompt_tokens, which drops such rows, or {budget.replace(' + ', ' or ')}"
+        critic = self.config.model.critic
+        for key, path in (self._read_by_the_engine | ({"model.critic": critic} if critic else {})).items():
+            apart = key == "model.junior" and self.junior_tokenizer is not None
+            read = [(prompt.row, len(prompt.junior if apart else prompt.tokens)) for prompt in prompts]
+            self._sees(key, path, *max(read, key=itemgetter(1)), new, f"{budget}={new}", fix)
         left_out = f", {dropped} left out as longer than data.max_prompt_tokens" if dropped else ""
         train, steps = self.config.train, self.planned.train.steps
         epochs = "" if train.epochs is None else f"; train.epochs={train.epochs:g} makes {steps} steps"
@@ -385,7 +393,17 @@ class Preflight:
         return f"{rows} rows{left_out}; the longest prompt has {longest} tokens{epochs}"
 
     def evaluated_data(self, found: Evaluated) -> str:
-        self._fits_evaluated(found.prompts)
+        """Check that prompts and the senior's responses to them fit into the evaluation's context and the senior's."""
+        config, profile = self.config, profile_of(self.config.eval)
+        if found.prompts:
+            longest = max(found.prompts, key=lambda prompt: len(prompt.tokens))
+            observed = config.response_tokens - config.rollout.max_tokens
+            tokens = len(longest.tokens)
+            sampling_for(profile, longest)
+            new = profile.longest(tokens) + observed - tokens
+            named = f"the {new} of a response (eval.profile={config.eval.profile})"
+            fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
+            self._sees("model.senior", config.model.senior, longest.row, tokens, new, named, fix)
         return f"{len(found.rows)} rows, of which {len(found.prompts)} are used"
 
     def rewards(self) -> str:
@@ -487,31 +505,6 @@ class Preflight:
         config, model = self.config, self.config.model
         solo = (config.selection.kind.solo and config.loss.junior_kl_coef == 0) or model.junior_endpoint.url is not None
         return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
-
-    def _fits(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts and completions fit into what the models that read them can see."""
-        budget = "rollout.max_tokens" + (" + rollout.observation_tokens" if self.config.has_episodes else "")
-        new = self.config.response_tokens
-        fix = f"lower data.max_prompt_tokens, which drops such rows, or {budget.replace(' + ', ' or ')}"
-        critic = self.config.model.critic
-        for key, path in (self._read_by_the_engine | ({"model.critic": critic} if critic else {})).items():
-            apart = key == "model.junior" and self.junior_tokenizer is not None
-            read = [(prompt.row, len(prompt.junior if apart else prompt.tokens)) for prompt in prompts]
-            self._sees(key, path, *max(read, key=itemgetter(1)), new, f"{budget}={new}", fix)
-
-    def _fits_evaluated(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts and the senior's responses to them fit into the evaluation's context and the senior's."""
-        if not prompts:
-            return
-        config, profile = self.config, profile_of(self.config.eval)
-        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-        observed = config.response_tokens - config.rollout.max_tokens
-        tokens = len(longest.tokens)
-        sampling_for(profile, longest)
-        new = profile.longest(tokens) + observed - tokens
-        named = f"the {new} of a response (eval.profile={config.eval.profile})"
-        fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
-        self._sees("model.senior", config.model.senior, longest.row, tokens, new, named, fix)
 
     def _sees(self, key: str, path: str, row: Row, tokens: int, new: int, budget: str, fix: str) -> None:
         for what, limit in visible_tokens(self.configuration(path)).items():
