@@ -20,7 +20,6 @@ import pytest
 from tandemrl.config import SandboxConfig
 from tandemrl.tasks.code import sandbox
 from tandemrl.tasks.code.layers import LAYERS
-from tandemrl.tasks.code.runner import from_wire, to_wire
 from tandemrl.tasks.code.sandbox import COMMAND, Sandbox, SandboxError, Template
 from tandemrl.tasks.code.tests import Call, Check, Stdin
 
@@ -132,11 +131,15 @@ def test_tools_and_buffers_are_those_of_python():
 
 def test_a_function_is_called_with_values_that_survive():
     box = Sandbox(LIMITS)
-    value = [1, -2.5, "ä\n", None, True, (1, 2), {3: {4}}, {"k": frozenset({5})}, b"\0\xff", 2j, [[]], 10**100]
-    assert box.run("def f(*a): return a", Call("f", tuple(value))).value == tuple(value)
+    value = [1, -2.5, "ä\n", None, True, [1, [2]], {"k": {"3": 4}}, [[]], 10**100]
+    assert box.run("def f(*a): return a", Call("f", tuple(value))).value == value
+    kinds = "[(1, 2), {3: {4}}, {'k': (5,)}, b'\\0\\xff', 2j, 'ä\\n', None, True, 10**100, {(1, 2): 3}]"
+    assert (
+        box.run("def f(*a): return a", Check("f", "", f"def check(c): assert c(*{kinds}) == (*{kinds},)")).value is True
+    )
     assert box.run("class Solution:\n def f(self, x): return x + 1", Call("f", (1,))).value == 2
     assert box.run("import numpy\ndef f(): return numpy.arange(3)", Call("f", ())).value == [0, 1, 2]
-    assert box.run("def f(xs: List[int]): return Counter(xs)", Call("f", ([1, 1],))).value == {1: 2}
+    assert box.run("def f(xs: List[int]): return Counter(xs)", Call("f", ([1, 1],))).value == {"1": 2}
     assert box.run("print('noise')\ndef f(): print('more'); return 1", Call("f", ())).value == 1
     assert box.run("def f(x): return x[5]", Call("f", ([],))).message == "IndexError: list index out of range"
     assert box.run("def f(): return object()", Call("f", ())).status == "error"
@@ -382,26 +385,14 @@ def test_a_check_cannot_be_talked_into_a_pass(template, program):
 
 @pytest.mark.parametrize(
     "reply",
-    ["[1", '{"value": {"bytes": [300]}}', '{"value": {"set": [[]]}}', '{"value": {"complex": [1e999, {}]}}', "7", "[]",
-     '{"error": 1}', '{"value": {"a": 1, "b": 2}}', "[" * 10**5, '{"value": ' + "[" * 10**5, "1" * 10**5, "\\xff\\xfe",
-     '{"value": {"complex": [1' + "0" * 400 + ", 0]}}"],
-    ids=range(13),
+    ["[1", "7", "[]", '{"error": 1}', "[" * 10**5, '{"value": ' + "[" * 10**5, "1" * 10**5, "\\xff\\xfe"],
+    ids=range(8),
 )  # fmt: skip
 def test_an_answer_that_is_none_is_the_programs_mistake(template, reply):
     program = f"import os\nos.write(4, b'{reply}'); os._exit(0)"
     box = Sandbox(LIMITS, template=template)
     outcome = box.run(program, Call("f", ()))
     assert (outcome.status, outcome.value) == ("error", None), outcome
-
-
-@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
-def test_an_answer_of_colliding_hashes_is_none(kind):
-    """A set of many takes quadratic time: hours for a full output, in the process that trains."""
-    same = [n * sys.hash_info.modulus for n in range(20_000)]
-    with pytest.raises(ValueError, match="too many equal hashes"):
-        from_wire({kind: [[n, 0] for n in same] if kind == "dict" else same})
-    powers = {2**n: 2**n for n in range(1000)}
-    assert from_wire(to_wire([powers, set(powers), frozenset(powers)])) == [powers, set(powers), frozenset(powers)]
 
 
 # The pool --------------------------------------------------------------------------------------------------------

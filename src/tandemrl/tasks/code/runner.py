@@ -9,9 +9,9 @@ Requests are JSON in the frames of `multiprocessing.connection`, replies are lin
 runner ends after its test, or when no requests can come any more.
 """
 
+import ast
 import atexit
 import builtins
-import collections
 import contextlib
 import fcntl
 import gc
@@ -30,6 +30,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
@@ -50,8 +51,6 @@ MAX_STACK_BYTES = 64 * MB
 DOES_NOT_COMPILE = 120
 """The exit status of a test whose program is not valid Python."""
 ERROR_CHARS = 2000
-MAX_EQUAL_HASHES = 100
-"""In one set or dictionary that a program answers with; ``{2**n for n in range(6000)}`` has that many."""
 PREAMBLE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -71,13 +70,14 @@ def as_script(program: str) -> None:
     atexit._run_exitfuncs()
 
 
-def as_function(program: str, name: str, prompt: str = "") -> None:
+def as_function(program: str, name: str, prompt: str = "", *, encode: Callable[[Any], Any]) -> None:
     """Run the program as a module, and call its function ``name``.
 
     HumanEval's ``prompt`` runs before it, for imports and helpers; the body of the function that it begins is joined
     to it.
 
-    Each line of descriptor 3 is a list of arguments; the result of the call is a line on descriptor 4.
+    Each line of descriptor 3 is a literal, the list of arguments. What ``encode`` makes of the result is a line of JSON
+    on descriptor 4.
     """
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -95,10 +95,10 @@ def as_function(program: str, name: str, prompt: str = "") -> None:
     with open(3, "rb") as requests, open(4, "wb", buffering=0) as replies:
         for line in requests:
             try:
-                reply: dict[str, Any] = {"value": to_wire(function(*map(from_wire, json.loads(line))))}
+                reply = json.dumps({"value": encode(function(*ast.literal_eval(line.decode())))})
             except Exception as error:
-                reply = {"error": type(error).__name__, "message": str(error)[:ERROR_CHARS]}
-            replies.write(json.dumps(reply).encode() + b"\n")
+                reply = json.dumps({"error": type(error).__name__, "message": str(error)[:ERROR_CHARS]})
+            replies.write(reply.encode() + b"\n")
         sys.stdout.flush()
         os._exit(0)
 
@@ -112,14 +112,14 @@ def check(prompt: str, test: str, function: str) -> None:
     requests, replies = open(3, "wb", buffering=0), open(4, "rb")  # noqa: SIM115 - for life
 
     def candidate(*arguments: Any) -> Any:
-        requests.write(json.dumps([to_wire(argument) for argument in arguments]).encode() + b"\n")
+        requests.write(literal([*arguments]).encode() + b"\n")
         reply = json.loads(replies.readline() or '{"error": "RuntimeError", "message": "the program ended"}')
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), None)
             if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, StopIteration):
                 kind = RuntimeError  # a StopIteration would quietly end a test's map(candidate, inputs)
             raise kind(reply.get("message"))
-        return from_wire(reply["value"])
+        return ast.literal_eval(reply["value"])
 
     module = types.ModuleType("test")
     exec(compile(prompt, "<prompt>", "exec"), module.__dict__)
@@ -142,51 +142,30 @@ def _execute(program: str, module: types.ModuleType) -> None:
     exec(code, module.__dict__)
 
 
-def to_wire(value: Any) -> Any:
-    """A value that tests exchange, as JSON. Lists stay lists; ``{kind: items}`` stands for the other containers.
+def plain(value: Any) -> Any:
+    """A value that tests exchange, made of Python's own kinds alone.
 
     Raises:
         TypeError: the value is of a kind that cannot be exchanged.
     """
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, list):
-        return [to_wire(item) for item in value]
-    if isinstance(value, dict):
-        return {"dict": [[to_wire(key), to_wire(item)] for key, item in value.items()]}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    for kind in (tuple, set, frozenset, bytes, bytearray):
+    for kind in (int, float, complex, str, bytes):
         if isinstance(value, kind):
-            return {kind.__name__: [to_wire(item) for item in value]}
+            return kind(value)
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(plain, value))
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):  # numpy's
-        return to_wire(value.tolist())
+        return plain(value.tolist())
     raise TypeError(f"a test cannot receive a {type(value).__name__}")
 
 
-def from_wire(value: Any) -> Any:
-    """The inverse of `to_wire`.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: ``value`` is not what `to_wire` makes.
-    """
-    if isinstance(value, list):
-        return [from_wire(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, items),) = value.items()
-    if kind == "complex":
-        return complex(*items)
-    values = [from_wire(item) for item in items]
-    hashed = [key for key, _ in values] if kind == "dict" else values if kind in ("set", "frozenset") else ()
-    if len(hashed) > MAX_EQUAL_HASHES < max(collections.Counter(map(hash, hashed)).values()):
-        raise ValueError("too many equal hashes")  # it would take quadratic time to build
-    kinds: tuple[Callable[[Any], Any], ...] = (tuple, set, frozenset, bytes, bytearray, dict)
-    return {make.__name__: make for make in kinds}[kind](values)
+def literal(value: Any) -> str:
+    """A value as `ast.literal_eval` reads it: JSON has no tuples, sets and keys that are numbers."""
+    return repr(plain(value))
 
 
 # The runner ---------------------------------------------------------------------------------------------------------
@@ -316,10 +295,12 @@ class Runner(NamedTuple):
         if job["kind"] == "script":
             main = self._spawn(lambda: as_script(job["program"]), (self.store, out_end, err_end))
         elif job["kind"] == "call":
-            main = self._spawn(lambda: as_function(job["program"], job["function"]), (*std, self.store, result_end))
+            call = partial(as_function, job["program"], job["function"], encode=plain)
+            main = self._spawn(call, (*std, self.store, result_end))
         else:
             (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
-            self._spawn(lambda: as_function(job["program"], job["function"], job["prompt"]), (*std, calls, return_end))
+            call = partial(as_function, job["program"], job["function"], job["prompt"], encode=literal)
+            self._spawn(call, (*std, calls, return_end))
             test = _receive(self.line)  # only now: the program must not find it in its memory
             main = self._spawn(lambda: check(**test), (*std, call_end, returns, result_end))
             for end in (end for pair in more for end in pair):

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tandemrl.config import SandboxConfig
-from tandemrl.tasks.code.runner import from_wire, to_wire
+from tandemrl.tasks.code.runner import literal
 from tandemrl.tasks.code.tests import Call, Stdin, Test
 
 START = (
@@ -69,7 +69,8 @@ class SandboxError(RuntimeError):
 class Outcome(NamedTuple):
     """The outcome of a test.
 
-    ``output`` is what a script wrote. ``value`` is what a function returned, or True for a check that passed.
+    ``output`` is what a script wrote. ``value`` is what a function returned, as JSON has it, or True for a check that
+    passed.
     """
 
     status: Literal["ok", "error", "crash", "timeout", "output", "syntax"]
@@ -277,8 +278,7 @@ def _messages(program: str, test: Test, timeout_s: float) -> list[dict[str, Any]
     if isinstance(test, Stdin):
         return [job | {"kind": "script", "input": test.text}]
     if isinstance(test, Call):
-        arguments = json.dumps([to_wire(argument) for argument in test.arguments])
-        return [job | {"kind": "call", "function": test.function, "input": arguments + "\n"}]
+        return [job | {"kind": "call", "function": test.function, "input": literal([*test.arguments]) + "\n"}]
     return [job | {"kind": "check", "function": test.function, "input": "", "prompt": test.prompt}, test._asdict()]
 
 
@@ -291,9 +291,9 @@ def _outcome(reply: dict[str, Any], test: Test) -> Outcome:
     try:
         result = json.loads(reply["reply"])
         if "error" not in result:
-            return Outcome("ok", reply["output"], from_wire(result["value"]))
+            return Outcome("ok", reply["output"], result["value"])
         return Outcome("error", reply["output"], message=f"{result['error']}: {result['message']}")
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         return Outcome("error", reply["output"], message="the program ended without an answer")
 
 
