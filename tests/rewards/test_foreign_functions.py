@@ -15,6 +15,7 @@ from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
 
+pytestmark = pytest.mark.usefixtures("without_math")
 ASKED = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"})
 SEVEN = Row("r", ASKED, "mine", "7", {"index": 3, "level": "easy"}, ability="math")
 

@@ -14,6 +14,7 @@ from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.protocol import GraderError, TrainerState
 from tandemrl.rewards.scoring import Scorer
 
+pytestmark = pytest.mark.usefixtures("without_math")
 ROWS = [Row(f"r{i}", ({"role": "user", "content": f"{i}?"},), "mine/x", str(i), {"level": i}) for i in range(3)]
 STATE = TrainerState(3, 10, 0.5, 2)
 

@@ -14,7 +14,7 @@ from typing import Any
 from tandemrl.config.catalogue import TASKS
 from tandemrl.config.hints import hint, pip_install
 from tandemrl.data.messages import MEDIA, first_filled
-from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
+from tandemrl.data.rows import GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.files import LineError, parse_json, read_json_lines
 
 NO_COLUMNS: Mapping[str, str] = {}
@@ -150,7 +150,7 @@ def _hub(source: str, parts: list[str], graded: bool, columns: Mapping[str, str]
 
 def _file(path: Path, graded: bool, columns: Mapping[str, str]) -> Iterator[Row]:
     if not path.is_file():
-        known = next((name for name in BUILT if name in str(path).lower()), None)
+        known = next((name for name, task in TASKS.items() if task.build and name in str(path).lower()), None)
         build = f"; build it with `tandemrl data build {known}`" if known else ""
         what = "a folder; name the files in it" if path.is_dir() else "no such file"
         raise DataError(f"{path}: {what}{hint(path) or build}")

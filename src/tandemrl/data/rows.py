@@ -22,9 +22,6 @@ RENDERED = "rendered"
 SOLUTION = "answer"
 """The ``extra_info`` key of a worked solution, where verl's GSM8K has it. A warm start learns from it."""
 
-BUILT = ("gsm8k", "deepscaler", "countdown", "eurus", "musique", "polaris", "rrm")
-"""Data sets that `tandemrl data build` makes. The message about a missing file of theirs says so."""
-
 
 class DataError(ValueError):
     """Data cannot be used. The message names the file, the line (counted from 1), the field, and the fix."""

@@ -448,38 +448,6 @@ def source() -> str:
     return str(Path(sandbox.__file__).parents[3])
 
 
-def one_sided(reply: bytes = b"") -> tuple[sandbox._Process, socket.socket]:
-    """A sandbox whose other side says this and reads nothing, and that side."""
-    (line, theirs), (errors, _) = socket.socketpair(), socket.socketpair()
-
-    class Scripted(Template):
-        def fork(self) -> tuple[socket.socket, socket.socket]:
-            return line, errors
-
-    theirs.sendall(b'{"supervisor": null, "layers": {}, "troubles": []}\n')
-    process = sandbox._Process(Scripted(), LIMITS)
-    theirs.sendall(reply)
-    return process, theirs
-
-
-@pytest.mark.parametrize(("part", "said"), [(b'{"a": ', "timed out"), (b"1" * 99, "too long")])
-def test_a_reply_that_stops_or_goes_on_and_on_is_given_up(part: bytes, said: str):
-    """A program that stops the runner in the middle of its reply must not hang the scoring."""
-    process, theirs = one_sided(part)
-    process._reply_bytes = 50
-    with theirs, pytest.raises(OSError, match=said):
-        process.ask([], 0.2)
-    process.end()
-
-
-def test_a_request_that_nobody_reads_is_given_up():
-    """Larger than the buffer of a socket: `Connection.send_bytes` would wait for ever."""
-    process, theirs = one_sided()
-    with theirs, pytest.raises(TimeoutError):
-        process.ask(["x" * 2**24], 0.1)
-    process.end()
-
-
 def test_an_interrupted_run_leaves_nothing(template):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
     box = Sandbox(LIMITS, template=template)

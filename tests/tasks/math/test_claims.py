@@ -11,7 +11,6 @@ from tandemrl.data.rows import Row
 from tandemrl.tasks.math.boxed import extract_boxed
 from tandemrl.tasks.math.rows import AMC_DROPS
 
-SCORERS = ("boxed", "math")
 PUBLISHED = tuple({gold for gold, _ in EQUAL}.union(*AMC_DROPS.values()))
 NUMBERS = ("0", "7", "42", "600", "1024", "-3", "0.5", "70000", r"\frac{3}{4}")
 """Answers as the builders of GSM8K, the evaluation sets and the generated problems have them."""
@@ -24,38 +23,36 @@ def value(scorer, gold, text, **options):
     return score.value
 
 
-def answered(scorer, gold, answer, **options):
-    return value(scorer, gold, rf"so \boxed{{{answer}}}.", **options)
+def answered(gold, answer):
+    """What is in a box is the same to `boxed`."""
+    return value("math", gold, rf"so \boxed{{{answer}}}.")
 
 
-def wrong(gold, answer, scorers=SCORERS):
-    for scorer in scorers:
-        assert answered(scorer, gold, answer) == 0.0, (scorer, gold, answer)
+def wrong(gold, answer):
+    assert answered(gold, answer) == 0.0, (gold, answer)
 
 
-def right(gold, answer, scorers=SCORERS):
-    for scorer in scorers:
-        assert answered(scorer, gold, answer) == 1.0, (scorer, gold, answer)
+def right(gold, answer):
+    assert answered(gold, answer) == 1.0, (gold, answer)
 
 
 # ---- identity ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scorer", SCORERS)
-def test_every_answer_is_itself_with_and_without_a_full_stop(scorer):
+def test_every_answer_is_itself_with_and_without_a_full_stop():
     for gold in GOLDS:
         inside = extract_boxed(gold) or gold.strip()
-        assert answered(scorer, gold, inside) == 1.0, gold
-        assert answered(scorer, gold, f"{inside}.") == 1.0, gold
+        right(gold, inside)
+        right(gold, f"{inside}.")
+        assert value("boxed", gold, rf"\boxed{{{inside}}}") == 1.0, gold
 
 
-@pytest.mark.parametrize("scorer", SCORERS)
-def test_no_answer_is_its_neighbour(scorer):
+def test_no_answer_is_its_neighbour():
     """Its first digit is changed."""
     for gold in GOLDS:
         neighbour = re.sub(r"\d", lambda digit: str(int(digit[0]) % 9 + 1), gold, count=1)
         if neighbour != gold:
-            assert answered(scorer, gold, extract_boxed(neighbour) or neighbour) == 0.0, (gold, neighbour)
+            wrong(gold, extract_boxed(neighbour) or neighbour)
 
 
 # ---- equations -----------------------------------------------------------------------------------------------------
@@ -94,8 +91,7 @@ def test_a_bare_label_may_be_dropped(label):
     ],
 )
 def test_a_calculation_has_to_be_right(gold, answer, score):
-    for scorer in SCORERS:
-        assert answered(scorer, gold, answer) == score, scorer
+    assert answered(gold, answer) == score
 
 
 def test_labelled_lists_are_compared_by_label_or_in_order():
@@ -128,7 +124,7 @@ def test_characters_that_are_not_seen_hide_nothing(between):
     for gold in ("42", "600"):
         wrong(gold, f"7{between}{gold}")
         wrong(gold, f"{gold}{between}7")
-    assert answered("boxed", "742", f"7{between}42") == float(between in "\u200b\u200d\u2060\ufeff\u00ad")
+    assert answered("742", f"7{between}42") == float(between in "\u200b\u200d\u2060\ufeff\u00ad")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ def test_prompts_that_do_not_fit_and_aborted_replies_are_errors(monkeypatch: pyt
 
 
 def test_a_config_asks_for_a_judge_over_http_in_this_process_or_none(tiny_pair: Path) -> None:
-    assert make_judge(Config()) is None
     with FakeJudge(lambda prompt, _: "True") as fake:
         judge = make_judge(Config(judge=JudgeConfig(url=fake.url)))
         assert isinstance(judge, HttpJudge)

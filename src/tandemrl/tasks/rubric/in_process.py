@@ -63,14 +63,13 @@ class EngineJudge:
         ]
 
 
-def judge_pool(config: Config, judge: Judge | None = None) -> JudgePool | None:
+def judge_pool(config: Config, judge: Judge | None = None) -> JudgePool:
     """A judge, or the one that a config asks for (`make_judge`), as one that scores batches."""
-    judge = judge or make_judge(config)
-    return None if judge is None else JudgePool(judge, config.judge)
+    return JudgePool(judge or make_judge(config), config.judge)
 
 
-def make_judge(config: Config) -> Judge | None:
-    """The judge that a config asks for, ready to be used, or None if it asks for none.
+def make_judge(config: Config) -> Judge:
+    """The judge that a config asks for (``judge.url`` or ``judge.model``), ready to be used.
 
     A judge in this process has the dtype and the device of the senior.
 
@@ -81,8 +80,7 @@ def make_judge(config: Config) -> Judge | None:
     judge = config.judge
     if judge.url is not None:  # only train starts judge.command; to wait for it would be in vain
         return HttpJudge(judge if judge.command is None else replace(judge, wait_s=0.0))
-    if judge.model is None:
-        return None
+    assert judge.model is not None
     tokenizer = load_tokenizer(judge.model)
     load = partial(load_model, judge.model, dtype=config.model.dtype, device=config.model.device)
     rollout = RolloutConfig(max_rows=config.rollout.max_rows)
