@@ -73,7 +73,7 @@ VERIFIERS = ("prompt", "completion", "answer", "state", "task", "info")
 """The keyword arguments that verifiers passes to a reward function, without the objects of its rubric."""
 PLURALS = {"answers", "states", "tasks", "infos"}
 """What a function of verifiers takes beside ``prompts`` and ``completions`` if it scores all responses to a prompt."""
-KEYWORDS = ("transcript", "transcripts", "opened", "options")
+KEYWORDS = ("transcript", "transcripts", "written", "opened", "options")
 """What a function of the library's own form gets by keyword if it has such parameters."""
 LOGS = ("log_metric", "log_extra")
 """The functions that TRL passes, so that a reward function can log numbers, and columns with a value per completion."""
@@ -184,6 +184,7 @@ class Call(NamedTuple):
             )
             return Given((), as_messages) if self.messages_only else Given((), as_text, as_messages)
         told: dict[str, Any] = {"opened": response.opened, "options": options, "transcript": transcript}
+        told["written"] = response.text
         if self.form == "verl":
             told |= zip(VERL, (row.data_source, response.plain, truth_of(row), dict(row.extra_info)), strict=True)
         elif None in episodes and {"transcript", "transcripts"} & {*self.names} - {*self.optional}:

@@ -7,7 +7,6 @@ the training process: it may be a closure, and it has to be quick.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,16 +137,13 @@ def with_environment(functions: Mapping[str, RewardFunction], environment: Any) 
 
 
 def of_library(name: str, function: ScorerFunction) -> Term:
-    """The reward of one of the library's scorers."""
-    takes = inspect.signature(function).parameters
-    how = Call.of(partial(function, **dict.fromkeys({"written"} & takes.keys())), name)
+    """The reward of one of the library's scorers. They get plain text, as published graders expect it."""
+    how = Call.of(function, name)
 
     def begin(items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Score | Deferred:
-        [(row, response, transcript)] = items
-        as_read = replace(response, text=response.plain)  # they extract answers, as published graders do
-        given = how.given(name, [Item(row, as_read, transcript)], options, state)
-        written = {"written": response.text} if "written" in takes else {}
-        result: Score | Deferred = function(*given.positional, **given.keywords, **written)
+        given = how.given(name, items, options, state)
+        row, _, *more = given.positional
+        result: Score | Deferred = function(row, items[0].response.plain, *more, **given.keywords)
         return result
 
     return Term(name, begin)
