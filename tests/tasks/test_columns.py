@@ -52,8 +52,9 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-@pytest.mark.parametrize("form", PUBLISHED)
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "hub") for name in BENCHMARKS), *(("aime24", form) for form in PUBLISHED)]
+)
 def test_evaluation_sets(name: str, form: str, tmp_path: Path) -> None:
     build_benchmark(name, put(tmp_path / "test.jsonl", PUBLISHED[form]), tmp_path, expect_rows=0)
     [row] = rows(tmp_path / name / "test.parquet")
