@@ -51,6 +51,8 @@ MAX_STACK_BYTES = 64 * MB
 DOES_NOT_COMPILE = 120
 """The exit status of a test whose program is not valid Python."""
 ERROR_CHARS = 2000
+ATOMS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
+CONTAINERS: tuple[type[Any], ...] = (list, tuple, set)
 PREAMBLE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -150,10 +152,10 @@ def plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, float, complex, str, bytes):
+    for kind in ATOMS:
         if isinstance(value, kind):
             return kind(value)
-    for kind in (list, tuple, set):
+    for kind in CONTAINERS:
         if isinstance(value, kind):
             return kind(map(plain, value))
     if isinstance(value, dict):
