@@ -27,6 +27,8 @@ COMMANDS = {
     "junior": "The junior alone: pass@k, and cross-entropy in nats.",
     "surprise": "How the senior's texts, and their own, surprise each of eval.readers. Needs no ground truths.",
     "transfer": "Can other models follow the senior? Each of eval.readers gets 0 to 100 % of the steps, then answers.",
+    "handover-effect": "Where the senior's solo responses stop being legible. What handing over to the junior does to "
+    "the reward, step by step, against the senior with the same random numbers. Not part of all: try it with --limit.",
     "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
 

@@ -13,6 +13,7 @@ EXAMPLES = {
     ),
     "eval surprise": "--model MODEL --data test.parquet eval.readers=[READER,OTHER]",
     "eval transfer": "--model MODEL --data test.parquet eval.readers=[READER,OTHER]",
+    "eval handover-effect": "--model runs/first/hf/best --config runs/first --limit 16 --samples 1 eval.branches=32",
     "eval verified": "--model MODEL --data test.parquet judge.url=http://localhost:8000/v1",
     "eval qa": "--model MODEL --data musique.parquet --predictions predictions.jsonl",
     "eval verifier": "--data HardVerify-Math.json judge.url=http://localhost:8000/v1",

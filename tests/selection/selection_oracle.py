@@ -71,6 +71,12 @@ def sentence(tokens: Sequence[int], first: str, texts: Sequence[str]) -> Told:
     return Told(authors, 0, 0)
 
 
+def first_step(tokens: Sequence[int], who: str, texts: Sequence[str]) -> Told:
+    first, *_ = authors = sentence(tokens, who, texts).authors or [0]
+    changed = authors.index(1 - first) if 1 - first in authors else len(tokens)
+    return Told([first if i < changed else 1 - first for i in range(len(tokens))], 0, 0)
+
+
 def chunk(tokens: Sequence[int], size: int, first: str) -> Told:
     authors: list[int] = []
     author = int(first == "senior")

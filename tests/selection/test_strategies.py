@@ -17,6 +17,7 @@ from tandemrl.selection import (
     before_word,
     bernoulli,
     chunk,
+    first_step,
     linear,
     per_group,
     replay,
@@ -74,6 +75,7 @@ CASES = st.one_of(
     st.builds(_chunk, GAP, WHO),
     P.map(lambda p: (bernoulli(p), lambda key, tokens: oracle.bernoulli(key, tokens, p))),
     WHO.map(lambda who: (sentence(who, STEPS), lambda key, tokens: oracle.sentence(tokens, who, TEXTS))),
+    WHO.map(lambda who: (first_step(who, STEPS), lambda key, tokens: oracle.first_step(tokens, who, TEXTS))),
     WHO.map(lambda who: (alternating(who), lambda key, tokens: oracle.chunk(tokens, 1, who))),
     WHO.map(lambda who: (solo(who), lambda key, tokens: oracle.chunk(tokens, 10**4, who))),
 )
@@ -82,6 +84,7 @@ ALL: dict[str, Strategy] = {
     "word_aligned": word_aligned(0.5, 4, WORDS),
     "bernoulli": bernoulli(0.5),
     "sentence": sentence("senior", STEPS),
+    "first_step": first_step("junior", STEPS),
     "chunk": chunk(3, "junior"),
     "alternating": alternating("senior"),
     "solo": solo("junior"),

@@ -661,6 +661,10 @@ class EvalConfig:
     """Models that read the senior's texts (phases transfer, surprise): folders or hub ids, of any tokenizer."""
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
+    branches: PositiveInt = 16
+    """`eval handover-effect`: how often a text is finished from each place, by the senior and after a handover."""
+    handover: Literal["step", "word", "rest"] = "step"
+    """`eval handover-effect`: what the junior writes there before the senior goes on."""
 
     @property
     def unread(self) -> tuple[str, ...]:

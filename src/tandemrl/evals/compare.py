@@ -414,7 +414,8 @@ _ON_TEXTS = (
 """The keys and sections of a run's config on which the texts of its evaluations and their grades depend, beside the
 model and the data."""
 _NOT_ON_TEXTS = (
-    *("eval.k", "eval.samples", "eval.bootstrap", "eval.train_problems", "reward.workers"),
+    *("eval.k", "eval.samples", "eval.bootstrap", "eval.train_problems", "eval.branches", "eval.handover"),
+    "reward.workers",
     *("judge.url", "judge.command", "judge.wait_s", "judge.api_key_env", "judge.concurrency", "judge.timeout_s"),
 )
 

@@ -27,8 +27,8 @@ WITH_INTERVAL: Mapping[str, GoodEnd] = {
     **dict.fromkeys(("acceptance", "em", "f1", "f1_official", "recall", "precision", "citation"), "higher"),
     **dict.fromkeys(("support_f1", "format"), "higher"),
     **dict.fromkeys(("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"), "lower"),
-    **dict.fromkeys(("area", "gain", "legible"), "higher"),
-    **dict.fromkeys(("worse", "illegible"), "lower"),
+    **dict.fromkeys(("area", "gain", "legible", "effect", "worst_effect"), "higher"),
+    **dict.fromkeys(("worse", "illegible", "harmful_places"), "lower"),
     **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked")),
 }
 """Rates that get a bootstrap interval, beside those of k."""
@@ -91,8 +91,8 @@ class Sample(NamedTuple):
     group: the problem's group, see ``group_of``. same_as: the example_id of the first row with the same problem, if
     that is another one. plain: the text without special tokens, None if it has none. opened: what the chat template
     wrote of the response before it (`types.Response`). given: of the phases with other readers, what the reader
-    (the arm) got of the text (`evals.transfer`), which counts as the senior's. A line has these fields only if they
-    differ from their defaults.
+    (the arm) got of the text (`evals.transfer`), which counts as the senior's. places: the effects of handovers
+    (`handover.handover_effects`). A line has these fields only if they differ from their defaults.
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
     None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
@@ -134,6 +134,7 @@ class Sample(NamedTuple):
     plain: str | None = None
     opened: str = ""
     given: str | None = None
+    places: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def response(self) -> Response:

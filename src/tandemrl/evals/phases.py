@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandemrl.data.rows import Prompt
+from tandemrl.evals.handover import affected, handover_effects, of_all_places, unit_of
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
 from tandemrl.evals.protocol import grade, verify
-from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts
+from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts, read_tokens
 from tandemrl.evals.transfer import surprise, transfer, transferred
 from tandemrl.types import Metrics
 
@@ -24,7 +25,8 @@ class Phase:
     samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
     junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
     whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all. readers: whether it needs other readers.
+    must share theirs, if the junior is loaded at all. readers: whether it needs other readers. by_name: whether it is
+    run only if it is asked for. settings: the keys of ``eval`` that only this phase reads.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Phase:
     graded: bool = True
     one_vocabulary: bool = False
     readers: bool = False
+    by_name: bool = False
+    settings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -113,6 +117,29 @@ def surprises(texts: Texts) -> list[Sample]:
     return surprise(texts.samples, texts.session.readers())
 
 
+def handovers(texts: Texts) -> list[Sample]:
+    """The senior's texts with the effects of handing over to the junior inside of them."""
+    session, settings = texts.session, texts.session.config.eval
+    read = read_tokens(texts.samples, texts.prompts, [session.load(session.junior)], by_junior())
+    surprisals = {i: of_text["cross_entropy"] for i, of_text in read}
+    engine = session.engine(PHASES["handover-effect"])
+    with session.scorer() as scorer:
+        samples = handover_effects(
+            texts.samples,
+            texts.prompts,
+            unit_of(settings.handover, session.tokenizer, engine.vocabulary),
+            engine=engine,
+            tokenizer=session.tokenizer,
+            profile=session.profile,
+            branches=settings.branches,
+            grade=lambda some: grade(some, texts.prompts, scorer),
+            surprisals=surprisals,
+            progress=texts.progress,
+        )
+    texts.counters |= of_all_places(samples)
+    return samples
+
+
 # What the senior writes alone (``protocol.strategies``), graded: every phase that is ``of_solo`` reads these texts.
 _SOLO = Phase("pass-at-k", scored, graded, junior=False)
 PHASES = {
@@ -127,5 +154,15 @@ PHASES = {
         Phase("junior", junior_alone, alone, by_junior=True),
         Phase("surprise", surprises, transferred, junior=False, of_solo=True, graded=False, readers=True),
         Phase("transfer", transfers, transferred, junior=False, of_solo=True, readers=True),
+        Phase(
+            "handover-effect",
+            handovers,
+            affected,
+            both=True,
+            of_solo=True,
+            one_vocabulary=True,
+            by_name=True,
+            settings=("branches", "handover"),
+        ),
     )
 }

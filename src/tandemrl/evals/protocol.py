@@ -213,7 +213,7 @@ def generate_samples(
         for i, completion in enumerate(completion for group in completions for completion in group):
             problem, number = divmod(i, samples)
             response = reader.of(completion, opened[problem])
-            sample = _sample(problem, prompts[problem], arm, number, completion, response)
+            sample = sample_of(problem, prompts[problem], arm, number, completion, response)
             written.append(sample._replace(same_as=same[problem]))
     return written
 
@@ -282,7 +282,9 @@ def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: Any) -> l
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _sample(problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, response: Response) -> Sample:
+def sample_of(
+    problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, response: Response
+) -> Sample:
     own = completion.author[completion.author >= 0]
     return Sample(
         problem=problem,

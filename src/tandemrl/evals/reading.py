@@ -105,7 +105,6 @@ def by_both(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, _: Tensor) -
     }
 
 
-@torch.no_grad()
 def read_texts(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
@@ -133,7 +132,28 @@ def read_texts(
     Raises:
         EvalError: it is unknown who wrote a text.
     """
-    out, device = list(samples), next(models[0].parameters()).device
+    out = list(samples)
+    for i, of_text in read_tokens(samples, prompts, models, values, reader=reader, context=context, progress=progress):
+        means: dict[str, Any] = {name: float(np.mean(each, dtype=np.float64)) for name, each in of_text.items()}
+        size = max(1, len(samples[i].response.plain.encode()))
+        per_byte = float(of_text["cross_entropy"].sum(dtype=np.float64)) / size
+        out[i] = samples[i]._replace(**means, cross_entropy_per_byte=per_byte)
+    return out
+
+
+@torch.no_grad()
+def read_tokens(
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    models: Sequence[PreTrainedModel],
+    values: Values,
+    *,
+    reader: TextReader | None = None,
+    context: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """As `read_texts`: for every text that can be read, its position and what ``values`` says of each own token."""
+    device = next(models[0].parameters()).device
     texts = readable(samples, prompts, models, context, reader)
     positions, rollouts = [*texts], [*texts.values()]
     lengths = [len(text.tokens) for text in rollouts]
@@ -146,15 +166,9 @@ def read_texts(
         chunks = [values(logits, tokens[part], keys[part]) for part, logits in _logits(models, batch, index)]
         found = {name: torch.cat([chunk[name] for chunk in chunks]).cpu().split(own) for name in chunks[0]}
         for number, row in enumerate(rows):
-            sample = samples[positions[row]]
-            of_text = {name: each[number].numpy() for name, each in found.items()}
-            means: dict[str, Any] = {name: float(np.mean(each, dtype=np.float64)) for name, each in of_text.items()}
-            size = max(1, len(sample.response.plain.encode()))
-            per_byte = float(of_text["cross_entropy"].sum(dtype=np.float64)) / size
-            out[positions[row]] = sample._replace(**means, cross_entropy_per_byte=per_byte)
+            yield positions[row], {name: each[number].numpy() for name, each in found.items()}
         if progress is not None:
             progress(len(rows))
-    return out
 
 
 def readable(

@@ -17,7 +17,7 @@ from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests
 from tandemrl.evals.measures import EvalError
-from tandemrl.evals.phases import Phase
+from tandemrl.evals.phases import PHASES, Phase
 from tandemrl.evals.protocol import Profile, draws_turns, profile_of
 from tandemrl.evals.readers import Reader
 from tandemrl.evals.reading import TextReader
@@ -37,7 +37,8 @@ from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.signatures import searched_by, signature
 from tandemrl.selection.words import vocabulary_of
 
-_NOT_OF_SOLO = ("train_samples", "train_problems", "readers")
+_OF_A_PHASE = ("readers", *(key for phase in PHASES.values() for key in phase.settings))
+_NOT_OF_SOLO = ("train_samples", "train_problems", *_OF_A_PHASE)
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 _OF_EPISODES = (
     *("environment", "tools", "max_turns", "turn_tokens", "observation_tokens", "result_tokens", "tool_timeout_s"),
@@ -193,6 +194,7 @@ class Session:
         if phase.readers:
             read = self._digests_of(self.model, *config.eval.readers, *config.data.eval)
             identity |= {"readers": config.eval.readers, "digests": read}
+        identity |= {key: getattr(config.eval, key) for key in phase.settings}
         if phase.name == "tandem":
             selection = config.selection
             named = draws_turns(selection) or self.junior_tokenizer is not None
@@ -242,7 +244,10 @@ class Session:
         return stored_eos_token_ids(self.model, self.tokenizer, self.junior if one else None)
 
     def refusal(self, phase: Phase) -> str | None:
-        """Why a junior with a vocabulary of its own cannot take part in a phase, and what would; None if it can."""
+        """Why a phase cannot be run with this environment, or with a junior that has a vocabulary of its own, and what
+        could; None if it can."""
+        if phase.by_name and self.has_episodes:
+            return "is of single responses; set rollout.environment=single"
         if not phase.junior or self.junior_tokenizer is None:
             return None
         apart = self.endpoint is not None  # which gives no log-probs of a text

@@ -51,7 +51,8 @@ def evaluate(
             an environment. The authors of its tokens are unknown, and the result says so (``engine: endpoint``,
             ``authors: unknown``). A file of responses (`Stored`) is judged as it is, without a junior.
         out: a folder. For a single phase it may also be the result file itself, ending in ``.json``.
-        phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``).
+        phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``),
+            but for those that are run by name only.
         leave_out: of all phases, those that are not run.
         limit: how many rows of ``data.eval`` are used (of all sources, in order). None means all.
         stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
@@ -86,7 +87,8 @@ def evaluate(
     if isinstance(model, Stored):
         config = replace(config, model=replace(config.model, junior=None))
     out, reasons = Path(out), left_out(config)
-    names = [name for name in PHASES if name not in (*reasons, *leave_out)] if phases is None else [*phases]
+    every = [name for name, phase in PHASES.items() if not phase.by_name and name not in (*reasons, *leave_out)]
+    names = every if phases is None else [*phases]
     for name in names:
         if name not in PHASES:
             raise EvalError(f"unknown phase {name!r}; known: {', '.join(PHASES)}")

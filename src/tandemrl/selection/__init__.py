@@ -10,6 +10,7 @@ from tandemrl.selection.strategies import alternating_turns as alternating_turns
 from tandemrl.selection.strategies import annealed as annealed
 from tandemrl.selection.strategies import bernoulli as bernoulli
 from tandemrl.selection.strategies import chunk as chunk
+from tandemrl.selection.strategies import first_step as first_step
 from tandemrl.selection.strategies import first_turn as first_turn
 from tandemrl.selection.strategies import linear as linear
 from tandemrl.selection.strategies import per_group as per_group

@@ -218,13 +218,26 @@ def sentence(first: Who, steps: StepTables) -> Strategy:
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
     """
-    step = partial(
-        _sentence_step,
-        OnDevices(steps.contains),
-        OnDevices(steps.starts_newline),
-        OnDevices(steps.ends_newline),
-    )
-    return Strategy(partial(_sentence_init, is_senior("first", first)), step)
+    return _by_steps(is_senior("first", first), steps, None)
+
+
+def first_step(who: Who, steps: StepTables) -> Strategy:
+    """Let ``who`` write the first step of the solution and the other author all later ones. Not in the paper.
+
+    Args:
+        steps: what ends a step. With ``StepTables(boundary, none, none)``, it is the first token that begins a word.
+
+    Raises:
+        ValueError: ``who`` is neither "senior" nor "junior".
+    """
+    senior_starts = is_senior("who", who)
+    return _by_steps(senior_starts, steps, senior_starts)
+
+
+def _by_steps(senior_starts: bool, steps: StepTables, leaves: bool | None) -> Strategy:
+    """Alternate by steps. leaves: who alone hands over, True for the senior; None: both do."""
+    contains, starts, ends = map(OnDevices, (steps.contains, steps.starts_newline, steps.ends_newline))
+    return Strategy(partial(_sentence_init, senior_starts), partial(_sentence_step, leaves, contains, starts, ends))
 
 
 def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> Chosen:
@@ -233,6 +246,7 @@ def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> Ch
 
 
 def _sentence_step(
+    leaves: bool | None,
     contains: "OnDevices",
     starts_newline: "OnDevices",
     ends_newline: "OnDevices",
@@ -240,7 +254,8 @@ def _sentence_step(
     last_token: Int64[Tensor, " b"],
 ) -> Chosen:
     completes = starts_newline.at(last_token) & state.after_newline
-    senior = state.senior ^ (contains.at(last_token) | completes)
+    ended = contains.at(last_token) | completes
+    senior = state.senior ^ (ended if leaves is None else ended & (state.senior == leaves))
     return senior, SentenceState(senior, ends_newline.at(last_token))
 
 

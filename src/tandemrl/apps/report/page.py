@@ -229,7 +229,7 @@ def _sentence(setting: Setting) -> str:
         values = [(column, value) for column in HEADLINE if (value := estimate(arm, column)) is not None]
         told = ", ".join(f"{column.title} {column.shown(v.mean)} {column.unit}".rstrip() for column, v in values)
         numbers += [f"{arm.title}: {told}"] if values else []
-    for arm in [] if numbers else setting.arms:
+    for arm in [] if numbers else (arm for arm in setting.arms if arm.runs):
         rewards = [(step["step"], step["reward/mean"]) for step in arm.runs[0].steps if "reward/mean" in step]
         reached = [f"{value:.3f} at step {step}" for step, value in dict([*rewards[:1], *rewards[-1:]]).items()]
         numbers += [f"{arm.title}: mean training reward {', '.join(reached)}"] if reached else []

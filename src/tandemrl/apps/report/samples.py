@@ -36,8 +36,16 @@ KINDS = {
     ("tandem", "word"): "Tandem",
     ("tandem", "turn"): "Tandem by turns",
     ("pass-at-k", "solo"): "Solo",
+    ("handover-effect", "solo"): "Handovers",
 }
 TRAINING = "Training, last step"
+
+
+class Heat(NamedTuple):
+    """A unit of a text, and how hard it is to follow it. place: where the next unit begins (``Sample.places``)."""
+
+    text: str
+    place: Mapping[str, Any] | None
 
 
 class Shown(NamedTuple):
@@ -45,7 +53,8 @@ class Shown(NamedTuple):
 
     ``spans`` are pairs (author, text). The author is None if it is unknown or the tokenizer could not be loaded, and
     CONTEXT for what the environment said between turns. ``tokens`` and ``senior_share`` (None if unknown) count the
-    authors' own tokens, ``left_out`` the characters that are not shown.
+    authors' own tokens, ``left_out`` the characters that are not shown. ``heat``: the units of a text in which the
+    effects of handovers are known.
     """
 
     line: Mapping[str, Any]
@@ -53,6 +62,7 @@ class Shown(NamedTuple):
     tokens: int
     senior_share: float | None
     left_out: int
+    heat: Sequence[Heat] = ()
 
 
 class Problem(NamedTuple):
@@ -127,6 +137,11 @@ class SampleReader:
             if author is not None and decode is not None and text != sample.text:
                 self._say(f"The tokenizer of {model} does not give the texts of {file}: authors not shown.")
                 shown, _ = _show(sample._asdict(), author, None)
+            elif decode is not None and sample.places:
+                begins = [place["at"] for place in sample.places]
+                parts = zip(begins, [*begins[1:], None], strict=True)
+                units = zip([decode(sample.tokens[a:b]) for a, b in parts], [*sample.places[1:], None], strict=True)
+                shown = shown._replace(heat=[Heat(*unit) for unit in units])
             yield kind, sample.example_id, questions.get(sample.example_id, ""), shown
 
     def _run(self, run: RunRecord) -> Iterator[tuple[str, str, str, Shown]]:
