@@ -56,7 +56,7 @@ def test_every_command_has_an_example_that_its_options_allow() -> None:
         command.make_context(path, shlex.split(EXAMPLES[path]))  # raises if an option is unknown or missing
 
 
-@pytest.mark.parametrize("name", ["quickstart", "gsm8k_tandem", "deepscaler_tandem", "deepscaler_grpo_g16"])
+@pytest.mark.parametrize("name", ["quickstart", "deepscaler_tandem"])
 def test_dry_run_prints_the_resolved_config_and_the_plan(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,7 +340,7 @@ def test_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install -e '.[wandb]'" in result.output
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "numpy"])
+@pytest.mark.parametrize("package", ["torch", "numpy"])
 def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Also where a part of ours is looked at that cannot be imported without it."""
     from tandemrl.cli import check

@@ -272,11 +272,9 @@ def test_claims_of_every_seed_hold_only_if_every_seed_meets_the_bar(
     ("difference", "inferiority", "mean"),
     [
         ((0.04, 0.02, 0.06), "holds", "holds"),  # better: no fault
-        ((0.5, -0.04, 1.04), "holds", "holds"),
         ((-0.01, -0.05, 0.03), "holds", "holds"),
         ((0.0, -0.06, 0.06), "undecided", "holds"),
         ((-0.03, -0.04, -0.02), "holds", "fails"),  # worse, but by less than the margin
-        ((-0.10, -0.21, 0.01), "undecided", "fails"),
         ((-0.10, -0.14, -0.06), "fails", "fails"),
     ],
 )
@@ -291,7 +289,7 @@ def test_equal_solo_skill_is_to_be_no_worse_by_the_margin(
     assert "mean over seeds" in second.claim
 
 
-@pytest.mark.parametrize("gain", [0.0, 0.01, 0.038, 0.2])
+@pytest.mark.parametrize("gain", [0.0, 0.2])
 def test_one_seed_is_asked_nothing_about_seeds(gain: float) -> None:
     rows = [row for row in _rows({"solo/pass@1": [0.95 + gain] * 3}) if row["seed"] == 0]
     claims = claims_of("jargon", rows, _difference(gain, gain - 0.02, gain + 0.02))

@@ -25,7 +25,7 @@ from tandemrl.config import Config
 from tandemrl.models.attention import ATTENTION
 from tandemrl.models.batching import pack
 from tandemrl.models.critic import packed_values, without_dropout
-from tandemrl.models.forward import channel_of, packed_logprobs, part_of
+from tandemrl.models.forward import channel_of, packed_logprobs, part_of, with_gathered_parameters
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.lora import attach, dropping
 from tandemrl.models.sharding import layers_of, shard
@@ -195,10 +195,10 @@ def one_pass(
         )
     options = options._replace(activation_offload=False)
     if critic:
-        values = getattr(model, "packed_values", None) or partial(packed_values, model)
+        values = with_gathered_parameters(packed_values, model)
         channels = [values(tokens, positions, part.layout, prefixes, options)]
     else:
-        logprobs = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
+        logprobs = with_gathered_parameters(packed_logprobs, model)
         channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
     whole = [channel_of(channel, part, batch.tokens.shape[0], shards.sequence) for channel in channels]
     return sum((channel.sum() for channel in whole[1:] if entropy), whole[0].sum())

@@ -172,4 +172,4 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, 
 
 
 def _shown(piece: Piece) -> dict[str, Any]:
-    return {"tokens": [token._asdict() for token in piece.tokens], "stop": piece.stop, "next": int(piece.next)}
+    return {"tokens": [token._asdict() for token in piece.tokens], "stop": piece.stop}

@@ -27,7 +27,7 @@ from tandemrl.rollout.engine import Request, Sampling, StopReason
 from tandemrl.rollout.gateway.texts import Authors
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
-from tandemrl.selection import Strategy, resumed
+from tandemrl.selection import Strategy
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.words import begin_words, vocabulary_of, whole_characters
@@ -80,14 +80,10 @@ class Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The next tokens of a text.
-
-    stop: why the text is over, or None if it is not. next: the author of the token after them, by the strategy.
-    """
+    """The next tokens of a text. ``stop`` says why the text is over; None if it is not."""
 
     tokens: list[Token]
     stop: StopReason | None
-    next: Author
 
 
 class LazyText:
@@ -174,7 +170,7 @@ class Duo:
         if len(prompt) + len(draft.tokens) >= self.longest:
             if not draft.tokens:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; at most {self.longest - 1} leave room to write")
-            return Piece([], "length", Author.SENIOR)
+            return Piece([], "length")
         known, text = [*draft.tokens[draft.given :]], self._text_of(draft, prompt)
         end = most = len(known) + count
         try:
@@ -189,8 +185,7 @@ class Duo:
             raise ValueError("tokens: not what the two write with these settings; generate the text anew")
         stop = text.stop if len(text.tokens) <= end else None
         longer = draft.begun.longer(text.tokens[:end], text.authors[:end])
-        read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
-        return Piece(read, stop, self.next_author(longer))
+        return Piece(self._read(longer, len(draft.tokens), prompt, over=stop is not None), stop)
 
     def response(self, draft: Draft) -> Response:
         """The text of a draft, as scorers read it.
@@ -217,18 +212,7 @@ class Duo:
         longer = replace(longer, given=len(longer.tokens))
         if self.apart:
             self._junior_prompt(draft.prompt, longer.tokens)  # refuses what the junior cannot read
-        return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
-
-    def next_author(self, draft: Draft) -> Author:
-        """Who writes the token after the draft; with ``before_word``, who proposes it."""
-        own = draft.tokens[draft.given if self.apart else 0 :]
-        keys = torch.tensor([self._key(draft)], dtype=torch.int64)
-        senior, _ = resumed(self._strategy(draft.selection), keys, [[own] if own else []])
-        return Author.SENIOR if bool(senior) else Author.JUNIOR
-
-    def _key(self, draft: Draft) -> int:
-        """With two vocabularies, a text goes on from what was inserted as from a longer prompt, without a history."""
-        return request_key(draft.seed, 0, draft.given if self.apart else 0, 0)
+        return Piece(self._read(longer, len(draft.tokens), prompt), None)
 
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
         # A text is one turn, though the engine gets what is there of it as one that was written before.
@@ -236,12 +220,13 @@ class Duo:
         return schedule.strategy(1)._replace(turn=None)
 
     def _text_of(self, draft: Draft, prompt: Sequence[int]) -> LazyText:
-        """What goes on from what a person inserted last, or from the prompt."""
+        """What goes on from what a person inserted last, or from the prompt. With two vocabularies it does so as from a
+        longer prompt, without a history."""
         begun, strategy = draft.begun, self._strategy(draft.selection)
         if self._lazy is None or self._lazy.begun != begun:
             request = Request(
                 [*prompt, *begun.tokens],
-                (self._key(draft),),
+                (request_key(draft.seed, 0, draft.given if self.apart else 0, 0),),
                 Sampling(max_tokens=self.longest - len(prompt) - draft.given, temperature=draft.temperature),
                 strategy,
                 history=(begun.tokens,) if begun.tokens and not self.apart else (),

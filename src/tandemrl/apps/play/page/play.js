@@ -124,9 +124,8 @@ async function write() {
       left -= piece.tokens.length;
       over = piece.stop !== null;
       const ends = ENDS[piece.stop] ?? "the text has ended";
-      const stopped = left > 0 ? "" : "stopped at max new tokens; ";
-      const next = `${stopped}next: the ${piece.next === 1 ? "senior" : "junior"}`;
-      say(`${draft.tokens.length} tokens; ${over ? ends : next}.`);
+      const stopped = left > 0 ? "" : "; stopped at max new tokens";
+      say(`${draft.tokens.length} tokens${over ? `; ${ends}` : stopped}.`);
       update();
     }
     if ((over || left <= 0) && problems.includes(draft.prompt)) verdict = (await ask("grade", draft)).verdict;
