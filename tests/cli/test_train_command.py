@@ -2,8 +2,6 @@
 
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +119,9 @@ def test_a_step_without_any_score_stops_and_names_the_function(tiny_pair: Path, 
 
 def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 90}\n{"step": 2, "time/step": 36}\n')
-    more = ["train.steps=500", "--ranks", "2", "--device", "h200", "--times-of", str(tmp_path)]
-    # in a process of its own: one that belongs to a group cannot imagine another
-    planned = [sys.executable, "-m", "tandemrl", "plan", "-c", "quickstart", *more]
-    result = subprocess.run(planned, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    result = run("plan", "-c", "quickstart", "train.steps=500", "--device", "h200", "--times-of", str(tmp_path))
+    assert result.exit_code == 0, result.output
     batches, _, page = result.stdout.partition("\n\n")
     assert batches.startswith("batch plan per step: 16 prompts -> ")
-    assert page.startswith("plan of 2 process(es) on h200, ")
+    assert page.startswith("plan of 1 process(es) on h200, ")
     assert page.strip().endswith("time: 500 steps of 36 s (median of 1) are 5 hours")

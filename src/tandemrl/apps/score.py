@@ -81,9 +81,8 @@ def score_file(
         grouped = any(term.grouped for row in rows for term in scorer.terms_of(row))
         lines = _lines(rows, responses, grouped=grouped)
         while read := [*islice(lines, None if grouped else batch)]:
-            answers = [(line.row, line.response) for line in read]
-            groups = [line.group for line in read]
-            graded = scorer.graded(answers, [line.transcript for line in read], groups=groups)
+            answers, transcripts, groups = zip(*read, strict=True)
+            graded = scorer.graded(answers, transcripts, groups=groups)
             for (row, _), (score, _, extra, _) in zip(answers, graded, strict=True):
                 parts.setdefault(row.data_source, []).append({"score": score.value, **score.parts})
                 shown = {"example_id": row.example_id, "score": score.value, "parts": score.parts}
@@ -138,17 +137,11 @@ def _own_answer(scorer: Scorer, row: Row) -> str:
     return "; ".join(said)
 
 
-class _Line(NamedTuple):
-    """A line of the file. group: equal for responses to one prompt."""
-
-    row: Row
-    response: Response
-    transcript: Transcript | None
-    group: Hashable
-
-
-def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_Line]:
-    """Yield what every line of the file says, in order.
+def _lines(
+    rows: Sequence[Row], responses: Path, *, grouped: bool
+) -> Iterator[tuple[tuple[Row, Response], Transcript | None, Hashable]]:
+    """Yield what every line of the file says, in order: a response to a row, its transcript, and what is equal for
+    responses to one prompt.
 
     Args:
         grouped: whether responses to one prompt are scored together.
@@ -175,7 +168,7 @@ def _lines(rows: Sequence[Row], responses: Path, *, grouped: bool) -> Iterator[_
         group = json.dumps([row.data_source, row.ability, row.messages, row.ground_truth, *place]) if grouped else None
         try:
             told = record.get("transcript")
-            line = _Line(row, _response(record), None if told is None else Transcript.from_json(told), group)
+            line = (row, _response(record)), None if told is None else Transcript.from_json(told), group
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
         yield line

@@ -28,7 +28,9 @@ from typing import Any, Literal, NamedTuple
 from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY
 
 START_LIMIT_S = 600.0
-"""How long a process may take to start, in which it may load an index or a model."""
+"""How long a process may take to start, in which that of a tool may load an index or a model. A scoring process has as
+long: it may import from a slow disk, beside many others. The limit ends starts that hang; one that fails is seen at
+once."""
 ORPHAN_GRACE_S = 30.0
 """If a call holds the interpreter for this long beyond the limit, its process has no parent left that would kill it."""
 GRACE_S = 2.0

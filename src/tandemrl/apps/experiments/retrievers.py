@@ -77,7 +77,17 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
     rows: list[dict[str, Any]] = []
     for model, (name, home) in zip(benchmark.models, homes.items(), strict=True):
         for retriever in benchmark.retrievers:
-            config = load(benchmark.config, _settings(benchmark, retriever))
+            config = load(
+                benchmark.config,
+                [
+                    f"model.junior={benchmark.junior or 'null'}",
+                    f"data.eval={json.dumps(benchmark.data)}",
+                    f"eval.samples={benchmark.samples}",
+                    f"eval.k={[k for k in (1, 2, 4, 8) if k <= benchmark.samples]}",
+                    *benchmark.overrides,
+                    f"retrieval.retriever={retriever}",
+                ],
+            )
             evals.evaluate(config, model=model, out=home / retriever, phases=phases, limit=benchmark.problems)
             measures = measured(home / retriever, METRICS)
             rows.append({"pair": name, "seed": 0, "arm": retriever} | measures)
@@ -94,14 +104,3 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
     )
     results = {"schema": SCHEMA, "experiment": asked, "rows": rows, "contrasts": contrasts, "claims": []}
     return reported(results, out, say)
-
-
-def _settings(benchmark: Benchmark, retriever: str) -> list[str]:
-    return [
-        f"model.junior={benchmark.junior or 'null'}",
-        f"data.eval={json.dumps(benchmark.data)}",
-        f"eval.samples={benchmark.samples}",
-        f"eval.k={[k for k in (1, 2, 4, 8) if k <= benchmark.samples]}",
-        *benchmark.overrides,
-        f"retrieval.retriever={retriever}",
-    ]

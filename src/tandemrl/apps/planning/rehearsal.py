@@ -36,7 +36,8 @@ from tandemrl.types import Author, Batch, Rollout
 
 FEW, MORE = 3, 4
 """The numbers of layers in the two runs from which any number is extrapolated. With three there is a middle layer,
-during which FSDP holds the next layer gathered and reduces the gradients of the last one, as with many layers."""
+during which FSDP holds the next layer gathered and reduces the gradients of the last one, as with many layers. A plan
+of 28 layers then takes 5 seconds; it took 22, and said the same, when all of them were run."""
 
 
 class Rehearsal(NamedTuple):

@@ -9,7 +9,7 @@ they were (``Request.history``). With two, each model reads that text in its own
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -298,7 +298,8 @@ class Duo:
             else self._surprisals([*prompt, *draft.tokens], len(prompt) + start)
         )
         one_by_one = [i % 2 for i in range(len(draft.tokens))]  # so that each token is a span of its own
-        texts = [text for _, text in authored_spans(draft.tokens, one_by_one, self._decode)]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        texts = [text for _, text in authored_spans(draft.tokens, one_by_one, decode)]
         if not over:
             texts[-1] = texts[-1].rstrip("\ufffd")
         special = [self._special.get(token, "") for token in draft.tokens[start:]]
@@ -328,6 +329,3 @@ class Duo:
                 place = max(bisect_left(edges, end) - start, 0)
                 found[place] = (found[place] or 0.0) + value
         return found
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
