@@ -298,7 +298,7 @@ class Duo:
             else self._surprisals([*prompt, *draft.tokens], len(prompt) + start)
         )
         one_by_one = [i % 2 for i in range(len(draft.tokens))]  # so that each token is a span of its own
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        decode: Any = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         texts = [text for _, text in authored_spans(draft.tokens, one_by_one, decode)]
         if not over:
             texts[-1] = texts[-1].rstrip("\ufffd")
