@@ -3,9 +3,7 @@
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -39,13 +37,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     whole = item.path.relative_to(Path(__file__).parent).parts[0] in WHOLE_RUNS
     checked = {item.path.name, getattr(item, "originalname", item.name)} & {*CHECKED}
     jaxtyping.config.update("jaxtyping_disable", whole and not checked)
-
-
-@pytest.fixture(scope="module")
-def elsewhere() -> Iterator[ProcessPoolExecutor]:
-    """A process without a process group: an engine of another test may have left one here."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="session")

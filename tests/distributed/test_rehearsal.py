@@ -1,5 +1,6 @@
 """What is planned for a process is what it has and holds: on 1, 2 and 4 real processes, by another tool's count."""
 
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedMo
 
 from helpers import _build, _common
 from processes import run
+from runs import FORKED
 from tandemrl.apps.planning import rehearsal
 from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Work, batch_of, rehearse, storage_bytes
 from tandemrl.config import Config, load
@@ -125,6 +127,13 @@ def _planned(config: Config, critic: bool, size: int, more: int = rehearsal.MORE
     configuration, options = AutoConfig.from_pretrained(config.model.senior), _options(config, size)
     with imagined_world(config.parallel, size) as world:
         return rehearse(role, configuration, config, world, WORK, options)
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[ProcessPoolExecutor]:
+    """A process without a process group: an engine of another test may have left one here."""
+    with ProcessPoolExecutor(1, mp_context=FORKED) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])

@@ -1,5 +1,6 @@
 """The held-out evaluation of a run: who writes it, and what it chooses."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training import evaluation, loop
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import restore, save
-from tandemrl.training.state import Run
+from tandemrl.training.state import Progress, Run
 from tandemrl.types import Author
 
 
@@ -108,16 +109,26 @@ CHOICES: dict[str, tuple[list[list[tuple[bool, float]]], str | None, int, str]] 
 }
 
 
+@pytest.fixture(scope="module")
+def built(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("built")
+    run = build(
+        config(
+            tiny_pair, out, "eval.train_samples=1", "eval.train_problems=2", "eval.max_tokens=8", "eval.profile=custom"
+        )
+    )
+    sync_weights(run.models.policy, run.models.engine, version=0)
+    return run
+
+
 @pytest.mark.parametrize("name", CHOICES)
-def test_best_is_chosen_by_what_the_rewards_allow(
-    name: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_is_chosen_by_what_the_rewards_allow(name: str, built: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two problems, a sample each, at every evaluation: is it correct, and its reward."""
     evaluations, told, step, by = CHOICES[name]
-    told_keys = [] if told is None else [f"train.select_by={told}"]
-    run = build(config(tiny_pair, tmp_path, "eval.train_samples=1", "eval.train_problems=2", *told_keys))
+    setup, settings = built.setup, built.setup.config
+    settings = replace(settings, train=replace(settings.train, select_by=told))
+    run = Run(replace(setup, config=settings), built.models, Progress(built.progress.sampler, 0.0))
     monkeypatch.setattr(evaluation.checkpoint, "export", lambda *_: None)
-    sync_weights(run.models.policy, run.models.engine, version=0)
     grade = evaluation.evals.grade
     for number, values in enumerate(evaluations):
 
