@@ -112,14 +112,10 @@ def test_surprisals_are_the_juniors(duo: Duo) -> None:
     ids = [*prompt, *(token.id for token in piece.tokens)]
     # The model by itself: plain logits of the whole text.
     with torch.no_grad():
-        logits = qwen_logits(ids)
+        logits = small_qwen3()(input_ids=torch.tensor([ids])).logits[0].float()
     logprobs = logits.log_softmax(-1)
     expected = [-float(logprobs[len(prompt) + i - 1, token.id]) for i, token in enumerate(piece.tokens)]
     np.testing.assert_allclose([token.surprisal for token in piece.tokens], expected, atol=1e-4)
-
-
-def qwen_logits(ids: list[int]) -> torch.Tensor:
-    return small_qwen3()(input_ids=torch.tensor([ids])).logits[0].float()
 
 
 def test_a_text_ends_where_there_is_no_room(duo: Duo) -> None:

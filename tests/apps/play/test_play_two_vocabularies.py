@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("starlette", reason="needs the play extra")
 from transformers import AutoModelForCausalLM
 
 from tandemrl.apps.play.duo import Draft, Duo, Piece
-from tandemrl.cli.main import app as command
 from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling
@@ -136,13 +134,3 @@ def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior:
     starts = [i for i, c in enumerate(text) if c == " "] + [len(text)]
     np.testing.assert_allclose(found.cumsum()[starts], expected.cumsum()[starts], atol=1e-3)
     assert [token.surprisal for token in tokens if token.special] == [None] * (len(tokens) - len(shown))
-
-
-def test_the_command_refuses_it_before_models_are_loaded(
-    tiny_pair: Path, other_junior: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandemrl.apps.serve.engine_server.load_model", lambda *path, **options: pytest.fail("loaded"))
-    both = ["--senior", str(tiny_pair / "senior"), "--junior", str(other_junior), "--port", "0"]
-    result = CliRunner().invoke(command, ["play", *both])
-    assert result.exit_code == 2, result.output
-    assert "selection.strategy=word: must be before_word, since senior" in " ".join(result.stderr.split())
