@@ -1,4 +1,4 @@
-"""A junior behind a stock vLLM server, and behind llama.cpp's own (in the package xllamacpp): what both draw, and a run."""
+"""A junior behind a stock vLLM server, and behind llama.cpp's (of the package xllamacpp): what they draw, and a run."""
 
 import importlib.metadata
 import json
