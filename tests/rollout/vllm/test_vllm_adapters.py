@@ -123,7 +123,7 @@ def test_what_is_not_the_trainers_does_not_go_unseen(shared) -> None:
         sync_weights(policy("senior", 1, base=model("another seed")), engine, 2)
 
     senior, junior = (runner.get_model() for runner in runners(engine))
-    senior.model.layers[1].mlp.gate_up_proj.adapters.up.data[-1, -1] += 1e-3
+    senior.model.layers[1].mlp.gate_up_proj.adapters.pieces[-1][1].data[-1, -1] += 1e-3
     assert engine.fingerprint() != before
     sync_weights(trained, engine, 3)
     senior.model.norm.weight.data[0] += 1.0  # of the junior, too

@@ -95,30 +95,24 @@ class LowRank(nn.Module):
     def __init__(self, layer: Any, parts: Sequence[Part], plan: AdapterPlan, device: torch.device) -> None:
         super().__init__()
         self.scaling = plan.scaling
-        self.pieces: list[tuple[Part, str, int]] = []
-        """The Hugging Face tensors of the adapters, or parts of one, each with its stack and its first row in that."""
-        self._places: list[tuple[slice, slice, slice]] = []
-        """The columns of the stack "down", the features of the output and the rows of "up" that belong together."""
-        names, up, begin = list[str](), 0, 0
+        self.pieces: list[tuple[Part, Tensor]] = []
+        """The Hugging Face tensors of the adapters, or parts of one, with this rank's of each."""
+        self._products: list[tuple[Tensor, Tensor, slice]] = []
+        """A and B, with the features of the output that they are added to."""
+        like: dict[str, Any] = dict(dtype=layer.params_dtype, device=device)
+        columns, downs, begin = getattr(layer, "input_size_per_partition", layer.input_size), dict[str, Tensor](), 0
         for part in parts:
             owner = part.name.rpartition(".")[0]
             if owner in plan.layers:
                 a, b = adapter_names(owner)
-                if owner not in names:
-                    columns = Part(a, (plan.rank, part.shape[1]), plan.rank, 1 if part.split == 1 else None, 1)
-                    self.pieces.append((columns, "down", len(names) * plan.rank))
-                    names.append(owner)
-                rows = part._replace(name=b, shape=(part.shape[0], plan.rank), split=0 if part.split == 0 else None)
-                self.pieces.append((rows, "up", up))
-                first = names.index(owner) * plan.rank
-                here, above = slice(begin, begin + part.rows), slice(up, up + part.rows)
-                self._places.append((slice(first, first + plan.rank), here, above))
-                up += part.rows
+                if owner not in downs:
+                    downs[owner] = torch.zeros(plan.rank, columns, **like)
+                    split = 1 if part.split == 1 else None
+                    self.pieces.append((Part(a, (plan.rank, part.shape[1]), plan.rank, split, 1), downs[owner]))
+                up, split = torch.zeros(part.rows, plan.rank, **like), 0 if part.split == 0 else None
+                self.pieces.append((part._replace(name=b, shape=(part.shape[0], plan.rank), split=split), up))
+                self._products.append((downs[owner], up, slice(begin, begin + part.rows)))
             begin += part.rows
-        columns_here = getattr(layer, "input_size_per_partition", layer.input_size)
-        like: dict[str, Any] = dict(dtype=layer.params_dtype, device=device)
-        self.down = nn.Parameter(torch.zeros(len(names) * plan.rank, columns_here, **like), requires_grad=False)
-        self.up = nn.Parameter(torch.zeros(up, plan.rank, **like), requires_grad=False)
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Add what the adapters compute to the output of the base.
@@ -130,9 +124,8 @@ class LowRank(nn.Module):
         Returns:
             ``output``.
         """
-        hidden = self.scaling * F.linear(inputs, self.down)
-        for mine, here, above in self._places:
-            output[..., here].add_(F.linear(hidden[..., mine], self.up[above]))
+        for down, up, here in self._products:
+            output[..., here].add_(F.linear(self.scaling * F.linear(inputs, down), up))
         return output
 
 
@@ -228,5 +221,4 @@ def adapted_parameters(senior: Any, junior: Any) -> Iterator[tuple[str, Tensor]]
 def _pieces(model: nn.Module) -> Iterator[tuple[Part, Tensor]]:
     """Each piece of the adapters with this rank's tensor of it. Those of a Hugging Face tensor follow each other."""
     for module in model.modules():
-        for part, stack, begin in module.pieces if isinstance(module, LowRank) else ():
-            yield part, getattr(module, stack)[begin : begin + part.rows]
+        yield from module.pieces if isinstance(module, LowRank) else ()
