@@ -82,24 +82,15 @@ def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, 
         known: how many tokens the row has written before each place.
         device: where the parameters are needed.
     """
-    at = torch.from_numpy(rows).to(device)
-
-    def taken(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[at]
-
-    penalties: dict[str, Any] = {}
+    at, names = torch.from_numpy(rows).to(device), ["temperature", "top_p", "top_k"]
+    own: dict[str, Any] = {"logitsprocs": LogitsProcessors()}  # min_p alone, which is ours here
     if not metadata.no_penalties:
-        written = [metadata.output_token_ids[row][:n] for row, n in zip(rows.tolist(), known.tolist(), strict=True)]
-        names = ("prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties")
-        penalties = {name: taken(getattr(metadata, name)) for name in names} | {"output_token_ids": written}
-    return dataclasses.replace(
-        metadata,
-        temperature=taken(metadata.temperature),
-        top_p=taken(metadata.top_p),
-        top_k=taken(metadata.top_k),
-        logitsprocs=LogitsProcessors(),  # min_p alone, which is ours here
-        **penalties,
-    )
+        names += ["prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties"]
+        places = zip(rows.tolist(), known.tolist(), strict=True)
+        own["output_token_ids"] = [metadata.output_token_ids[row][:n] for row, n in places]
+    values = {name: getattr(metadata, name) for name in names}
+    own |= {name: None if value is None else value[at] for name, value in values.items()}
+    return dataclasses.replace(metadata, **own)
 
 
 def _min_p(runner: Any, rows: np.ndarray, device: Any) -> Tensor | None:
