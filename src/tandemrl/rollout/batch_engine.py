@@ -140,7 +140,7 @@ class BatchCall(Call):
         self._join(batch)
         events: list[Event] = []
         if batch.rows:
-            live, before = int(batch.live.sum()), batch.steps
+            live, before = 0 if self._length is None else int(batch.live.sum()), batch.steps
             written, ended = batch.step(self._length(live, batch.passes) if self._length is not None and live else 0)
             self.steps, self.written = self.steps + max(1, batch.steps - before), self.written + written
             if self._streams:

@@ -429,22 +429,22 @@ class DecodingBatch:
         """
         width, count = block.tokens.shape[1], block.most.minimum(self.limit - self.written)
         if width == 1:  # without a draft, every microsecond counts
-            row = (count > 0).nonzero().squeeze(1)  # negative where a row waits beyond its limit
-            at, stopped = torch.zeros_like(row), self.stops.table[self.stop_row, block.tokens[:, 0]] & (count > 0)
+            taking = count > 0  # negative where a row waits beyond its limit
+            row = taking.nonzero().squeeze(1)
+            at, stopped = torch.zeros_like(row), self.stops.table[self.stop_row, block.tokens[:, 0]] & taking
         else:
             column = torch.arange(width)
             stop = self.stops.table[self.stop_row[:, None], block.tokens]
             first = torch.where(stop, column + 1, width + 1).amin(1)
             count = count.minimum(first)
             row, at = (column < count[:, None]).nonzero(as_tuple=True)
-            stopped = first == count
+            stopped = (first == count) & self.live
         place = self.written[row] + at
         self.tokens[row, place] = block.tokens[row, at]
         self.authors[row, place] = block.authors[row, at].to(torch.int8)
         self.logprobs[row, place] = block.logprobs[row, at]
         if block.handovers is not None:
             self.handovers[row, place] = block.handovers[row, at]
-        stopped = stopped & self.live
         for i in self.live.nonzero().squeeze(1).tolist() if self.stop_strings else ():
             known, new = self.tokens[i, : int(self.written[i])], block.tokens[i, : int(count[i])]
             if hit := self.rows[i].first_stop(known, new, self.decoder.tokenizer.decode):
@@ -516,7 +516,7 @@ class DecodingBatch:
         if not races or ready.shape != draws.shape or not bool(((ready == draws) | ~self.live).all()):
             steps = torch.arange(max(1, min(RACES_AHEAD, 512 // len(self.rows))))
             races = [*self._races(self.stream[:, None], draws[1][:, None] + steps).unbind(1)][::-1]
-        draws[1] += 1
+        draws[1].add_(1)
         self._ahead = draws, races[:-1]
         return races[-1]
 

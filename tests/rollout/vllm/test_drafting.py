@@ -72,7 +72,7 @@ def wanted() -> dict[str, list[Completion]]:
 
 
 @pytest.mark.parametrize(
-    ("pair", "k"), [(NEAR, 1), pytest.param(NEAR, 4, marks=pytest.mark.slow), (NEAR, 8), ("Llama junior", 4)]
+    ("pair", "k"), [(NEAR, 8), ("Llama junior", 4), *(pytest.param(NEAR, k, marks=pytest.mark.slow) for k in (1, 4))]
 )
 def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
     """Against the reference engine, whatever the strategy and the sampling; a near-tie may fall either way."""

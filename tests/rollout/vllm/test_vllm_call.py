@@ -51,7 +51,7 @@ def step(call: Any, left: set[int], told: dict[int, list[Any]]) -> None:
 @pytest.mark.parametrize("mode", ["lazy", "draft"])
 def test_requests_of_any_kind_join_a_call_that_has_begun(engines, mode):
     engine = engines(PAIR, mode=mode, **({"draft_tokens": 4} if mode == "draft" else {}))
-    batch, found, left, told = asked(21), list[list[int]](), set[int](), dict[int, list[Any]]()
+    batch, found, left, told = asked(14), list[list[int]](), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
         for request in batch:
             found.append(call.submit([request]))
@@ -90,7 +90,7 @@ def halfway() -> None:
 @pytest.mark.parametrize("begun", [True, False])
 def test_what_is_aborted_or_fails_ends_and_the_strategies_of_a_call_are_let_go(engines, begun, monkeypatch):
     engine = engines(PAIR)
-    batch = mixed(prompts(40, seed=30), changed(KINDS[0], max_tokens=25, ignore_eos=True), seed=30)
+    batch = mixed(prompts(14, seed=30), changed(KINDS[0], max_tokens=25, ignore_eos=True), seed=30)
     wanted, left, told = flat(engine.generate(batch)), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
         first = call.submit(batch[:3])
