@@ -17,7 +17,7 @@ from tandemrl.evals import Sample, authors_of, measures, protocol, remote
 from tandemrl.evals.measures import author_runs
 from tandemrl.processes.http import Response, RetryableError
 from tandemrl.rewards.calls import is_metric
-from tandemrl.rollout.envs.tools import schema_of
+from tandemrl.rollout.envs.environment import schema_of
 from tandemrl.selection import replay
 
 

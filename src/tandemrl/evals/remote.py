@@ -20,10 +20,10 @@ from tandemrl.evals.protocol import Profile, same_problems
 from tandemrl.evals.session import Session
 from tandemrl.processes.http import Response, RetryableError, chat_message, excerpt
 from tandemrl.rollout.engine import Reply, StopReason, Turn
+from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.episodes import Acting, Episodes, make_caller
 from tandemrl.rollout.envs.parsing import checked_turn, parse_turn
 from tandemrl.rollout.envs.rendering import CUT, Rendered
-from tandemrl.rollout.envs.tools import Schema
 from tandemrl.selection.draws import request_key
 
 CHARS_PER_TOKEN = 4

@@ -101,7 +101,9 @@ class KVCache:
             keys, _ = next(iter(like.values()))
             whole, longest = (max(pair) for pair in zip(self._wanted, (most, columns), strict=True))
             size = 2 * len(like) * whole * keys.shape[1] * longest * keys.shape[3] * keys.element_size()
-            self.large = keys.is_cuda and 4 * size > _free_memory(keys.device)
+            if keys.is_cuda:  # what is free, or held by torch for nothing
+                held = torch.cuda.memory_reserved(keys.device) - torch.cuda.memory_allocated(keys.device)
+                self.large = 4 * size > torch.cuda.mem_get_info(keys.device)[0] + held
             if not self.large:  # room for the whole call
                 most, columns = whole, longest
             self._whole = {layer: (keys[:0, :, :0], values[:0, :, :0]) for layer, (keys, values) in like.items()}
@@ -112,12 +114,6 @@ class KVCache:
                 self._whole[layer] = F.pad(keys, extra), F.pad(values, extra)
                 self.moves += 1
         return {layer: (keys[:rows], values[:rows]) for layer, (keys, values) in self._whole.items()}
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that are free, or that torch holds for nothing."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -> Float[Tensor, "*b w"]:

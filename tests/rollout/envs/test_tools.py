@@ -9,8 +9,7 @@ import tempers
 
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.environment import Answer, Environment, make_environment
-from tandemrl.rollout.envs.tools import call_fault, schema_of
+from tandemrl.rollout.envs.environment import Answer, Environment, call_fault, make_environment, schema_of
 from tandemrl.rollout.envs.worker import answering
 
 

@@ -23,10 +23,9 @@ from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, 
 from tandemrl.processes.child import cores
 from tandemrl.rewards.calls import MEASURED, OF_K
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
-from tandemrl.rollout.envs.environment import Environment, Opening, State, make_environment
+from tandemrl.rollout.envs.environment import Environment, Opening, State, make_environment, sample
 from tandemrl.rollout.envs.parsing import CALL_FORMATS, CallFormat, parse_turn
 from tandemrl.rollout.envs.rendering import Rendered, Rendering
-from tandemrl.rollout.envs.tools import sample
 from tandemrl.rollout.envs.worker import answering
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from tandemrl.data.controls import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from tandemrl.data.messages import Message
 from tandemrl.files import each_key_once
-from tandemrl.rollout.envs.tools import Schema, call_fault
+from tandemrl.rollout.envs.environment import Schema, call_fault
 
 MAX_DEPTH = 32
 """How deep objects and arrays may be nested in the arguments of a call."""

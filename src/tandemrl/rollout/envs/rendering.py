@@ -21,7 +21,7 @@ from tandemrl.config import ConfigError
 from tandemrl.data.controls import END_OF_THOUGHT, THOUGHT, controls_of
 from tandemrl.data.messages import Message
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
-from tandemrl.rollout.envs.tools import Schema
+from tandemrl.rollout.envs.environment import Schema
 
 CUT = "… [cut]"
 """The text that stands at the end of a result that was too long and is cut."""

@@ -21,8 +21,8 @@ from tandemrl.data.rows import chat_tokens, messages_of
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.rollout.endpoint_partner import body_of
 from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.rendering import Rendering
-from tandemrl.rollout.envs.tools import Schema
 from tandemrl.rollout.gateway import fields
 from tandemrl.rollout.gateway.conversations import NEW, Conversation
 from tandemrl.rollout.gateway.fields import FLAG, NUMBER, OBJECT, Kind, Refused, whole

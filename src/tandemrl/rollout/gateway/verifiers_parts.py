@@ -17,9 +17,9 @@ from renderers.default import DefaultRenderer
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
+from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.parsing import parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
-from tandemrl.rollout.envs.tools import Schema
 
 HARNESS = "tandem"
 """The id of `Loop` in ``harness``."""
