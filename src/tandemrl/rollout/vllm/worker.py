@@ -165,10 +165,10 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler with three additions.
+    """vLLM's scheduler with two additions.
 
-    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. It splits outputs with
-    several tokens, if the request has stop strings. And it says which spans have ended by a handover.
+    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. And it says which spans
+    have ended by a handover.
     """
 
     _ahead = 0
@@ -188,9 +188,6 @@ class TandemScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
         """Take up the output of a step as vLLM does, and note how far the junior drafts in the next step."""
-        written = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)
-        several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
-        with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, TandemOutput):
             if model_runner_output.ahead is not None:
@@ -198,12 +195,6 @@ class TandemScheduler(Scheduler):
             for output in [each for client in outputs.values() for each in client.outputs]:
                 if output.request_id in model_runner_output.handed:
                     output.stop_reason = HANDED_OVER
-        for each in outputs.values() if with_strings else ():
-            each.outputs = [
-                one
-                for output in each.outputs
-                for one in (_one_by_one(output) if output.request_id in with_strings else [output])
-            ]
         return outputs
 
 
@@ -218,22 +209,6 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
-
-
-def _one_by_one(output: Any) -> list[Any]:
-    """Split an output with several tokens into one output per token, so that vLLM looks for stop strings after each."""
-    last, logprobs = len(output.new_token_ids) - 1, output.new_logprobs
-    each = []
-    for i, token in enumerate(output.new_token_ids):
-        one = copy.copy(output)
-        one.new_token_ids = [token]
-        one.new_logprobs = None if logprobs is None else logprobs.slice_request(i, 1)
-        if i < last:
-            one.finish_reason = one.stop_reason = None
-        if i:
-            one.events = one.prefill_stats = None
-        each.append(one)
-    return each
 
 
 def _junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
