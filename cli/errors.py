@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -48,11 +49,7 @@ def interruptible() -> Iterator[None]:
 
 def _imports(frame: FrameType | None) -> bool:
     """Whether an import is being made in a frame or in one of its callers."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(each.f_code.co_filename.startswith("<frozen importlib") for each, _ in traceback.walk_stack(frame))
 
 
 def is_users(error: Exception) -> bool:
