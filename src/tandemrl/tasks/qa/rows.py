@@ -1,6 +1,7 @@
 """Questions of several hops, each with its paragraphs: MuSiQue (arXiv:2108.00573), and in its form HotpotQA
 (arXiv:1809.09600) and 2WikiMultiHopQA (arXiv:2011.01060). No torch."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -175,25 +176,23 @@ def _hotpot_question(record: Record) -> Question:
     return Question(record.text("question"), [record.text("answer")], docs, place)
 
 
-def _pairs(record: Record, field: str, second: str) -> Iterator[tuple[str, Any]]:
+def _pairs(record: Record, field: str, second: str) -> list[tuple[str, Any]]:
     """(title, value) of a column: pairs as its authors write them, also as JSON text, or two lists as on the hub."""
-    value: Any = record.fields.get(field)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
-    if isinstance(value, Mapping):
-        lists: list[Any] = [value.get("title"), value.get(second, value.get("content"))]
-        paired = all(isinstance(each, list) for each in lists) and len(lists[0]) == len(lists[1])
-        value = [*zip(*lists, strict=True)] if paired else None
-    whole = isinstance(value, list) and value and all(isinstance(each, Sequence) and len(each) == 2 for each in value)
-    if not whole or not all(isinstance(title, str) for title, _ in value):
+    found: Any = record.fields.get(field)
+    try:
+        value = json.loads(found) if isinstance(found, str) else found
+        if isinstance(value, Mapping):
+            value = [*zip(value["title"], value.get(second, value.get("content")), strict=True)]
+        pairs = [(title, other) for title, other in value]
+    except (ValueError, TypeError, LookupError):
+        pairs = []
+    texts = [title for title, _ in pairs]
+    if second == "sentences":
+        lists = [other if isinstance(other, list) else [None] for _, other in pairs]
+        texts += [*itertools.chain.from_iterable(lists)]
+    if not pairs or not all(isinstance(text, str) for text in texts):
         raise DataError(
-            f"{record.where}, field {field!r}: expected [title, …] pairs, or lists title and {second}, found "
-            f"{record.fields.get(field)!r:.80}"
+            f"{record.where}, field {field!r}: expected [title, {second}] pairs, or lists title and {second}, found "
+            f"{found!r:.80}"
         )
-    for title, other in value:
-        if second == "sentences" and not (isinstance(other, list) and all(isinstance(each, str) for each in other)):
-            raise DataError(f"{record.where}, field {field!r}: expected sentences of {title!r}, found {other!r:.80}")
-        yield title, other
+    return pairs
