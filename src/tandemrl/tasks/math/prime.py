@@ -5,18 +5,19 @@ entries whose difference sympy simplifies to 0. The second: numbers within 1e-4,
 lists entry by entry, or formulas by sympy. What is wrong with it stays: ``x + 3 = 4`` is 4, 1000001 is 1000000, 50 is
 0.5, ``\sqrt[3]{2}`` is ``\sqrt{2}``, and most LaTeX that is not written like the ground truth is refused.
 
-Two things differ. LaTeX becomes text by a short list of macros (`_text`) rather than by pylatexenc, and what could run
-code or for ever (`_parsed`) is no formula. sympy runs in a process that can be killed.
+One thing differs: what could run code or for ever is no formula (`_parsed`). sympy runs in a process that is killed in
+time.
 verl 0.9.1 itself never gets to simplify formulas in the second grader: it uses a decorator, ``timeout_limit``, as a
 context, which raises, and that counts as unequal. So it refuses ``2/4`` for ``1/2``, and ours does not.
 """
 
 import ast
+import logging
 import math
 import operator
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 from tandemrl.config import RewardConfig
@@ -396,58 +397,22 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Pow: lambda base, exponent: float(base) ** float(exponent),
 }
 
-_ARGUMENT = r"\s*(?:\{([^{}]*)\}|([^\s{}\\]|\\[A-Za-z]+))"
-_FRACTION = re.compile(rf"\\[td]?frac(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
-_ROOT = re.compile(rf"\\sqrt(?![A-Za-z])\s*(?:\[[^\[\]]*\])?{_ARGUMENT}")
-_GROUP = re.compile(r"(?<!frac)(?<!sqrt)(?<!frac )(?<!\})\{([^{}]*)\}(?!\s*\{)")
-_LAST_GROUP = re.compile(r"(?<!frac)(?<!sqrt)\{([^{}]*)\}(?=[^{}]*$)")
-_MATRIX = re.compile(r"\\begin\{([bp]?matrix|array)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}", re.DOTALL)
-_SYMBOLS = dict(
-    re.findall(
-        r"(\w+):(\S+)",
-        """
-        alpha:α beta:β gamma:γ delta:δ epsilon:ϵ varepsilon:ε zeta:ζ eta:η theta:θ iota:ι kappa:κ lambda:λ mu:μ
-        nu:ν xi:ξ rho:ρ sigma:σ tau:τ phi:ϕ varphi:φ chi:χ psi:ψ omega:ω Gamma:Γ Delta:Δ Theta:Θ Lambda:Λ Xi:Ξ
-        Pi:Π Sigma:Σ Phi:Φ Psi:Ψ Omega:Ω cap:∩ div:÷ pm:± mp:∓ leq:≤ le:≤ geq:≥ ge:≥ neq:≠ in:∈ notin:∉ subset:⊂
-        subseteq:⊆ setminus:∖ emptyset:∅ varnothing:∅ to:→ rightarrow:→ circ:∘ angle:∠ dots:… ldots:… cdots:⋯
-        approx:≈ equiv:≡ sum:∑ prod:∏ int:∫ partial:∂ lfloor:⌊ rfloor:⌋ lceil:⌈ rceil:⌉ mid:| prime:' sim:∼
-        simeq:≃ cong:≅ perp:⊥ parallel:∥ propto:∝ star:⋆ ast:∗ bullet:∙ langle:⟨ rangle:⟩ oplus:⊕ otimes:⊗
-        wedge:∧ vee:∨ forall:∀ exists:∃ dotsb:… dotsc:… leftarrow:← leftrightarrow:↔ pi:pi infty:inf cup:U
-        cdot:* times:* lvert:| rvert:| vert:| sin:sin cos:cos tan:tan log:log ln:ln exp:exp lim:lim max:max
-        min:min arcsin:arcsin arccos:arccos arctan:arctan
-        """,
-    )
-)
 _SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
-_OPEN, _CLOSE, _EDGE = "\ue000\ue001\ue002"
-"""Braces that are written, and the edge of a group, where the name of a macro ends."""
-_RULES = ((_ROOT, "sqrt({})"), (_FRACTION, " {}/{}"), (_GROUP, f"{_EDGE}{{}}{_EDGE}"), (_LAST_GROUP, "{}"))
 
 
 def _text(latex: str) -> str:
-    r"""LaTeX as plain text, as far as answers have it: ``\frac{x+1}{2}`` is x+1/2, an unknown macro is nothing."""
-    latex = latex.replace(r"\{", _OPEN).replace(r"\}", _CLOSE)
-    latex = re.sub(
-        r"\\(?:text)?color(?:\[[^\[\]]*\])?\{[^{}]*\}|\\(?:[hv]space\*?|mbox|text(?:up|md|sf|tt))\{[^{}]*\}", "", latex
-    )
-    latex = re.sub(r"\\mathbb ?\{?([RZQNC])\}?", lambda letter: "ℝℤℚℕℂ"["RZQNC".index(letter[1])], latex)
-    latex = re.sub(r"\\(?:begin|end)\{\w+\}", "", _MATRIX.sub(_rows, latex)).replace("&", "   ")
-    before = None
-    while before != latex:
-        before = latex
-        for rule, plain in _RULES:
-            latex = rule.sub(partial(_filled, plain), latex)
-    latex = re.sub(r"\\([A-Za-z]+)\s*", lambda macro: _SYMBOLS.get(macro[1], ""), latex)
-    latex = re.sub(r"\\[,;: ]", " ", latex.replace(r"\!", "")).replace("\\\\", "\n")
-    latex = re.sub(r"\\(.|$)", r"\1", latex).replace("~", "\xa0").replace(_EDGE, "")
-    latex = re.sub("[√π∞∪·×]", lambda sign: _SIGNS[sign[0]], latex)
-    return latex.replace(_OPEN, "{").replace(_CLOSE, "}").strip()
+    r"""LaTeX as plain text, which pylatexenc makes of it: ``\frac{x+1}{2}`` is x+1/2, an unknown macro is nothing."""
+    reader, plain = _reader(), re.sub(r"\\[td]?frac", r" \\frac", latex)
+    try:
+        text = str(reader.latex_to_text(plain))
+    except Exception:  # as published: it stays as it is
+        return latex
+    return re.sub("|".join(_SIGNS), lambda sign: _SIGNS[sign[0]], text).strip()
 
 
-def _filled(plain: str, found: re.Match[str]) -> str:
-    return plain.format(*(part for part in found.groups() if part is not None))
+@cache
+def _reader() -> Any:
+    from pylatexenc.latex2text import LatexNodes2Text
 
-
-def _rows(matrix: re.Match[str]) -> str:
-    rows = [" ".join(cell.strip() for cell in row.split("&")) for row in matrix[2].split(r"\\")]
-    return f"[ {'; '.join(rows)} ]"
+    logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)  # it warns of each macro that lacks its arguments
+    return LatexNodes2Text()
