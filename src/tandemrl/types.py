@@ -67,7 +67,8 @@ class Rollout:
     messages of an episode of several turns, and is None for a single-turn rollout. ``handover_logprobs`` is another
     channel of the tokens, and None unless the strategy has ``starts`` (see ``Completion``). ``policy_version`` is that
     of the weights that wrote it. ``response`` is what rewards read, None before they do; ``logged`` is what they noted
-    (TRL's ``log_extra``).
+    (TRL's ``log_extra``). ``branches`` are further texts of the same episode (``rollout.gateway.sessions``); what they
+    share with this one is CONTEXT in them.
 
     Raises:
         ValueError: the channels differ in length, or ``author`` holds another value than -1, 0 or 1.
@@ -89,6 +90,7 @@ class Rollout:
     handover_logprobs: np.ndarray | None = None
     response: Response | None = None
     logged: Mapping[str, Any] = field(default_factory=dict)
+    branches: "tuple[Rollout, ...]" = ()
 
     def __post_init__(self) -> None:
         channels = {"tokens": np.int64, "author": np.int8, "behaviour_logprobs": np.float32}
@@ -101,6 +103,11 @@ class Rollout:
             raise ValueError(f"rollout {self.example_id}/{self.index}: channels differ in length: {lengths}")
         if not np.isin(self.author, (-1, 0, 1)).all():
             raise ValueError(f"rollout {self.example_id}/{self.index}: author must be -1, 0 or 1")
+
+    @property
+    def sequences(self) -> "tuple[Rollout, ...]":
+        """All texts of the episode."""
+        return self, *self.branches
 
     @property
     def response_tokens(self) -> int:
@@ -149,6 +156,7 @@ class Rollout:
             "turns": self.turns,
             "policy_version": self.policy_version,
             **({} if self.transcript is None else {"transcript": self.transcript.to_json()}),
+            **({"branches": [each.to_json() for each in self.branches]} if self.branches else {}),
         }
 
     @classmethod
@@ -158,6 +166,8 @@ class Rollout:
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
         if others.get("transcript") is not None:
             others["transcript"] = Transcript.from_json(others["transcript"])
+        if "branches" in others:
+            others["branches"] = tuple(map(cls.from_json, others["branches"]))
         if "text" in line:
             others["response"] = Response.from_json(line, _after_prompt(line["tokens"], line["author"]))
         return cls(**others | arrays | {"key": line["seed"]})
@@ -225,7 +235,8 @@ class Batch:
     ``sequence_ids`` counts 0, 1, … s-1 without gaps and is sorted; ``positions`` restarts at 0 in each sequence.
     ``lengths`` are the tokens of each sequence. The trainer fills the optional channels when the recipe needs them.
     ``taken_over`` is None unless the strategy has ``starts``. Then it is True at the first token after each handover,
-    which was drawn from ``starts`` alone; and ``word_ends`` is set unless these are not trained.
+    which was drawn from ``starts`` alone; and ``word_ends`` is set unless these are not trained. ``shares`` says how
+    much of an episode with branches each sequence is (``losses.reduce``); None: all of it.
     """
 
     tokens: Int64[Tensor, " t"]
@@ -242,6 +253,7 @@ class Batch:
     returns: Float[Tensor, " t"] | None = None
     taken_over: Bool[Tensor, " t"] | None = None
     word_ends: WordEnds | None = None
+    shares: Float[Tensor, " s"] | None = None
 
     @property
     def num_sequences(self) -> int:

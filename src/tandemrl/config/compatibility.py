@@ -117,6 +117,11 @@ def _rollout(c: Config) -> Rules:
     where = f"with rollout.environment={r.environment}"
     turns = r.environment_kind.turns
     yield bool(r.tools) and not turns, "rollout.tools", f"empty {where}, which calls no tools"
+    asks = r.environment_kind.asks
+    yield asks and bool(r.tools), "rollout.tools", f"empty {where}, which has its own"
+    must_be = "a command or [module:function] with rollout.environment=agent, and else empty"
+    yield asks is not bool(r.agent.run), "rollout.agent.run", must_be
+    yield asks and r.workers > 0, "rollout.workers", f"0 {where}, which asks an engine of this process"
     must_be = f"at least one module:function {where}"
     yield r.environment_kind.only_tools and not r.tools, "rollout.tools", must_be
     must_be = f"null, or at most rollout.max_tokens ({r.max_tokens}), which is of all turns"

@@ -39,8 +39,8 @@ ENGINES: dict[str, EngineKind] = {
 
 
 class EnvironmentKind(NamedTuple):
-    """What an environment is: whether episodes have turns, whether ``rollout.tools`` are all that there is to do, and
-    whether it searches with ``retrieval.*``."""
+    """What an environment is: whether episodes have turns, whether ``rollout.tools`` are all that there is to do,
+    whether it searches with ``retrieval.*``, and whether it is a program that asks the models (``rollout.agent``)."""
 
     name: str
     path: str | None
@@ -48,15 +48,18 @@ class EnvironmentKind(NamedTuple):
     turns: bool = True
     only_tools: bool = False
     searches: bool = False
+    asks: bool = False
 
 
 _HERE = "tandemrl.rollout.envs"
 _CALLS = "the authors call `rollout.tools` until a turn calls none"
+_ASKS = "a program (`rollout.agent.run`) that asks the models itself"
 _SEARCHES = "questions about documents (search, cite, complete)"
 ENVIRONMENTS: dict[str, EnvironmentKind] = {
     "single": EnvironmentKind("single", None, "a prompt gets one response", turns=False),
     "tools": EnvironmentKind("tools", f"{_HERE}.environment:Environment", _CALLS, only_tools=True),
     "multihop": EnvironmentKind("multihop", f"{_HERE}.multihop:multihop", _SEARCHES, searches=True),
+    "agent": EnvironmentKind("agent", "tandemrl.rollout.gateway.source:agent", _ASKS, asks=True),
 }
 
 

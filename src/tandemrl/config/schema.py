@@ -174,6 +174,25 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class AgentConfig:
+    """A program that asks the models itself, with `rollout.environment: agent`. `max_tokens`, `turn_tokens`,
+    `max_turns` (requests) and `observation_tokens` bound what it may ask for."""
+
+    run: tuple[str, ...] = ()
+    """A command such as [python, my_agent.py], which gets a row as JSON on its standard input, OPENAI_BASE_URL and
+    OPENAI_API_KEY; or [module:function], a coroutine function."""
+    scores: bool = False
+    """Whether it ends with its reward. Else it ends with an answer, or nothing, and the row says how that is scored."""
+    timeout_s: PositiveFloat = 600.0
+    """An episode that takes longer is ended, with all its processes, and has no score."""
+    at_once: PositiveInt = 64
+    """Episodes that run at once."""
+    max_failed: Fraction = 0.5
+    """If more than this share of the episodes of a step fail (crash, take too long, do not ask), the run ends. Fewer
+    are left out."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How rollouts are sampled, and by which engine."""
 
@@ -245,6 +264,7 @@ class RolloutConfig:
     allow_truncated: bool = False
     """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property
     def kind(self) -> EngineKind:

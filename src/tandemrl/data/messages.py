@@ -68,20 +68,23 @@ class Transcript:
 
     messages: what the authors wrote and what the environment answered, in order, without the messages of the prompt.
     state: the state of the environment at the end of the episode. counts: how often each kind of event happened in it
-    (tool calls, errors, time-outs …), by name. All are JSON values.
+    (tool calls, errors, time-outs …), by name. answer: what is scored instead of what the authors wrote. All are JSON
+    values.
     """
 
     messages: tuple[Message, ...]
     state: Any = None
     counts: Mapping[str, int | float] = field(default_factory=dict)
+    answer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; ``Transcript.from_json`` is its inverse."""
-        return {"messages": [dict(each) for each in self.messages], "state": self.state, "counts": dict(self.counts)}
+        told = {"messages": [dict(each) for each in self.messages], "state": self.state, "counts": dict(self.counts)}
+        return told if self.answer is None else told | {"answer": self.answer}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Transcript":
-        return cls(tuple(value["messages"]), value["state"], value["counts"])
+        return cls(tuple(value["messages"]), value["state"], value["counts"], value.get("answer"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,10 +206,8 @@ def generate_samples(
             sampling = sampling_for(profile, prompt)
             request = Request(prompt.tokens, keys, sampling, strategy, junior_prompt=prompt.junior)
             requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
-        responder = None if episode_runner is None else episode_runner.episodes()
-        completions, _ = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
-        if responder is not None:
-            responder.check()
+        write = generate_verified if episode_runner is None else episode_runner.generate
+        completions, _ = write(engine, requests, strategy, progress=progress)
         for i, completion in enumerate(completion for group in completions for completion in group):
             problem, number = divmod(i, samples)
             response = reader.of(completion, opened[problem])

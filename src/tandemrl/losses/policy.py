@@ -139,6 +139,7 @@ def policy_loss(
         reduction=recipe.reduction,
         normalise_by=c.normalise_by,
         constant=c.constant,
+        shares=batch.shares,
     )
     metrics = {name: (weights * value.detach()).sum() for name, value in per_token.items()}
     if batch.junior_logprobs is not None:
@@ -161,6 +162,7 @@ def reduce(
     reduction: Reduction,
     normalise_by: NormaliseBy = "weight",
     constant: float | None = None,
+    shares: PerSequence | None = None,
 ) -> Scalar:
     """The share of this micro-batch in the loss of the optimiser step, from losses ``x`` and weights ``w`` per token.
 
@@ -179,6 +181,8 @@ def reduce(
         totals: the counts of the whole optimiser step, over all ranks and micro-batches, not of this micro-batch.
             ``training.experience.pack_mini_batches`` counts them once: every process has all rollouts. Gradients are
             added over processes, never averaged.
+        shares: of each sequence in its episode, whose sequences count as one: what it has of the denominator of
+            ``sequence_mean_token_mean``. They sum to 1 over an episode. None: each sequence is one.
 
     Raises:
         ValueError: ``reduction`` or ``normalise_by`` is unknown, or ``token_sum_constant`` has no positive
@@ -200,6 +204,7 @@ def reduce(
         per_sequence = per_sequence / divisor(
             sequence_sum(counted, sequence_ids, num_sequences=num_sequences), per_sequence
         )
+        per_sequence = per_sequence if shares is None else per_sequence * shares
     return per_sequence.sum() / divisor(totals.sequences, per_sequence)
 
 

@@ -59,6 +59,9 @@ class BatchEngine(CallEngine):
         goes_on = len(request.prompt) > len(text) and [*request.prompt[: len(text)]] == text
         return layers if goes_on else {}
 
+    def forget(self) -> None:
+        self._kept.clear()
+
     @abstractmethod
     def make_batch(self, requests: Sequence[Request], *, turns: bool, streams: bool) -> DecodingBatch:
         """The empty batch of a call that begins with these requests; see ``DecodingBatch`` and ``BatchCall``."""

@@ -52,6 +52,9 @@ class CallEngine(Engine):
     def make_call(self, *, turns: bool, streams: bool) -> "Call":
         """A call of an engine that no other call uses; see ``Call``."""
 
+    def forget(self) -> None:
+        """Keep nothing of sessions."""
+
     def check(self, index: int, request: Request) -> None:
         """Refuse a request that this engine cannot serve; see ``check_request``."""
         check_request(index, request, self)

@@ -56,9 +56,7 @@ def generate(
         keys = completion_keys(seed, step, example, first, group_size, shared=strategy.shared_draws)
         request = Request(prompt.tokens, keys, sampling, strategy, junior_prompt=prompt.junior)
         requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
-    responder = None if episode_runner is None else episode_runner.episodes()
-    completions, draws = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
+    write = generate_verified if episode_runner is None else episode_runner.generate
+    completions, draws = write(engine, requests, strategy, progress=progress)
     passes = engine.passes  # now: the engine's next call may be about anything
-    if responder is not None:
-        responder.check()
     return CompletionBatch([prompt for _, prompt in prompts], completions, draws, passes)

@@ -121,7 +121,8 @@ class Completion:
     episode, from the ``Responder``; None without one. handover_logprobs: None unless the strategy has ``starts``. Then
     it holds, at the first token of the junior after one of the senior, the log-prob that the senior proposes a token of
     ``starts`` there, and 0.0 elsewhere. A token after a handover has its log-prob among ``starts`` alone.
-    policy_version: of the weights that wrote it.
+    policy_version: of the weights that wrote it. prompt: that of the completion, if it is another than the request's.
+    branches: what a program had written beside it (``gateway``): further completions, each of a prompt of its own.
     """
 
     key: int
@@ -132,6 +133,8 @@ class Completion:
     policy_version: int = 0
     transcript: Transcript | None = None
     handover_logprobs: np.ndarray | None = None
+    prompt: tuple[int, ...] | None = None
+    branches: "tuple[Completion, ...]" = ()
 
     @property
     def turns(self) -> list[np.ndarray]:

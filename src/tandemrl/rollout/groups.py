@@ -37,7 +37,9 @@ class ResponseReader:
         self._header = _header(tokenizer)
 
     def of(self, completion: Completion, opened: str = "") -> Response:
-        """The response of a completion to a prompt that ends with ``opened``."""
+        """The response of a completion to a prompt that ends with ``opened``; an agent's answer, if it gave one."""
+        if completion.transcript is not None and completion.transcript.answer is not None:
+            return Response.of(completion.transcript.answer)
         turns = [turn.tolist() for turn in completion.turns]
         if turns and completion.transcript is None and completion.stop_reason == "eos":
             turns[-1].pop()
@@ -137,13 +139,15 @@ def rollout_of(
     Args:
         read: its ``response``, if that is known.
     """
-    context, told = np.full(len(prompt.tokens), Author.CONTEXT), completion.handover_logprobs
+    begun = prompt.tokens if completion.prompt is None else completion.prompt
+    context, told = np.full(len(begun), Author.CONTEXT), completion.handover_logprobs
+    branches = (rollout_of(prompt, each, group=group, index=index, graded=graded) for each in completion.branches)
     return Rollout(
         example_id=prompt.row.example_id,
         group=group,
         index=index,
         key=completion.key,
-        tokens=np.concatenate([prompt.tokens, completion.tokens]),
+        tokens=np.concatenate([begun, completion.tokens]),
         author=np.concatenate([context, completion.author]),
         behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
         reward=graded.score.value,
@@ -154,5 +158,6 @@ def rollout_of(
         transcript=completion.transcript,
         policy_version=completion.policy_version,
         handover_logprobs=None if told is None else np.concatenate([np.zeros(len(context)), told]),
+        branches=tuple(branches),
         **read,
     )

@@ -220,7 +220,9 @@ class AsyncRollouts:
 def _plain(c: Completion) -> dict[str, Any]:
     names = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
     channels = {name: torch.from_numpy(getattr(c, name)) for name in names if getattr(c, name) is not None}
-    episode = {} if c.transcript is None else {"transcript": c.transcript.to_json()}
+    episode: dict[str, Any] = {} if c.transcript is None else {"transcript": c.transcript.to_json()}
+    if c.prompt is not None:
+        episode |= {"prompt": [*c.prompt], "branches": [*map(_plain, c.branches)]}
     return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels, **episode}
 
 
@@ -228,6 +230,8 @@ def _completion(line: Mapping[str, Any]) -> Completion:
     values: dict[str, Any] = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in line.items()}
     if "transcript" in values:
         values["transcript"] = Transcript.from_json(values["transcript"])
+    if "prompt" in values:
+        values |= {"prompt": tuple(values["prompt"]), "branches": tuple(map(_completion, values["branches"]))}
     return Completion(**values)
 
 
@@ -257,6 +261,7 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
     data rank."""
     pairs = [(p, c) for p, group in zip(completions.prompts, completions.completions, strict=True) for c in group]
     rollouts = [rollout_of(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
+    rollouts = [each for r in rollouts for each in r.sequences]
     rollouts = [r for r in rollouts if (r.author == Author.SENIOR).any()]
     budget, world = setup.config.train.tokens_per_micro_batch, setup.world
     bins = micro_batches([len(r.tokens) for r in rollouts], budget, parts=world.data_size)

@@ -23,9 +23,12 @@ from tandemrl.types import Author, Batch, Group, Metrics, Rollout, Totals
 
 
 class Experience(NamedTuple):
-    """The scored rollouts of a step (`Group.scored`), with one entry per rollout in each tensor."""
+    """The scored rollouts of a step (`Group.scored`), with one entry in each tensor per text: an episode may have
+    several (`Rollout.sequences`), which have its reward and advantage."""
 
     rollouts: list[Rollout]
+    episodes: Tensor
+    """The number of each text's episode."""
     group_ids: Tensor
     rewards: Tensor
     """The reward of each rollout, including the penalty for overlong responses."""
@@ -45,6 +48,21 @@ class Experience(NamedTuple):
     """The advantage of each rollout; None if it comes from a critic or depends on the KL, which is not known yet."""
     kl: Tensor | None = None
     """The sum of w·k1 of the policy against the reference, if the KL is subtracted from the reward."""
+
+    @property
+    def firsts(self) -> Tensor:
+        """The first text of each episode."""
+        return (self.episodes.diff(prepend=self.episodes.new_tensor([-1])) > 0).nonzero().squeeze(1)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum of values of texts over each episode."""
+        return values.new_zeros(len(self.firsts)).index_add(0, self.episodes, values)
+
+    def shares(self, values: Tensor) -> Tensor | None:
+        """The share of each text in the sum of its episode; None where each has one text."""
+        if len(self.firsts) == len(self.rollouts):
+            return None
+        return values / self.summed(values)[self.episodes].clamp(min=1e-9)
 
     @property
     def metrics(self) -> Metrics:
@@ -87,35 +105,48 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     """The experience of a training step, from the groups of its rollouts."""
     config, recipe = setup.config, setup.recipe
     scored = [group.scored for group in groups]
-    rollouts = [r for group in scored for r in group.rollouts]
-    group_ids = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
-    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+    whole = [r for group in scored for r in group.rollouts]
+    rollouts = [each for r in whole for each in r.sequences]
+    episodes = torch.tensor([i for i, r in enumerate(whole) for _ in r.sequences], dtype=torch.int64)
+    group_ids = torch.tensor([whole[i].group for i in episodes.tolist()], dtype=torch.int64)
+    rewards = torch.tensor([whole[i].reward for i in episodes.tolist()], dtype=torch.float32)
     flat = losses.zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
     used = ~flat if recipe.filter_zero_variance else torch.ones_like(flat)
     if buffer := round(recipe.overlong_share * setup.sampling.max_tokens):
-        lengths = torch.tensor([r.response_tokens for r in rollouts])
+        lengths = torch.tensor([sum(each.response_tokens for each in whole[i].sequences) for i in episodes.tolist()])
         rewards += losses.overlong_penalty(lengths, max_tokens=setup.sampling.max_tokens, buffer=buffer)
     senior, junior = (
         torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
     )
     ends = torch.tensor([float(r.word_ends if config.loss.word_ends else 0) for r in rollouts])
     weights = losses.sequence_weights(senior, junior, ends, junior_weight=config.loss.junior_weight) * used
-    idle, advantages = torch.zeros_like(used), None
-    if recipe.advantage is not None and not config.loss.kl_in_reward:
-        advantages = losses.compute_advantages(recipe, rewards, group_ids, weights)
-        idle = losses.idle(recipe, advantages, weights, setup.coefficients)
-    return Experience(
+    found = Experience(
         rollouts=rollouts,
+        episodes=episodes,
         group_ids=group_ids,
         rewards=rewards,
         zero_variance=flat,
         used=used,
-        forwarded=used & ~idle | _samples(config, group_ids, used, used & ~idle, senior > 0),
+        forwarded=used,
         weights=weights,
         response_tokens=senior + junior,
         dropped=sum(not group.rollouts for group in scored),
-        advantages=advantages,
+        advantages=None,
     )
+    idle = torch.zeros_like(used)
+    if recipe.advantage is not None and not config.loss.kl_in_reward:
+        advantages = _advantages(setup, found, rewards)
+        found = found._replace(advantages=advantages)
+        idle = losses.idle(recipe, advantages, weights, setup.coefficients)
+    samples = _samples(config, group_ids, used, used & ~idle, senior > 0)
+    return found._replace(forwarded=used & ~idle | samples)
+
+
+def _advantages(setup: RunSetup, experience: Experience, rewards: Tensor) -> Tensor:
+    """The advantage of each text, by the rewards of the texts: those of its episode, which counts once."""
+    firsts, weights = experience.firsts, experience.summed(experience.weights)
+    groups = experience.group_ids[firsts]
+    return losses.compute_advantages(setup.recipe, rewards[firsts], groups, weights)[experience.episodes]
 
 
 def _samples(config: Config, group_ids: Tensor, used: Tensor, forwarded: Tensor, has_senior: Tensor) -> Tensor:
@@ -144,6 +175,8 @@ def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
     Every data rank gets equally many micro-batches, within the token budget.
     """
     prompts, train, world = _prompts(setup.config), setup.config.train, setup.world
+    by_weight = setup.config.loss.normalise_by == "weight"
+    shares = experience.shares(experience.weights if by_weight else experience.response_tokens)
     mini_batches = []
     for i in range(train.prompts_per_step // prompts):
         here = experience.group_ids // prompts == i
@@ -157,11 +190,13 @@ def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
             # a rank without work still joins the collectives
             batch = pack([chosen[k] for k in own], setup.device) if own else pack_tokens([[0]], setup.device)
             batch = batch if setup.config.loss.word_ends else replace(batch, word_ends=None)
+            if shares is not None:
+                batch = replace(batch, shares=shares[rows[own or [0]]].to(setup.device))
             weights = losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
             micro.append(MicroBatch(rows[own or [0]], batch, weights))
         # Every process has all rollouts, so that nothing needs to be added up over them.
         counts = (
-            losses.totals(experience.weights[used], experience.response_tokens[used])
+            losses.totals(*(experience.summed(x * used) for x in (experience.weights, experience.response_tokens)))
             for used in (experience.used & here, forwarded)
         )
         mini_batches.append(MiniBatch(micro, *counts))
@@ -234,8 +269,8 @@ def add_group_advantages(
     advantages = experience.advantages
     if advantages is None:
         assert experience.kl is not None
-        rewards = experience.rewards - kl_coef * experience.kl
-        advantages = losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
+        kl = experience.summed(experience.kl)[experience.episodes]
+        advantages = _advantages(setup, experience, experience.rewards - kl_coef * kl)
 
     def per_token(m: MicroBatch) -> Tensor:
         spread = advantages[m.rows].to(setup.device)[m.batch.sequence_ids]

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tandemrl.config import Config, batch_plan
+from tandemrl.config import Config, ConfigError, batch_plan
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device, use_deterministic_kernels
 from tandemrl.processes.world import init_world
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.factory import EngineFactory
+from tandemrl.rollout.gateway.source import Source
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
 from tandemrl.tasks.rubric.server import judge_server
@@ -55,6 +56,7 @@ def train(
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     engine: EngineFactory | str | None = None,
+    rollouts: Source | None = None,
     stated: Collection[str] = (),
     console: Console | None = None,
     quiet: bool = False,
@@ -82,6 +84,8 @@ def train(
             a reward function.
         engine: a class, or a function, that makes the engine of what its parameters name (``rollout.make_engine``),
             instead of ``rollout.engine``. A name stands for ``rollout.engine=NAME``.
+        rollouts: where episodes come from, instead of ``environment``: programs that ask the models themselves, such as
+            ``openai_agent(function)`` (``rollout.gateway.source``).
         stated: dotted keys of ``reward.*`` that must be used, also without evaluation (``train.eval_every: 0``). Then a
             reward that no training row uses could be one for the rows of ``data.eval``, so others give only a warning.
         console: where to print; see ``Tracker``.
@@ -96,6 +100,10 @@ def train(
     """
     where, accepted = (resume, ()) if isinstance(resume, str) else resume
     require_config(config)
+    if rollouts is not None:
+        if environment is not None or not isinstance(rollouts, Source):
+            raise ConfigError(f"rollouts={rollouts!r:.80}: pass a Source, openai_agent(FUNCTION), and no environment")
+        environment = rollouts
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:

@@ -75,8 +75,8 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
     rollouts = [r for group in groups for r in group.rollouts]
     scored = [r for r in rollouts if r.scored]
     rewards = np.array([r.reward for r in scored])
-    response = np.array([r.response_tokens for r in rollouts])
-    senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
+    response = np.array([sum(each.response_tokens for each in r.sequences) for r in rollouts])
+    senior = sum(int((each.author == Author.SENIOR).sum()) for r in rollouts for each in r.sequences)
     parts = sorted({name for r in scored for name in r.reward_parts})
     draws = completions.draws
     told = [r for r in rollouts if r.handover_logprobs is not None]
@@ -94,7 +94,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
         "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
         "tokens/response": float(response.sum()),
-        "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
+        "tokens/total": float(sum(len(each.tokens) for r in rollouts for each in r.sequences)),
         "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
         "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
         **episode_metrics(rollouts),
@@ -139,6 +139,10 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     observed = [len(r.tokens) - r.context_tokens - r.response_tokens for r in rollouts]
     return {
         "env/observation_tokens": float(np.mean(observed)),
-        **{f"env/{name}": float(np.mean([t.counts.get(name, 0.0) for t in transcripts])) for name in counts},
+        **{_counted(name): float(np.mean([t.counts.get(name, 0.0) for t in transcripts])) for name in counts},
         "response/stopped_turns": float(np.mean([r.stop_reason == "turns" for r in rollouts])),
     }
+
+
+def _counted(name: str) -> str:
+    return name if "/" in name else f"env/{name}"  # those of agents have their own

@@ -142,6 +142,7 @@ def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock
             reduction=setup.recipe.reduction,
             normalise_by=coefficients.normalise_by,
             constant=coefficients.constant,
+            shares=batch.shares,
         )
         loss.backward()
         loss_sum = loss_sum + loss.detach()

@@ -29,6 +29,7 @@ from tandemrl.apps.serve import engine_server
 from tandemrl.cli.main import app as command
 from tandemrl.rollout import decoding
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.envs.parsing import call_format_of
 from tandemrl.rollout.gateway import engine_app
 from tandemrl.rollout.gateway.address import listen, run, url_of
 from tandemrl.rollout.gateway.engine_app import Server, application
@@ -664,7 +665,7 @@ def test_tool_calls_are_read_where_a_template_knows_tools() -> None:
         "{{ tools }} {{- '\"parameters\": ' }}": "json",
         "{{ tools }} {{ '\"parameters\": ' }}<tool_call>": "hermes",
     }
-    assert {template: engine_server.call_format_of(template) for template in formats} == formats
+    assert {template: call_format_of(template) for template in formats} == formats
 
 
 def test_a_port_in_use_is_named() -> None:

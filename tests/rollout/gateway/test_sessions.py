@@ -141,13 +141,14 @@ def test_a_linear_session_has_the_tokens_of_the_environment(client, server, engi
             [[wanted]] = engine.generate([request], responder=runner.episodes())
             asker = Asker(client, server, key)
             play(asker, row)
-            [(begun, found, roles)] = asker.session.written()
+            [branch] = asker.session.written()
+            begun, found = branch.prompt, branch.completion
             assert [*begun] == [*prompt]
             assert found.key == key
             for name in ("tokens", "author", "behaviour_logprobs"):
                 np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=1e-5, err_msg=name)
             check_authors([replace(found, transcript=wanted.transcript)], strategies(WORD))
-            assert roles == (None,) * len(wanted.turns) == (None,) * 3
+            assert branch.roles == (None,) * len(wanted.turns) == (None,) * 3
             calls += sum("tool_calls" in message for message in wanted.transcript.messages)
     assert calls >= 4
 
@@ -156,8 +157,8 @@ def test_what_comes_back_changed_by_a_client_is_known_all_the_same(asker: Asker)
     first = asker.ask()
     said = {"role": "assistant", "content": f" {first['message']['content']}\n", "refusal": None}
     asker.ask([*ASKED, said, *ASKED], stream=False)
-    [(_, completion, roles)] = asker.session.written()
-    assert len(completion.turns) == len(roles) == 2
+    [(_, completion, asked)] = asker.session.written()
+    assert len(completion.turns) == len(asked) == 2
     assert completion.turns[0].tolist() == first["token_ids"]
 
 
@@ -247,11 +248,9 @@ def test_token_ids_go_on_by_their_ids(asker: Asker, engine, strategies) -> None:
         ids = [*ids, *choice["token_ids"], 7, 8]
     [(begun, completion, _)] = asker.session.written()
     assert [*begun, *completion.tokens, 7, 8] == ids
-    turns = completion.turns
-    later = Request(
-        (*begun, *turns[0], 7, 8), (5,), Sampling(12), strategies(WORD), history=(tuple(turns[0].tolist()),)
-    )
-    np.testing.assert_array_equal(engine.generate([later])[0][0].tokens, turns[1])
+    first, second, _ = (turn.tolist() for turn in completion.turns)
+    later = Request((*begun, *first, 7, 8), (5,), Sampling(12), strategies(WORD), history=(tuple(first),))
+    assert engine.generate([later])[0][0].tokens.tolist() == second
 
 
 def test_roles_write_alone_in_one_session(asker: Asker) -> None:

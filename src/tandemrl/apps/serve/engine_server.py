@@ -1,7 +1,6 @@
 """Starts the OpenAI-compatible server over an engine of the library, after checking its options."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ from tandemrl.models.loading import (
     resolve_device,
 )
 from tandemrl.rollout.call import CallEngine
-from tandemrl.rollout.envs.parsing import CallFormat
+from tandemrl.rollout.envs.parsing import call_format_of
 from tandemrl.rollout.factory import ModelSource, ends_of, make_engine
 from tandemrl.rollout.gateway.address import API_KEY, hosts_of, listen, run, url_of
 from tandemrl.rollout.gateway.engine_app import Server, application
@@ -147,12 +146,6 @@ def serve(
         print(f"serving {models} at {url_of(host, listening)}/v1, {locked} an API key", flush=True)
         run(app, listening)
     engine.close()
-
-
-def call_format_of(chat_template: str) -> CallFormat | None:
-    """How a chat template writes tool calls; None if it knows no tools. Llama's writes bare calls with parameters."""
-    bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
-    return None if re.search(r"\btools\b", chat_template) is None else "json" if bare else "hermes"
 
 
 def _strategy(

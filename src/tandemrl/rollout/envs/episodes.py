@@ -22,11 +22,22 @@ from tandemrl.models.loading import stored_eos_token_ids
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.processes.child import cores
 from tandemrl.rewards.calls import MEASURED, OF_K
-from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
+from tandemrl.rollout.engine import (
+    Completion,
+    Draws,
+    Engine,
+    EngineError,
+    Reply,
+    Request,
+    StopReason,
+    Turn,
+    generate_verified,
+)
 from tandemrl.rollout.envs.environment import Environment, Opening, State, make_environment, sample
 from tandemrl.rollout.envs.parsing import CALL_FORMATS, CallFormat, parse_turn
 from tandemrl.rollout.envs.rendering import Rendered, Rendering
 from tandemrl.rollout.envs.worker import answering
+from tandemrl.selection import Strategy
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
@@ -181,6 +192,24 @@ class EpisodeRunner(Acting):
         """The episodes of one call of ``generate``, whose requests were made by `episode`."""
         return Episodes(self)
 
+    def generate(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        strategy: Strategy,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> tuple[list[list[Completion]], Draws]:
+        """Write the episodes of requests, which were made by `episode`; see `generate_verified`.
+
+        Raises:
+            EngineError: the environment is broken, or never answers.
+        """
+        responder = self.episodes()
+        written = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
+        responder.check()
+        return written
+
     def elsewhere(self, config: Config) -> "Callable[[], EpisodeRunner | None]":
         """Makes the runner of a rollout worker, to which this function is pickled: with the environment of ``config``,
         or with a copy of one that runs in threads."""
@@ -261,15 +290,12 @@ def make_episode_runner(
     acted_in = make_environment(config) if environment is None else environment
     if acted_in is None:
         return None
-    return EpisodeRunner(
-        acted_in,
-        tokenizer,
-        config.rollout,
-        caller=make_caller(config, environment),
-        eos_token_ids=eos_token_ids,
-        template_arguments=config.data.template_arguments,
-        junior=junior,
-    )
+    how: dict[str, Any] = {"eos_token_ids": eos_token_ids, "junior": junior}
+    if (make := getattr(acted_in, "make_runner", None)) is not None:  # it asks the models itself (``gateway.source``)
+        runner: EpisodeRunner = make(tokenizer, config, **how)
+        return runner
+    how |= {"caller": make_caller(config, environment), "template_arguments": config.data.template_arguments}
+    return EpisodeRunner(acted_in, tokenizer, config.rollout, **how)
 
 
 def opening_prompts(

@@ -33,6 +33,12 @@ _END = {"hermes": re.compile(rf"\s*{END_OF_CALL}"), "json": re.compile(r"\s*;?\s
 """What follows the JSON of a call."""
 
 
+def call_format_of(chat_template: str) -> CallFormat | None:
+    """How a chat template writes tool calls; None if it knows no tools. Llama's writes bare calls with parameters."""
+    bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
+    return None if re.search(r"\btools\b", chat_template) is None else "json" if bare else "hermes"
+
+
 def parse_turn(
     text: str,
     schemas: Mapping[str, Schema],

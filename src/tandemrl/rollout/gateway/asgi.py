@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -106,6 +106,8 @@ async def json_object(request: Request) -> dict[str, Any]:
     """
     try:
         body = json.loads(await request.body())
+    except ClientDisconnect:
+        raise HTTPException(400, "the client left") from None
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):

@@ -35,10 +35,13 @@ class EngineThread:
 
     Args:
         engine: the engine, which nothing else may use.
+        hold: keep the call open, once there is one, until ``close``. So all is written by the same weights.
     """
 
-    def __init__(self, engine: CallEngine) -> None:
-        self.engine, self._closed = engine, False
+    def __init__(self, engine: CallEngine, *, hold: bool = False) -> None:
+        self.engine, self._closed, self._hold = engine, False, hold
+        self.failure: EngineError | None = None
+        """The last one."""
         self._waiting: SimpleQueue[Job | None] = SimpleQueue()
         self._running: dict[int, Job] = {}
         """By the numbers of their completions."""
@@ -63,17 +66,23 @@ class EngineThread:
         job.done.cancel()  # if it has not begun
 
     def close(self) -> None:
-        """End what is being written, and the thread. The engine stays open."""
+        """End what is being written, and the thread. The engine stays open, and keeps nothing of sessions."""
         self._closed = True
         self._waiting.put(None)
         self._thread.join()
+        self.engine.forget()
 
     def _run(self) -> None:
         while not self._closed and (first := self._waiting.get()) is not None:
             try:
                 with self.engine.open() as call:
                     self._join(call, first)
-                    while self._running:
+                    while self._running or (self._hold and not self._closed):
+                        if not self._running:
+                            if (job := self._waiting.get()) is None:
+                                break
+                            self._join(call, job)
+                            continue
                         self._step(call)
                         while not self._waiting.empty() and (job := self._waiting.get()) is not None:
                             self._join(call, job)
@@ -81,7 +90,7 @@ class EngineThread:
                             call.abort(lost)
             except Exception as error:
                 logging.getLogger(__name__).exception("the engine failed; the requests that it was writing are ended")
-                failed, self._running = {first, *self._running.values()}, {}
+                failed, self._running, self.failure = {first, *self._running.values()}, {}, _of_engine(error)
                 for job in failed:  # the first is not running if no call could be opened
                     if not job.done.done():
                         job.done.set_exception(_of_engine(error))

@@ -75,11 +75,21 @@ class Branch:
 
 
 class Written(NamedTuple):
-    """A branch: its first prompt, and what follows as a completion of several turns. roles: who was asked in each."""
+    """A branch: its first prompt, what follows as a completion of several turns, and the request of each turn."""
 
     prompt: tuple[int, ...]
     completion: Completion
-    roles: tuple[str | None, ...]
+    asked: Sequence[Asking]
+
+    @property
+    def roles(self) -> tuple[str | None, ...]:
+        """Who was asked in each turn."""
+        return tuple(each.role for each in self.asked)
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Those after the prompt; none, if ids were sent."""
+        return self.asked[-1].messages[max(0, len(self.asked[0].messages) - 1) :]
 
 
 class Session:
@@ -97,6 +107,8 @@ class Session:
         self.key, self.reader, self.sampling, self.limits = key, reader, sampling, limits
         self.name, self.closed = secrets.token_urlsafe(24), False
         self._branches: list[Branch] = []
+        self.last: Branch | None = None
+        """The branch that was written last."""
         self._lock = threading.Lock()
 
     @property
@@ -202,7 +214,7 @@ class Session:
         """Record an answer, before its client can go on from it. said: its message, if it is that of a chat."""
         with self._lock:
             if not self.closed and asking in asking.branch.asked and completion.stop_reason != "abort":
-                asking.completion = completion
+                asking.completion, self.last = completion, asking.branch
                 if said is not None:
                     asking.messages = messages_of(sound([*body["messages"], said]), "the answer", "messages")
 
@@ -221,8 +233,8 @@ class Session:
 
     def written(self) -> list[Written]:
         """The branches, in the order in which they began."""
-        branches = ([a for a in branch.asked if a.completion is not None] for branch in self._branches)
-        return [_written(branch.key, asked) for branch, asked in zip(self._branches, branches, strict=True) if asked]
+        answered = ((branch.key, [each for each in branch.asked if each.completion]) for branch in self._branches)
+        return [_written(key, asked) for key, asked in answered if asked]
 
 
 def _written(key: int, asked: Sequence[Asking]) -> Written:
@@ -242,7 +254,7 @@ def _written(key: int, asked: Sequence[Asking]) -> Written:
     assert last is not None
     told = None if last.handover_logprobs is None else handovers
     completion = Completion(key, tokens, author, logprobs, last.stop_reason, last.policy_version, None, told)
-    return Written(tuple(asked[0].request.prompt), completion, tuple(each.role for each in asked))
+    return Written(tuple(asked[0].request.prompt), completion, asked)
 
 
 def _digest(ids: Sequence[int]) -> int:

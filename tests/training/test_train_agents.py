@@ -1,0 +1,176 @@
+"""Training with programs that ask the models themselves: what is the same as with an environment, and what a fork
+weighs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agents import config
+from runs import metrics, samples, weights
+from small_world import Talk
+from tandemrl import losses
+from tandemrl.config import ConfigError
+from tandemrl.data.rows import Row
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.gateway.source import openai_agent
+from tandemrl.training.experience import make_experience, pack_mini_batches
+from tandemrl.training.loop import train
+from tandemrl.types import Group, Rollout
+
+MORE = ["rollout.keep_turns=true", "rollout.max_tokens=40", "rollout.turn_tokens=10"]
+EVALUATED = ["train.eval_every=3", "eval.profile=custom", "eval.max_tokens=24", "eval.k=[1]", "eval.train_samples=2"]
+EVALUATED += ["eval.bootstrap=10", "train.eval_first=false"]
+
+
+async def talk(row: Row, client: Any) -> float:
+    """What the environment ``Talk`` does, as a program."""
+    messages, heard = [*row.messages], list[int]()
+    from openai import BadRequestError
+
+    while len(heard) < 3:
+        try:
+            whole = {"skip_special_tokens": False}
+            answer = await client.chat.completions.create(model="any", messages=messages, extra_body=whole)
+        except BadRequestError:  # the tokens are used up
+            break
+        content = answer.choices[0].message.content
+        heard.append(len(content.strip()))
+        messages += [{"role": "assistant", "content": content}]
+        messages += [{"role": "user", "content": f"{heard[-1]} {row.ground_truth}"}]
+    return sum(heard) % 5 / 5
+
+
+@pytest.mark.parametrize("extra", [[], ["selection.strategy=turn", "train.async_steps=1"]], ids=["word", "turn, async"])
+def test_an_outside_program_trains_as_the_environment_does(agents: Path, tmp_path: Path, extra: list[str]) -> None:
+    """Same tokens, authors, rewards and weights, in three steps and an evaluation."""
+    one, other = tmp_path / "environment", tmp_path / "agent"
+    how = [*MORE, *EVALUATED, "loss.importance=none", *extra]
+    train(config(agents, one, *how), environment=Talk(), quiet=True)
+    train(config(agents, other, *how), rollouts=openai_agent(talk, scores=True), quiet=True)
+    first, second = samples(one), samples(other)
+    assert len(first) == len(second) == 18
+    for a, b in zip(first, second, strict=True):
+        for name in ("example_id", "seed", "tokens", "author", "reward", "stop_reason", "turns"):
+            assert a[name] == b[name], name
+        np.testing.assert_allclose(a["behaviour_logprobs"], b["behaviour_logprobs"], atol=1e-4)
+    left, right = weights(one, 3), weights(other, 3)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert len({line["reward"] for line in first}) > 2
+    for a, b in zip(metrics(one), metrics(other), strict=True):
+        assert b["agent/forks"] == b["agent/failed"] == 0
+        assert b["agent/requests"] == a["env/turns"]
+        assert {**a, **b}["reward/mean"] == a["reward/mean"]
+        assert b.get("eval/reward") == a.get("eval/reward")
+
+
+async def forks(row: Row, client: Any) -> float:
+    """A summary, and an answer to it; every fourth crashes."""
+    asking = client.chat.completions
+    first = await asking.create(model="any", messages=row.messages)
+    assert len(first.choices[0].message.content) % 4 != 3
+    short = [{"role": "user", "content": first.choices[0].message.content[:5] + "."}]
+    second = await asking.create(model="any", messages=short)
+    await asking.create(model="junior", messages=[*short, second.choices[0].message, *row.messages])
+    return len(second.choices[0].message.content) / 10
+
+
+def test_forks_are_trained_and_failures_are_left_out(agents: Path, tmp_path: Path) -> None:
+    for seed in range(1, 2):
+        out = tmp_path / f"{seed}"
+        how = [*MORE, f"train.seed={seed}", "rollout.agent.max_failed=0.9", "rollout.group_size=4", "loss.recipe=gspo"]
+        train(config(agents, out, *how), rollouts=openai_agent(forks, scores=True), quiet=True)
+        lines = samples(out)
+        lost = [line for line in lines if line["stop_reason"] == "failed"]
+        assert 0 < len(lost) < len(lines)
+        assert all(line["reward_parts"].get("unscored") for line in lost)
+        assert all(len(line["branches"]) == 1 for line in lines if line not in lost)
+        for record in metrics(out):
+            here = [line for line in lines if line["step"] == record["step"]]
+            assert record["reward/unscored"] == pytest.approx(np.mean([line in lost for line in here]))
+            own = [
+                sum(author >= 0 for author in each["author"])
+                for line in here
+                for each in (line, *line.get("branches", ()))
+            ]
+            assert record["tokens/response"] == sum(own)
+            assert record["mismatch/mean_abs"] < 1e-5
+        assert any(record["grad_norm"] > 0 for record in metrics(out))
+
+
+def test_a_command_in_the_config_and_a_run_in_which_all_fail(agents: Path, tmp_path: Path) -> None:
+    program = str(Path(__file__).parents[1] / "rollout" / "gateway" / "program.py")
+    run = f"rollout.agent.run=[{sys.executable},{program},%s]"
+    how = [*MORE, "train.steps=1", "rollout.environment=agent", "rollout.agent.scores=true"]
+    train(config(agents, tmp_path / "one", *how, run % "good"), quiet=True)
+    assert {line["reward"] for line in samples(tmp_path / "one")} == {0.5}
+    with pytest.raises(EngineError, match=r"6 of 6 episodes failed.*exit status 1: RuntimeError: no luck"):
+        train(config(agents, tmp_path / "two", *how, run % "crash"), quiet=True)
+    assert "no luck" in json.loads((tmp_path / "two" / "stopped.json").read_text())["reason"]
+    with pytest.raises(ConfigError, match="pass a Source"):
+        train(config(agents, tmp_path / "three", *MORE), rollouts=talk, quiet=True)
+
+
+def rollout(index: int, tokens: str, reward: float, *branches: Rollout) -> Rollout:
+    """``c``, ``j`` and ``s`` say who wrote each token."""
+    author = np.array(["cjs".index(each) - 1 for each in tokens])
+    values = np.where(author >= 0, -0.5 - index, 0.0)
+    return Rollout("r", 0, index, index, np.arange(len(tokens)), author, values, reward, branches=branches)
+
+
+class Setup:
+    """What `make_experience` reads of a run."""
+
+    def __init__(self, agents: Path, *extra: str) -> None:
+        from tandemrl.processes.world import World
+        from tandemrl.training.arguments import named_recipe, resolve_recipe
+        from tandemrl.training.state import RunSetup, sampling_of
+
+        self.config = config(agents, Path("none"), "train.prompts_per_step=1", *extra)
+        self.recipe = resolve_recipe(named_recipe(self.config.loss), self.config)
+        self.sampling, self.world, self.device = sampling_of(self.config.rollout), World(), torch.device("cpu")
+        self.coefficients = RunSetup.coefficients.fget(self)  # type: ignore[attr-defined]
+
+
+REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("normalise_by", ["weight", "response"])
+def test_an_episode_weighs_the_same_in_one_text_or_in_branches(agents: Path, reduction: str, normalise_by: str) -> None:
+    """Its tokens, cut into branches with all that is before as context, give the same loss, advantages and counts."""
+    if normalise_by == "response" and reduction not in REDUCTIONS[:2]:
+        pytest.skip("not a choice")
+    setup = Setup(agents, f"loss.reduction={reduction}", f"loss.normalise_by={normalise_by}")
+    whole = [rollout(0, "ccssjsssjc" + "ss", 1.0), rollout(1, "ccjs", 0.0), rollout(2, "ccsss", 0.5)]
+    cut = [rollout(0, "ccssj", 1.0, rollout(0, "cccccsssj", 9.0), rollout(0, "cccccccccc" + "ss", 9.0)), *whole[1:]]
+    found = []
+    for group in (whole, cut):
+        experience = make_experience(setup, [Group("r", tuple(group))])  # type: ignore[arg-type]
+        [mini] = pack_mini_batches(setup, experience)  # type: ignore[arg-type]
+        total = torch.zeros(())
+        for rows, batch, token_weights in mini.micro:
+            assert experience.advantages is not None
+            x = experience.advantages[rows][batch.sequence_ids] * (batch.tokens + 1)  # a loss by the token's place
+            total = total + losses.reduce(
+                x,
+                token_weights,
+                batch.author,
+                batch.sequence_ids,
+                num_sequences=batch.num_sequences,
+                totals=mini.totals,
+                reduction=reduction,
+                normalise_by=normalise_by,
+                constant=20.0,
+                shares=batch.shares,
+            )
+        found.append((float(total), *map(float, mini.totals), experience.advantages[experience.firsts].tolist()))
+        assert (experience.metrics["groups/dropped"], len(experience.firsts)) == (0, 3)
+    (loss, *counts), (same, *again) = found
+    assert counts == again
+    assert same == pytest.approx(loss, rel=1e-5)
+    assert loss != 0
