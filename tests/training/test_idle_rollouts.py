@@ -13,6 +13,7 @@ from tandemrl import losses
 from tandemrl.config import load
 from tandemrl.models.attention import PackedLayout
 from tandemrl.models.forward import packed_logits
+from tandemrl.models.loading import load_model
 from tandemrl.training import update as update_module
 from tandemrl.training.build import build
 from tandemrl.training.experience import add_group_advantages, add_scores, make_experience, pack_mini_batches
@@ -184,3 +185,50 @@ def test_the_gate_sees_a_group_with_tokens_of_the_senior(tiny_pair: Path, tmp_pa
     junior_alone = tuple(replace(r, author=np.minimum(r.author, Author.JUNIOR)) for r in first.rollouts)
     experience = make_experience(run.setup, [first._replace(rollouts=junior_alone), *others])
     assert experience.forwarded.nonzero().flatten().tolist() == [3, 4, 5]
+
+
+def test_rollouts_that_were_cut_off_are_left_out_of_the_loss_and_not_of_the_baselines(
+    tiny_pair: Path, tmp_path: Path
+) -> None:
+    run = run_of(tiny_pair, tmp_path, "loss.filter_truncated=true")
+    plain = run_of(tiny_pair, tmp_path / "plain")
+    groups = groups_of(run, REWARDS)
+    cut = [replace(r, stop_reason="length") if r.index == 0 else r for r in groups[1].rollouts]
+    groups[1] = Group("1", tuple(cut))
+    experience, whole = (make_experience(each.setup, groups) for each in (run, plain))
+    assert experience.used.tolist() == [True] * 3 + [False, True, True] + [True] * 6
+    assert (experience.weights[3], bool(experience.forwarded[3])) == (0, False)
+    assert bool(whole.used.all())
+    assert experience.advantages is not None
+    assert whole.advantages is not None
+    assert torch.equal(experience.advantages, whole.advantages)
+
+
+def test_the_kl_is_to_the_junior_if_asked_for(tiny_pair: Path, tmp_path: Path) -> None:
+    """On all tokens of a senior that writes alone: the reference channel is what the junior gives them."""
+    junior = f"model.junior={tiny_pair}/junior"
+    run = run_of(tiny_pair, tmp_path, junior, "loss.kl_coef=0.1", "loss.kl_to=junior", "loss.kl_kind=k2")
+    groups = groups_of(run, REWARDS)
+    experience = make_experience(run.setup, groups)
+    model = load_model(str(tiny_pair / "junior"))
+    for mini in add_scores(run.setup, run.models, pack_mini_batches(run.setup, experience)):
+        for m in mini.micro:
+            for place, row in enumerate(m.rows.tolist()):
+                rollout = experience.rollouts[row]
+                with torch.no_grad():
+                    logprobs = logits_of(model, rollout.tokens).log_softmax(-1)
+                own = torch.from_numpy(rollout.tokens[1:]).long()
+                expected = logprobs[:-1].gather(1, own[:, None])[39:, 0]
+                here = (m.batch.sequence_ids == place) & (m.batch.author >= 0)
+                assert m.batch.ref_logprobs is not None
+                assert torch.allclose(m.batch.ref_logprobs[here], expected, atol=1e-4)
+
+
+def test_k2_to_the_junior_is_on_policy_distillation() -> None:
+    """Its gradient is that of REINFORCE with each token's reverse KL as its advantage, negated."""
+    logprobs = torch.tensor([-0.3, -2.0, -5.0], requires_grad=True)
+    junior = torch.tensor([-0.5, -1.0, -9.0])
+    (by_kl,) = torch.autograd.grad(losses.kl(logprobs, junior, kind="k2").sum(), logprobs)
+    advantages = -(logprobs - junior).detach()
+    (by_advantage,) = torch.autograd.grad(-(advantages * logprobs).sum(), logprobs)
+    assert torch.allclose(by_kl, by_advantage)

@@ -260,7 +260,7 @@ def test_every_recipe_trains(name: str, tiny_pair: Path, tmp_path: Path) -> None
         "rollout.top_p=0.9 rollout.top_k=50 rollout.temperature=0.7 rollout.allow_truncated=true "
         "selection.strategy=bernoulli selection.prob_senior_final=0.9 selection.anneal_steps=2",
         "model.dtype=bfloat16 model.gradient_checkpointing=true loss.kl_coef=0.1",
-        "model.junior=null loss.filter_zero_variance=true",
+        "model.junior=null loss.filter_zero_variance=true loss.filter_truncated=true",
     ],
 )
 def test_every_knob_trains_and_matches_the_engine(extra: str, tiny_pair: Path, tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def _loss(c: Config) -> Rules:
     why = "the gradient of k1 has expectation 0; in the reward (loss.kl_in_reward) the KL is always k1"
     yield loss.loss_kl_coef > 0 and loss.kl_kind == "k1", "loss.kl_kind", f"k2 or k3 for a KL in the loss: {why}"
     yield loss.kl_in_reward and loss.kl_coef == 0, "loss.kl_in_reward", "false unless loss.kl_coef > 0"
+    yield loss.kl_to == "junior" and loss.kl_coef == 0, "loss.kl_to", "initial unless loss.kl_coef > 0"
     wrong = loss.kl_target is not None and not (loss.kl_target > 0 and loss.kl_in_reward)
     yield wrong, "loss.kl_target", "null, or positive with loss.kl_in_reward"
     wrong = loss.overlong_buffer is not None and not 0 <= loss.overlong_buffer < c.rollout.max_tokens
@@ -339,6 +340,7 @@ def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Rules:
         yield c.rollout.draft_tokens != 0, "rollout.draft_tokens", must_be
     must_be = f"0, {two}: the junior has no log-probs of the senior's tokens; {same}"
     yield c.loss.junior_kl_coef > 0, "loss.junior_kl_coef", must_be
+    yield c.loss.kl_to == "junior", "loss.kl_to", must_be.replace("0", "initial", 1)
     must_be = f"0, {two}: the junior's words have no log-prob in the senior's; {same}"
     yield c.loss.junior_weight > 0, "loss.junior_weight", must_be
 

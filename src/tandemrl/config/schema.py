@@ -393,7 +393,10 @@ class LossConfig:
     dual_clip: Annotated[float, Allowed("0 (off) or above 1", lambda x: x == 0 or x > 1)] | None = None
     """Bound of the loss at negative advantages; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL to the initial policy; 0 = off."""
+    """Coefficient of the KL to the initial policy, or to what `kl_to` says; 0 = off."""
+    kl_to: Literal["initial", "junior"] = "initial"
+    """Whom that KL is to. junior: on all trained tokens, also of a senior that writes alone. With kl_kind=k2 this is
+    on-policy distillation: the negative reverse KL of each token is added to its advantage."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL in the loss: Schulman's k2 or k3. The gradient of k1 has expectation 0 there."""
     kl_in_reward: bool = False
@@ -418,6 +421,9 @@ class LossConfig:
     """DAPO's overlong penalty: it grows over the last `overlong_buffer` tokens before rollout.max_tokens; 0 = off."""
     filter_zero_variance: bool | None = None
     """Leave groups whose rewards are all equal out of the update."""
+    filter_truncated: bool = False
+    """Leave rollouts that `rollout.max_tokens` cut off out of the loss (DAPO's overlong filtering). Their rewards still
+    count in the baselines of their groups."""
     kl_target: float | None = None
     """With kl_in_reward: adapt kl_coef so that the KL per trained token becomes this, in nats; null = fixed."""
     gamma: PositiveFraction = 1.0

@@ -172,7 +172,9 @@ def build_models(
             attach(policy, model.lora, config.train.seed)
         if loss.kl_coef > 0:
             # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
-            reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
+            of = partner if loss.kl_to == "junior" else model.senior
+            own = model.lora.rank and of == model.senior
+            reference = policy if own else freeze(of, "float32", sharded=True)
         if model.compile:
             compile_layers(policy)
         value_model = None

@@ -112,6 +112,8 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     rewards = torch.tensor([whole[i].reward for i in episodes.tolist()], dtype=torch.float32)
     flat = losses.zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
     used = ~flat if recipe.filter_zero_variance else torch.ones_like(flat)
+    if config.loss.filter_truncated:
+        used &= torch.tensor([r.stop_reason != "length" for r in rollouts], dtype=torch.bool)
     if buffer := round(recipe.overlong_share * setup.sampling.max_tokens):
         lengths = torch.tensor([sum(each.response_tokens for each in whole[i].sequences) for i in episodes.tolist()])
         rewards += losses.overlong_penalty(lengths, max_tokens=setup.sampling.max_tokens, buffer=buffer)

@@ -503,7 +503,8 @@ class Preflight:
     def _read_by_the_engine(self) -> dict[str, str]:
         """The models that read the texts of training, by their config keys."""
         config, model = self.config, self.config.model
-        solo = (config.selection.kind.solo and config.loss.junior_kl_coef == 0) or model.junior_endpoint.url is not None
+        unread = config.loss.junior_kl_coef == 0 and config.loss.kl_to != "junior"
+        solo = (config.selection.kind.solo and unread) or model.junior_endpoint.url is not None
         return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
 
     def _sees(self, key: str, path: str, row: Row, tokens: int, new: int, budget: str, fix: str) -> None:

@@ -245,8 +245,10 @@ def _frozen(
     of_engine = world.size == 1 and not config.selection.kind.solo and config.rollout.kind.in_trainer
     if junior and not of_engine:
         yield "junior", partner, model.dtype
-    if loss.kl_coef > 0 and not model.lora.rank and not (junior and self_paired(model) and model.dtype == "float32"):
-        yield "reference", senior, "float32"
+    other = loss.kl_to == "junior" and not self_paired(model)
+    shared = model.dtype == "float32" and (other or self_paired(model)) and (junior or (other and of_engine))
+    if loss.kl_coef > 0 and not shared and (other or not model.lora.rank):
+        yield "reference", partner if other else senior, "float32"
 
 
 def _engine(

@@ -1,0 +1,53 @@
+"""Rewards of the arms that are compared with tandem, as `reward.scorers` names them (``module:function``)."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
+
+from tandemrl.data.rows import Row
+
+ANSWER = r"\boxed{"
+
+
+def brevity(row: Row, text: str, characters: float = 100.0) -> float:
+    """A penalty on length: minus one for so many characters. It shows that short is not legible.
+
+    Examples:
+        >>> brevity(Row("a", (), "s", "7", {}), "x" * 50)
+        -0.5
+    """
+    return -len(text) / characters
+
+
+def junior_likelihood(row: Row, texts: Sequence[str], model: str, of: Literal["truth", "stated"] = "truth") -> Any:
+    r"""The mean log-prob, in nats per token, that the junior gives an answer after the steps of each text: the idea of
+    reinforcement-learned teachers (arXiv 2506.08388).
+
+    The text's own ``\boxed{}`` and what follows is no part of its steps. Nothing can leak but by the steps.
+
+    Args:
+        model: the junior's folder or hub id.
+        of: ``truth``: the true answer. ``stated``: that of the text, whether it is true or not, as a checker that is
+            not told the truth judges it (arXiv 2407.13692, with a verifier that is not trained).
+    """
+    import torch
+
+    junior, tokenizer = _loaded(model)
+    prompt = tokenizer.apply_chat_template([*row.messages], add_generation_prompt=True, tokenize=False)
+    found = []
+    for text in texts:
+        steps, sign, end = text.rpartition(ANSWER)
+        answer = end.partition("}")[0] if of == "stated" and sign else row.ground_truth
+        begun = tokenizer.encode(prompt + (steps if sign else text), add_special_tokens=False)
+        tokens = tokenizer.encode(f"{ANSWER}{answer}}}", add_special_tokens=False)
+        with torch.no_grad():
+            logprobs = junior(torch.tensor([begun + tokens])).logits[0, len(begun) - 1 : -1].float().log_softmax(-1)
+        found.append(float(logprobs.gather(1, torch.tensor(tokens)[:, None]).mean()))
+    return found
+
+
+@cache
+def _loaded(model: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval(), AutoTokenizer.from_pretrained(model)
