@@ -26,6 +26,11 @@ COMMANDS = {
     "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
     "junior": "The junior alone: pass@k, and cross-entropy in nats.",
     "surprise": "How the senior's texts, and their own, surprise each of eval.readers. Needs no ground truths.",
+    "recover": "Do eval.readers get back on track after a wrong step that is planted in the senior's right texts?",
+    "checkable": "Do eval.readers tell the senior's right texts from its wrong ones? AUROC within problems.",
+    "monitor": "Do eval.readers see a cue that is planted in the senior's texts? TPR, TNR, and their product g_mean2.",
+    "judge-legibility": "How well can correct responses be followed? A judge says, from 0 to 4.",
+    "intervene": "Does the senior answer the same from a part of its own text, or after a planted mistake?",
     "transfer": "Can other models follow the senior? Each of eval.readers gets 0 to 100 % of the steps, then answers.",
     "handover-effect": "Where the senior's solo responses stop being legible. What handing over to the junior does to "
     "the reward, step by step, against the senior with the same random numbers. Not part of all: try it with --limit.",
@@ -65,7 +70,7 @@ def _command(name: str) -> Callable[..., None]:
         from rich.console import Console
 
         from tandemrl.cli.heartbeat import progress_bars
-        from tandemrl.evals import evaluate, left_out
+        from tandemrl.evals import PHASES, evaluate, left_out
 
         resolved, stated = resolved_for(model, config, overrides, data, k=k, samples=samples, profile=profile)
         resolved = replace(resolved, model=replace(resolved.model, junior=junior or resolved.model.junior))
@@ -77,7 +82,8 @@ def _command(name: str) -> Callable[..., None]:
         settings = f"profile {resolved.eval.profile}, {resolved.eval.samples} samples per problem"
         if name == "all":
             Console().print(summary_table(f"all phases ({settings})", results))
-            for phase, reason in left_out(resolved).items():
+            unmet = {name: reason for name, reason in left_out(resolved).items() if not PHASES[name].by_name}
+            for phase, reason in unmet.items():
                 typer.echo(f"left out: {phase} {reason}")
         else:
             Console().print(metrics_table(f"{name} ({settings})", results[name]["metrics"]))

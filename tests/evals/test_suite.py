@@ -379,11 +379,14 @@ def test_the_junior_alone_is_what_an_evaluation_of_it_says(phase, pair, tmp_path
 def test_without_a_junior_only_the_solo_phases_are_run(everything, pair, tmp_path):
     assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
     left = evals.left_out(Config())
-    assert list(left) == [name for name in evals.PHASES if name != "pass-at-k"]
+    assert list(left) == [name for name in evals.PHASES if name not in ("pass-at-k", "intervene")]
     readers = EvalConfig(readers=("R",))
     pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(model="M"), eval=readers)
-    assert evals.left_out(pair_and_judge) == {}
-    assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(model="M", prompt="tinyv")))) == ["verified"]
+    assert evals.left_out(pair_and_judge) == {"judge-legibility": "needs judge.prompt=legibility"}
+    assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(model="M", prompt="tinyv")))) == [
+        "verified",
+        "judge-legibility",
+    ]
     judge = JudgeConfig(model=str(pair / "junior"), prompt="reasoning")
     assert list(everything(out=tmp_path / "judged", junior=None, judge=judge)) == ["pass-at-k", "verified"]
     with pytest.raises(EvalError, match=r"one\.json is one file for 6 phases"):

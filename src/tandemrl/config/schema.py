@@ -578,11 +578,11 @@ class JudgeConfig:
     """With `url`: the model's name at the endpoint, null = the first one listed. Without: HF folder or hub id."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
-    prompt: Literal["rubric", "rrm", "tinyv", "reasoning"] = "rubric"
+    prompt: Literal["rubric", "rrm", "tinyv", "reasoning", "legibility"] = "rubric"
     """What the judge is asked. `rubric`: score the whole response by the row's criteria, out of 10; `rrm`: the same in
     the words of the published rubric reward model, for a judge that was trained to reply to them; `tinyv`: whether the
     extracted answer equals the reference answer, true or false; `reasoning`: score how sound the whole response is, out
-    of 10, without criteria."""
+    of 10, without criteria; `legibility`: how well the whole response can be followed, from 0 to 4."""
     template: str | None = None
     """A text file to use as the text of `prompt`, with the fields {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}},
     {{MODEL_ANSWER}}."""

@@ -18,6 +18,8 @@ Every phase is the same engine call with another strategy, under one sampling pr
   reasoning as well (arXiv 2510.07774).
 - ``transfer``: other readers (``eval.readers``) get growing parts of the senior's texts and then answer, see
   `evals.transfer`; one arm per reader. ``surprise``: the cross-entropies of it alone, which need no ground truths.
+- ``judge-legibility``: a judge's grade, 0 to 4, of how well correct texts can be followed. ``recover``, ``checkable``,
+  ``monitor``, ``intervene``: see `evals.probes`.
 - ``handover-effect``: what a handover inside of a solo text does to its reward (see ``handover``). Run by name only.
 
 With an environment (``rollout.environment``), the authors take turns with it in every phase. What it says is context:

@@ -28,8 +28,9 @@ WITH_INTERVAL: Mapping[str, GoodEnd] = {
     **dict.fromkeys(("support_f1", "format"), "higher"),
     **dict.fromkeys(("rejected_rate", "cross_entropy", "cross_entropy_per_byte", "unlikely_rate"), "lower"),
     **dict.fromkeys(("area", "gain", "legible", "effect", "worst_effect"), "higher"),
+    **dict.fromkeys(("judge_legibility", "auroc", "tpr", "tnr"), "higher"),
     **dict.fromkeys(("worse", "illegible", "harmful_places"), "lower"),
-    **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked")),
+    **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked", "aoc", "same")),
 }
 """Rates that get a bootstrap interval, beside those of k."""
 
@@ -282,6 +283,15 @@ def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metr
         "judge_failures": sum(bool(sample.correct) and sample.judge is None for sample in problem),
     }
     return rates, counts
+
+
+def rated(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
+    """The rates and counts of `graded`, and ``judge_legibility``: the mean grade, 0 to 4, of the correct samples."""
+    rates, counts = graded(problem, k)
+    found = [sample.judge for sample in problem if sample.correct and sample.judge is not None]
+    rates |= {"judge_legibility": 4 * sum(found) / len(found)} if found else {}
+    right = sum(bool(sample.correct) for sample in problem)
+    return rates, counts | {"judged": right, "judge_failures": right - len(found)}
 
 
 def legible(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:

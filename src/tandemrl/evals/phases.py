@@ -4,16 +4,19 @@ A new phase is a function from texts to samples, a function from a problem's sam
 of `PHASES`. Everything that a model reads goes through `Texts.read_by`, with one reader or several.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.handover import affected, handover_effects, of_all_places, unit_of
-from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible
+from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible, rated
+from tandemrl.evals.probes import checkable, checked, g_mean2, intervene, monitor, monitored, moved, recover
 from tandemrl.evals.protocol import grade, verify
+from tandemrl.evals.readers import Reader
 from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts, read_tokens
-from tandemrl.evals.transfer import surprise, transfer, transferred
+from tandemrl.evals.transfer import Grade, surprise, transfer, transferred
 from tandemrl.types import Metrics
 
 
@@ -25,8 +28,10 @@ class Phase:
     samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
     junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
     whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all. readers: whether it needs other readers. by_name: whether it is
-    run only if it is asked for. settings: the keys of ``eval`` that only this phase reads.
+    must share theirs, if the junior is loaded at all. readers: whether it needs other readers. itself: whether the
+    senior reads its own texts again. by_name: whether it is run only if it is asked for. settings: the keys of ``eval``
+    that only this phase reads. whole: what it says of all samples together, with the resamples and the seed of
+    intervals.
     """
 
     name: str
@@ -40,8 +45,10 @@ class Phase:
     graded: bool = True
     one_vocabulary: bool = False
     readers: bool = False
+    itself: bool = False
     by_name: bool = False
     settings: tuple[str, ...] = ()
+    whole: Callable[[Sequence[Sample], int, int], Metrics] | None = None
 
 
 @dataclass
@@ -104,17 +111,32 @@ def junior_alone(texts: Texts) -> list[Sample]:
     return texts.read_by([texts.session.model], by_junior())
 
 
-def transfers(texts: Texts) -> list[Sample]:
-    """What other readers make of parts of the senior's texts."""
-    session, prompts = texts.session, texts.prompts
-    samples = texts.samples if all(sample.correct is not None for sample in texts.samples) else scored(texts)
-    with session.scorer() as scorer:
-        return transfer(samples, prompts, session.readers(), lambda some: grade(some, prompts, scorer), texts.progress)
+def others(
+    make: Callable[[Sequence[Sample], Sequence[Prompt], Iterable[Reader], Grade], list[Sample]],
+    *,
+    graded: bool = True,
+    itself: bool = False,
+) -> Callable[[Texts], list[Sample]]:
+    """What reads texts with other models, or with the senior ``itself``: ``make`` gets the texts, which are graded
+    unless not ``graded``, their prompts, the readers and a grader."""
 
+    def read(texts: Texts) -> list[Sample]:
+        session, prompts, samples = texts.session, texts.prompts, texts.samples
 
-def surprises(texts: Texts) -> list[Sample]:
-    """How the senior's texts, and their own, surprise other readers."""
-    return surprise(texts.samples, texts.session.readers())
+        def readers() -> Iterator[Reader]:
+            for reader in session.readers((session.model,) if itself else None):
+                yield reader
+                texts.progress(len(samples))
+
+        if not graded:
+            return make(samples, prompts, readers(), list)
+        if any(sample.correct is None for sample in samples):
+            samples = scored(texts)
+            session.close_engine()
+        with session.scorer() as scorer:
+            return make(samples, prompts, readers(), lambda some: grade(some, prompts, scorer))
+
+    return read
 
 
 def handovers(texts: Texts) -> list[Sample]:
@@ -142,6 +164,7 @@ def handovers(texts: Texts) -> list[Sample]:
 
 # What the senior writes alone (``protocol.strategies``), graded: every phase that is ``of_solo`` reads these texts.
 _SOLO = Phase("pass-at-k", scored, graded, junior=False)
+_of_readers = partial(Phase, junior=False, of_solo=True, readers=True)
 PHASES = {
     phase.name: phase
     for phase in (
@@ -151,9 +174,14 @@ PHASES = {
         Phase("legibility", legibility, legible, of_solo=True, graded=False),
         Phase("drift", drift, drifted, of_solo=True, graded=False, one_vocabulary=True),
         replace(_SOLO, name="verified", read=verified, measure=accepted, of_solo=True, judge=True),
+        replace(_SOLO, name="judge-legibility", read=verified, measure=rated, of_solo=True, judge=True, by_name=True),
         Phase("junior", junior_alone, alone, by_junior=True),
-        Phase("surprise", surprises, transferred, junior=False, of_solo=True, graded=False, readers=True),
-        Phase("transfer", transfers, transferred, junior=False, of_solo=True, readers=True),
+        _of_readers("transfer", others(transfer), transferred),
+        _of_readers("surprise", others(surprise, graded=False), transferred, graded=False, by_name=True),
+        _of_readers("recover", others(recover), transferred, by_name=True),
+        _of_readers("checkable", others(checkable), checked, by_name=True),
+        _of_readers("monitor", others(monitor, graded=False), monitored, graded=False, by_name=True, whole=g_mean2),
+        replace(_SOLO, name="intervene", read=others(intervene, itself=True), measure=moved, by_name=True, itself=True),
         Phase(
             "handover-effect",
             handovers,

@@ -4,6 +4,7 @@ A reader of the same vocabulary reads the text's own token ids, any other one th
 text that it reads, at the same places. So a reader that is the model itself writes what the model wrote.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,12 +12,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from scipy.special import expit
 
-from tandemrl.data.rows import Prompt
+from tandemrl.data.rows import RENDERED, Prompt, chat_tokens
 from tandemrl.evals.measures import Sample, author_runs
 from tandemrl.evals.protocol import sampling_for, strategies
-from tandemrl.evals.reading import by_junior, read_texts
+from tandemrl.evals.reading import by_junior, read_texts, read_tokens
 from tandemrl.models.loading import differing_entries
 from tandemrl.rollout.engine import Request, generate_verified
 from tandemrl.rollout.groups import ResponseReader
@@ -130,26 +131,70 @@ class Reader:
         """The samples with the reader's cross-entropies of their whole texts, where it can read them."""
         known = [(sample, prompt) for sample in samples if (prompt := self.prompt_of(sample)) is not None]
         texts = [sample._replace(problem=i) for i, (sample, _) in enumerate(known)]
-        model, context = self.session.load(self.session.model), self.session.profile.context
-        found = read_texts(texts, [prompt for _, prompt in known], [model], by_junior(), context=context)
+        found = self._read(texts, [prompt for _, prompt in known])
         return [each._replace(problem=sample.problem) for each, (sample, _) in zip(found, known, strict=True)]
+
+    def ask(self, texts: Sequence[tuple[Sample, str]], question: str) -> list[Sample]:
+        """The samples with P(yes), against no, as ``judge``: what the reader answers to a question about a text that
+        follows its problem. None where it cannot be asked."""
+        arguments = self.session.config.data.template_arguments
+        chats = []
+        for sample, text in texts:
+            prompt = self.prompt_of(sample)
+            turns = [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+            asked = prompt is not None and text.strip() and not prompt.row.extra_info.get(RENDERED)
+            where = f"row {sample.example_id}"
+            messages = [*prompt.row.messages, *turns] if asked and prompt is not None else []
+            tokens = chat_tokens(self.session.tokenizer, messages, where, arguments) if messages else ()
+            chats.append(Prompt(prompt.row, tuple(tokens)) if prompt is not None and tokens else None)
+        samples = [sample for sample, _ in texts]
+        both = []
+        for word in ("Yes", "No"):
+            said = self.vocabulary.encode(word)
+            both.append(
+                self._log_probs([(sample, chat, (), said) for sample, chat in zip(samples, chats, strict=True)])
+            )
+        return self._judged(
+            samples, [None if a is None or b is None else float(expit(a - b)) for a, b in zip(*both, strict=True)]
+        )
+
+    def expect(self, texts: Sequence[tuple[Sample, str]]) -> list[Sample]:
+        """The samples with the probability, as ``judge``, that the reader gives to the rest of a text after a part."""
+        asked = []
+        for sample, part in texts:
+            ids, known = self.ids(sample, sample.response.plain), self.ids(sample, part)
+            asked.append((sample, self.prompt_of(sample), known, ids[len(known) :]))
+        found = [None if value is None else math.exp(value) for value in self._log_probs(asked)]
+        return self._judged([sample for sample, _ in texts], found)
+
+    def _judged(self, samples: Sequence[Sample], values: Sequence[float | None]) -> list[Sample]:
+        return [each._replace(arm=self.name, judge=value) for each, value in zip(samples, values, strict=True)]
+
+    def _log_probs(
+        self, asked: Sequence[tuple[Sample, Prompt | None, Sequence[int], Sequence[int]]]
+    ) -> list[float | None]:
+        """The log-probs of tokens after a prompt and other tokens; None where there is no prompt, or no room for it."""
+        known = [(i, *each) for i, each in enumerate(asked) if each[1] is not None and each[3]]
+        texts = [
+            sample._replace(problem=n, tokens=[*part, *rest], author=f"C{len(part)}S{len(rest)}", stop_reason="stop")
+            for n, (_, sample, _, part, rest) in enumerate(known)
+        ]
+        prompts = [prompt for _, _, prompt, _, _ in known if prompt is not None]
+        found: list[float | None] = [None] * len(asked)
+        for (i, *_, rest), read in zip(known, self._read(texts, prompts), strict=True):
+            found[i] = None if read.cross_entropy is None else -read.cross_entropy * len(rest)
+        return found
+
+    def _read(self, texts: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Sample]:
+        model, context = self.session.load(self.session.model), self.session.profile.context
+        return read_texts(texts, prompts, [model], by_junior(), context=context)
 
     def by_token(self, sample: Sample) -> list[tuple[str, float]]:
         """The tokens of a text in the reader's vocabulary, each with its surprisal in nats; none if it is too long."""
-        prompt, own, found = (
-            self.prompt_of(sample),
-            self.in_own_tokens(sample)._replace(problem=0),
-            list[torch.Tensor](),
-        )
-
-        def values(*arguments: Any) -> dict[str, torch.Tensor]:
-            read = by_junior()(*arguments)
-            found.append(read["cross_entropy"])
-            return read
-
-        if prompt is not None:
-            read_texts([own], [prompt], [self.session.load(self.session.model)], values)
-        nats = torch.cat(found).tolist() if found else []
+        prompt, own = self.prompt_of(sample), self.in_own_tokens(sample)._replace(problem=0)
+        model = self.session.load(self.session.model)
+        read = [*read_tokens([own], [prompt], [model], by_junior())] if prompt is not None else []
+        nats = read[0][1]["cross_entropy"].tolist() if read else []
         texts = self.session.tokenizer.batch_decode([[token] for token in own.tokens[: len(nats)]])
         return [*zip(texts, nats, strict=True)]
 

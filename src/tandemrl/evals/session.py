@@ -128,11 +128,16 @@ class Session:
         assert self.junior is not None  # refused in evaluate
         return replace(self, source=self.junior, phases=[phase])
 
-    def readers(self) -> Iterator[Reader]:
-        """The models that read the texts, one after the other: each is closed before the next one."""
-        phases = [phase for phase in self.phases if phase.readers]
+    def readers(self, models: Sequence[str] | None = None) -> Iterator[Reader]:
+        """The models that read the texts, one after the other: each is closed before the next one.
+
+        Args:
+            models: None stands for ``eval.readers``.
+        """
+        models = self.config.eval.readers if models is None else models
+        phases = [phase for phase in self.phases if phase.readers or phase.itself]
         tokenizer = None if self.remote is not None or self.stored is not None else self.tokenizer
-        for name, model in zip(short_names(self.config.eval.readers), self.config.eval.readers, strict=True):
+        for name, model in zip(short_names(models), models, strict=True):
             loaded = {*self.models}
             with closing(replace(self, source=model, phases=phases)) as session:
                 yield Reader(name, session, tokenizer)

@@ -51,8 +51,8 @@ def evaluate(
             an environment. The authors of its tokens are unknown, and the result says so (``engine: endpoint``,
             ``authors: unknown``). A file of responses (`Stored`) is judged as it is, without a junior.
         out: a folder. For a single phase it may also be the result file itself, ending in ``.json``.
-        phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``),
-            but for those that are run by name only.
+        phases: the phases to run. None means all that can be run with this junior, this judge and these readers (see
+            ``left_out``), without those that are run by name only.
         leave_out: of all phases, those that are not run.
         limit: how many rows of ``data.eval`` are used (of all sources, in order). None means all.
         stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
@@ -94,6 +94,8 @@ def evaluate(
             raise EvalError(f"unknown phase {name!r}; known: {', '.join(PHASES)}")
         if name in reasons:
             raise EvalError(f"phase {name} {reasons[name]}")
+        if PHASES[name].itself and isinstance(model, Endpoint | Stored):
+            raise EvalError(f"phase {name} reads with the model itself, which is not here; give its folder or hub id")
     if out.suffix == ".json" and len(names) != 1:
         raise EvalError(f"{out} is one file for {len(names)} phases; give a folder")
     k, most = config.eval.k, config.eval.samples
@@ -123,14 +125,17 @@ def left_out(config: Config) -> dict[str, str]:
             reasons[name] = "needs other readers; give eval.readers=[MODEL,…]"
         elif phase.readers and len({*readers}) < len(readers):
             reasons[name] = "needs readers that differ; name each once in eval.readers"
-        elif phase.readers and config.has_episodes:
+        elif (phase.readers or phase.itself) and config.has_episodes:
             reasons[name] = "reads single responses; set rollout.environment=single"
         elif phase.junior and config.model.junior is None:
             reasons[name] = "needs a junior; give one (--junior)"
         elif phase.judge and judge.url is None and judge.model is None:
             reasons[name] = "needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER"
-        elif phase.judge and judge.prompt == "tinyv":
-            reasons[name] = "needs judge.prompt=rubric or reasoning; tinyv compares answers"
+        elif name == "judge-legibility" and judge.prompt != "legibility" and judge.template is None:
+            reasons[name] = "needs judge.prompt=legibility"
+        elif phase.judge and judge.prompt in ("tinyv", "legibility") and name == "verified":
+            does = "compares answers" if judge.prompt == "tinyv" else "asks how well texts can be followed"
+            reasons[name] = f"needs judge.prompt=rubric or reasoning; {judge.prompt} {does}"
     return reasons
 
 
@@ -163,11 +168,14 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         counters["failed"] = ends.count("failed")
     if phase.of_solo:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
-    texts = Texts(session, samples, prompts, _meter(progress, f"{phase.name}: texts", len(samples)), counters)
+    reads = len(samples) * (len(settings.readers) if phase.readers else 1)
+    texts = Texts(session, samples, prompts, _meter(progress, f"{phase.name}: texts", reads), counters)
     samples = phase.read(texts)
     measure = partial(phase.measure, k=settings.k)
     metrics = summarise(samples, measure, bootstrap=settings.bootstrap, seed=settings.seed)
-    metrics["macro"] |= counters
+    metrics["macro"] |= counters | (
+        {} if phase.whole is None else phase.whole(samples, settings.bootstrap, settings.seed)
+    )
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
     return write_result(file, phase.name, identity, EvalResult(metrics, samples), seeds=seeds)
 

@@ -94,6 +94,20 @@ def masked(text: str, truth: str) -> str:
     return text
 
 
+def corrupted(step: str, *, up: bool) -> str | None:
+    """A step with another result: its last number is one more (``up``) or one less; None if it has no number.
+
+    Examples:
+        >>> corrupted("5 plus 2 is 7.", up=False), corrupted("vam yab", up=True)
+        ('5 plus 2 is 6.', None)
+    """
+    numbers = [*re.finditer(_NUMBER, step)]
+    value = _value(numbers[-1][0]) if numbers else None
+    if value is None:
+        return None
+    return f"{step[: numbers[-1].start()]}{value + (1 if up or value == 0 else -1):g}{step[numbers[-1].end() :]}"
+
+
 def copied(text: str) -> str | None:
     r"""What a reader answers that can only copy: the last answer that the text states, else its last number.
 

@@ -38,7 +38,6 @@ def transfer(
     prompts: Sequence[Prompt],
     readers: Iterable[Reader],
     grade: Grade,
-    progress: Callable[[int], None] = lambda _: None,
 ) -> list[Sample]:
     """What readers make of parts of graded texts: samples whose ``arm`` is the reader and ``given`` the condition.
 
@@ -47,36 +46,36 @@ def transfer(
 
     Args:
         readers: each is closed before the next one is made, if that is how they are made.
-        progress: called with the number of further texts that a reader is done with.
     """
     cue = cue_of([sample.response.plain for sample in samples])
     jobs, copies = list[Job](), list[Sample]()
     for sample in samples:
         trace, truth = reasoning(sample.response.plain, sample.answer), prompts[sample.problem].row.ground_truth
         steps = steps_of(trace)
-        parts = {str(share): "".join(steps[: round(len(steps) * share / 100)]) for share in SHARES}
+        parts = {str(share): part_of(steps, share) for share in SHARES}
         copies += [_copy(sample, f"copy/{share}", part, cue) for share, part in parts.items()]
         parts |= {"step": "".join(steps[:1]), "before": "".join(steps[: before(steps, truth)])}
         parts["masked"] = masked(trace, truth)
         jobs += [Job(sample, f"free/{name}", part) for name, part in parts.items()]
-        jobs += [_forced(Job(sample, f"forced/{name}", part), cue) for name, part in parts.items()]
+        jobs += [forced(Job(sample, f"forced/{name}", part), cue) for name, part in parts.items()]
     copies = grade(copies)
     out: list[Sample] = []
     for reader in readers:
         alone = reader.write([job for job in jobs if job.given == ALONE])
         own = [Job(each, "forced/own", reasoning(each.response.plain), own=each) for each in alone]
-        rest = [*(job for job in jobs if job.given != ALONE), *(_forced(job, cue) for job in own)]
+        rest = [*(job for job in jobs if job.given != ALONE), *(forced(job, cue) for job in own)]
         written = reader.write(rest)
         reader.session.close_engine()
         of_model = [reader.in_own_tokens(sample)._replace(given=TEXT) for sample in samples]
         graded = grade(alone + written) + [copy._replace(arm=reader.name) for copy in copies]
         read = reader.read(of_model + [each for each in graded if each.given == ALONE])
         out += [each for each in graded if each.given != ALONE] + read
-        progress(len(samples))
     return out
 
 
-def surprise(samples: Sequence[Sample], readers: Iterable[Reader]) -> list[Sample]:
+def surprise(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], readers: Iterable[Reader], grade: Grade
+) -> list[Sample]:
     """What readers write alone, and how the texts and that surprise them; nothing is graded."""
     out: list[Sample] = []
     for reader in readers:
@@ -137,6 +136,16 @@ def labels_of(samples: Iterable[Sample]) -> dict[tuple[int, int], str]:
     return labels
 
 
+def part_of(steps: Sequence[str], share: int) -> str:
+    """A share of the steps, in percent."""
+    return "".join(steps[: round(len(steps) * share / 100)])
+
+
+def forced(job: Job, cue: Cue) -> Job:
+    """The job with the begin of an answer, on a line of its own."""
+    return job._replace(cue=("" if not job.part or job.part.endswith("\n") else "\n") + cue.begin)
+
+
 def untruncated(samples: Sequence[Sample]) -> list[Sample]:
     """The samples of the texts that were not cut off and of whose problems no reader was cut off alone."""
     cut = {_text(each) for each in samples if each.given in (TEXT, ALONE) and each.stop_reason == "length"}
@@ -148,11 +157,6 @@ def untruncated(samples: Sequence[Sample]) -> list[Sample]:
 
 def _text(sample: Sample) -> tuple[int, int]:
     return sample.problem, sample.sample
-
-
-def _forced(job: Job, cue: Cue) -> Job:
-    """The job with the begin of an answer, on a line of its own."""
-    return job._replace(cue=("" if not job.part or job.part.endswith("\n") else "\n") + cue.begin)
 
 
 def _copy(sample: Sample, given: str, part: str, cue: Cue) -> Sample:

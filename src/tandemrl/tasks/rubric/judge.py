@@ -126,12 +126,12 @@ PROMPTS = Path(__file__).with_name("prompts")
 # --------------------------------------------------------------------------------------------------- reading a reply
 
 
-def parse_score(text: str) -> float | None:
+def parse_score(text: str, full: float = FULL_MARKS) -> float | None:
     """The score after the last "Total Score" of a reply, from 0 to 1, or None if there is none that can be trusted.
 
-    A reply without these words counts only if it consists of the score alone. Scores are out of 10, and the result is
-    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None. The
-    table in docs/howto/judge.md lists what the published code reads otherwise.
+    A reply without these words counts only if it consists of the score alone. Scores are out of ``full``, and the
+    result is clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives
+    None. The table in docs/howto/judge.md lists what the published code reads otherwise.
 
     Examples:
         >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
@@ -146,12 +146,12 @@ def parse_score(text: str) -> float | None:
     if not marks and rest.strip(_DECORATION):
         return None
     if score["total"] is not None:
-        if float(score["total"]) != FULL_MARKS or re.match(r"[\w%]|\s*[-+*/–—]\s*[0-9]", rest):
+        if float(score["total"]) != full or re.match(r"[\w%]|\s*[-+*/–—]\s*[0-9]", rest):
             return None
     elif re.match(r"\w|[.,]\w|\s*[-–—~]\s*[0-9]", rest) or re.search(r"[/=+%]", rest.partition("\n")[0]):
         return None
     value = float(score["score"].replace("−", "-"))
-    return min(max(value / FULL_MARKS, 0.0), 1.0) if value < float("inf") else None
+    return min(max(value / full, 0.0), 1.0) if value < float("inf") else None
 
 
 def parse_verdict(text: str) -> float | None:
@@ -326,7 +326,8 @@ def template_of(config: JudgeConfig) -> Template:
     Raises:
         JudgeError: the file cannot be read, does not show the response, or has an unknown field.
     """
-    parse, whole = (parse_verdict, False) if config.prompt == "tinyv" else (parse_score, True)
+    of_scale = partial(parse_score, full=4.0) if config.prompt == "legibility" else parse_score
+    parse, whole = (parse_verdict, False) if config.prompt == "tinyv" else (of_scale, True)
     try:
         text = Path(config.template or PROMPTS / f"{config.prompt}.txt").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
