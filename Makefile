@@ -84,9 +84,9 @@ fleet-check: .venv/.dev
 
 # What needs verifiers and inspect-ai, which cannot be installed beside vllm.
 agents-check: .venv-core/.core
-	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[verifiers,inspect]"
+	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[verifiers,inspect]" textarena==0.7.4
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest tests/rollout/of_verifiers tests/apps/report/test_inspect_log.py \
-		tests/rollout/gateway/test_never_retokenised.py
+		tests/rollout/gateway/test_never_retokenised.py tests/test_examples.py
 
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev

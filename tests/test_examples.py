@@ -56,6 +56,24 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(
         runpy.run_path(str(EXAMPLES / "ablation.py"), run_name="__main__")
 
 
+@pytest.mark.parametrize(("agent", "package"), [("gym", "reasoning_gym"), ("game", "textarena")])
+def test_the_agents_train(
+    agent: str, package: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (package, "openai"):
+        pytest.importorskip(name, reason=f"needs {name}")
+    monkeypatch.chdir(tmp_path)
+    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=1"]
+    overrides += ["train.prompts_per_step=1"]
+    monkeypatch.setattr(sys, "argv", ["agents.py", agent, *overrides])
+    runpy.run_path(str(EXAMPLES / "agents.py"), run_name="__main__")
+    lines = (tmp_path / "runs" / f"agents-{agent}" / "samples.jsonl").read_text().splitlines()
+    rollouts = [json.loads(line) for line in lines]
+    assert len(rollouts) == 4
+    assert not any("unscored" in each["reward_parts"] for each in rollouts)
+    assert max(each["turns"] for each in rollouts) > 1
+
+
 def test_countdown_is_taught_trained_by_both_recipes_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

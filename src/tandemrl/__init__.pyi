@@ -35,6 +35,8 @@ from tandemrl.rollout.envs.environment import Answer as Answer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError as BrokenEnvironmentError
 from tandemrl.rollout.envs.environment import Environment as Environment
 from tandemrl.rollout.envs.environment import Opening as Opening
+from tandemrl.rollout.gateway.source import openai_agent as openai_agent
+from tandemrl.rollout.gateway.verifiers_source import verifiers as verifiers
 from tandemrl.rollout.generate import generate as generate
 from tandemrl.rollout.torch_engine import TorchEngine as TorchEngine
 from tandemrl.selection import Strategy as Strategy

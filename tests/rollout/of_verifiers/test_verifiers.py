@@ -1,7 +1,6 @@
 """The real verifiers package against the server: its own evaluation, by its chat client and its training client."""
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,13 @@ from verifiers.v1.configs.cli.eval import EvalConfig  # noqa: E402
 from tandemrl.apps.experiments.tiny import build_tiny_pair  # noqa: E402
 from tandemrl.rollout.gateway import verifiers_parts  # noqa: E402
 
-HERE = Path(__file__).parent
 RENDERER = {"name": "custom", "import_path": f"{verifiers_parts.__name__}:ChatRenderer"}
 CLIENTS: dict[str, dict[str, Any]] = {"eval": {}, "train": {"renderer": RENDERER}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plugins() -> Any:
-    """The tasksets of this folder are modules, also in the processes of their tools."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]))))
-        patch.syspath_prepend(HERE)
-        verifiers_parts.register()
-        yield
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    verifiers_parts.register()
     folder = tmp_path_factory.mktemp("served")
     build_tiny_pair(folder, pair="calculator")
     with serving("torch", folder / "senior", folder / "junior", folder / "log.txt", context=256) as started:

@@ -17,8 +17,9 @@ from renderers.default import DefaultRenderer
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
+from tandemrl.data.templates import template_of
 from tandemrl.rollout.envs.environment import Schema
-from tandemrl.rollout.envs.parsing import parse_turn
+from tandemrl.rollout.envs.parsing import call_format_of, parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
 
 HARNESS = "tandem"
@@ -97,7 +98,8 @@ class ChatRenderer(DefaultRenderer):
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         schemas = {schema["function"]["name"]: schema for schema in _schemas(tools)}
-        message = parse_turn(text, schemas, self._tokenizer)
+        calls_as = call_format_of(template_of(self._tokenizer, [*schemas.values()])) or "hermes"
+        message = parse_turn(text, schemas, self._tokenizer, "", calls_as)
         if "invalid_calls" in message:
             return ParsedResponse(text)
         calls = [call["function"] for call in message.get("tool_calls") or ()]
