@@ -13,7 +13,8 @@ def legibility(
     model: Annotated[str, typer.Argument(help="HF folder or hub id; with --responses any name.")],
     overrides: Overrides = None,
     reader: Annotated[
-        list[str] | None, typer.Option(help="A model that reads: HF folder or hub id; repeatable.")
+        list[str] | None,
+        typer.Option(help="A model that reads: HF folder or hub id, or MODEL@URL of an endpoint; repeatable."),
     ] = None,
     data: Data = None,
     responses: Annotated[

@@ -1,9 +1,11 @@
 """Other models as readers: what they get of a text, what they make of it, and what is said of it."""
 
+import json
 import random
 
 import pytest
 
+from fake_judge import FakeJudge, Reply
 from planted import Adder, planted
 from runs import evaluate_phase
 from tandemrl import evals
@@ -12,6 +14,7 @@ from tandemrl.config import Config, DataConfig, EvalConfig, RewardConfig
 from tandemrl.evals import Sample, traces
 from tandemrl.evals.session import Session
 from tandemrl.evals.transfer import LABELS, TEXT, labels_of, transfer, transferred, untruncated
+from tandemrl.models.loading import load_tokenizer
 
 SHARES = (0, 25, 50, 75, 100)
 
@@ -174,3 +177,37 @@ def test_shuffled_words_are_of_less_use(tiny_pair, tmp_path):
         return sum(each.correct for each in read if each.given == "free/100")
 
     assert right(texts) >= right([each._replace(text=shuffled(each.text)) for each in texts]) + 6
+
+
+def test_a_reader_behind_an_endpoint_writes_and_is_not_surprised(tiny_pair, tmp_path):
+    """It gets token ids, with the text of its part last, and its words are graded as any other's."""
+    tokenizer = load_tokenizer(tiny_pair / "junior")
+
+    def answer(prompt, number):
+        text = tokenizer.decode(prompt)
+        return Reply(body=json.dumps({"choices": [{"text": said(text), "finish_reason": "stop"}]}).encode())
+
+    def said(text):
+        return "5}<|im_end|>" if text.endswith("\\boxed{") else "\\boxed{3}"
+
+    with FakeJudge(answer, path="/v1/completions") as server:
+        result = evaluate_phase(
+            "transfer",
+            model=str(tiny_pair / "senior"),
+            junior=None,
+            data=["synthetic:plain:heldout:4"],
+            eval=EvalConfig(samples=1, k=(1,), bootstrap=20, readers=(f"{tiny_pair / 'junior'}@{server.url}",)),
+            reward=RewardConfig(workers=1),
+            out=tmp_path,
+        )
+        assert {body["model"] for body in server.bodies} == {"fake"}
+        assert {body["max_tokens"] for body in server.bodies} >= {16}
+    samples = evals.read_samples(tmp_path / "transfer.samples.jsonl")
+    assert {each.arm for each in samples} == {"junior"}
+    forced = [each for each in samples if str(each.given).startswith("forced/")]
+    assert {each.answer for each in forced} == {"5"}
+    assert {each.answer for each in samples if str(each.given).startswith("free/")} == {"3"}
+    assert forced[0].tokens[-1] == tokenizer.eos_token_id
+    rates = result["metrics"]["macro"]
+    assert "free/0/pass@1" in rates
+    assert not [name for name in rates if "cross_entropy" in name]

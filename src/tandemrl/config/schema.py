@@ -684,7 +684,8 @@ class EvalConfig:
     train_problems: PositiveInt = 128
     """Problems per source of data.eval and data.monitor in the evaluations during training."""
     readers: tuple[str, ...] = ()
-    """Models that read the senior's texts (phases transfer, surprise): folders or hub ids, of any tokenizer."""
+    """Models that read the senior's texts (phases transfer, surprise, …): folders or hub ids, of any tokenizer, or
+    MODEL@URL for one that an OpenAI-compatible endpoint with /completions serves."""
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
     branches: PositiveInt = 16

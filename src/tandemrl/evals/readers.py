@@ -15,10 +15,11 @@ import numpy as np
 from scipy.special import expit
 
 from tandemrl.data.rows import RENDERED, Prompt, chat_tokens
-from tandemrl.evals.measures import Sample, author_runs
+from tandemrl.evals.measures import EvalError, Sample, author_runs
 from tandemrl.evals.protocol import sampling_for, strategies
 from tandemrl.evals.reading import by_junior, read_texts, read_tokens
 from tandemrl.models.loading import differing_entries
+from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Request, generate_verified
 from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection.words import Vocabulary, vocabulary_of
@@ -46,11 +47,12 @@ class Job(NamedTuple):
 @dataclass
 class Reader:
     """A model that reads. session: in which it is the model. model_tokenizer: that of the model whose texts it reads,
-    or None if that is not known."""
+    or None if that is not known. endpoint: where the reader is served; it then writes, and says nothing of surprise."""
 
     name: str
     session: Any
     model_tokenizer: Any = None
+    endpoint: EndpointJunior | None = None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -83,8 +85,8 @@ class Reader:
         """What the reader makes of parts of texts, not graded, in one call of the engine. A sample is the part and what
         follows. Jobs that do not fit into the reader's context are left out; equal ones are done once."""
         session, profile = self.session, self.session.profile
-        engine = session.engine(session.phases[0])
-        [(_, solo)] = strategies("pass-at-k", session.tokenizer, vocabulary=engine.vocabulary).items()
+        engine = self.endpoint or session.engine(session.phases[0])
+        solo = strategies("pass-at-k", session.tokenizer)["solo"]
         requests: dict[tuple[Any, ...], Request] = {}
         places: list[tuple[Job, tuple[Any, ...]]] = []
         for job in jobs:
@@ -101,13 +103,12 @@ class Reader:
             sampling, key = replace(sampling, max_tokens=room), (job.sample.key,)
             requests[place] = Request((*prompt.tokens, *read), key, sampling, solo, history=history)
             places.append((job, place))
-        completions, _ = generate_verified(engine, [*requests.values()], solo)
-        found = dict(zip(requests, (completion for [completion] in completions), strict=True))
+        found = dict(zip(requests, self._complete(engine, [*requests.values()]), strict=True))
         response_reader = ResponseReader(session.tokenizer)
         opened = {key: response_reader.opened(prompt.tokens, prompt.row) for key, prompt in self.prompts.items()}
         written = []
         for job, place in places:
-            read, own = [*place[3:]], found[place].tokens.tolist()
+            read, (own, stop_reason) = [*place[3:]], found[place]
             response = response_reader.of_turns([[*read, *own]], [*read, *own])
             who = np.array([Author.SENIOR] * len(read) + [Author.JUNIOR] * len(own), dtype=np.int8)
             written.append(
@@ -122,13 +123,27 @@ class Reader:
                     length=len(own),
                     rounds=1 + bool(read and own),
                     senior_share=len(read) / max(1, len(who)),
-                    stop_reason=found[place].stop_reason,
+                    stop_reason=stop_reason,
                 )
             )
         return written
 
+    def _complete(self, engine: Any, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
+        """The tokens that follow each prompt, and why they end. Those of an endpoint are the tokens of its text."""
+        if self.endpoint is None:
+            completions, _ = generate_verified(engine, requests, requests[0].strategy) if requests else ([], None)
+            return [(completion.tokens.tolist(), completion.stop_reason) for [completion] in completions]
+        said = self.endpoint.complete([(each.prompt, each.sampling, each.keys[0]) for each in requests])
+        eos = self.session.tokenizer.eos_token_id
+        return [
+            ([*self.vocabulary.encode(text), *([eos] if ended else [])], "eos" if ended else "length")
+            for text, ended in said
+        ]
+
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the reader's cross-entropies of their whole texts, where it can read them."""
+        if self.endpoint is not None:
+            return list(samples)
         known = [(sample, prompt) for sample in samples if (prompt := self.prompt_of(sample)) is not None]
         texts = [sample._replace(problem=i) for i, (sample, _) in enumerate(known)]
         found = self._read(texts, [prompt for _, prompt in known])
@@ -175,6 +190,10 @@ class Reader:
     ) -> list[float | None]:
         """The log-probs of tokens after a prompt and other tokens; None where there is no prompt, or no room for it."""
         known = [(i, *each) for i, each in enumerate(asked) if each[1] is not None and each[3]]
+        if self.endpoint is not None:
+            raise EvalError(
+                f"reader {self.name} is behind an endpoint, which gives no log-probs; load it for this phase"
+            )
         texts = [
             sample._replace(problem=n, tokens=[*part, *rest], author=f"C{len(part)}S{len(rest)}", stop_reason="stop")
             for n, (_, sample, _, part, rest) in enumerate(known)
@@ -192,8 +211,9 @@ class Reader:
     def by_token(self, sample: Sample) -> list[tuple[str, float]]:
         """The tokens of a text in the reader's vocabulary, each with its surprisal in nats; none if it is too long."""
         prompt, own = self.prompt_of(sample), self.in_own_tokens(sample)._replace(problem=0)
-        model = self.session.load(self.session.model)
-        read = [*read_tokens([own], [prompt], [model], by_junior())] if prompt is not None else []
+        if prompt is None or self.endpoint is not None:
+            return []
+        read = [*read_tokens([own], [prompt], [self.session.load(self.session.model)], by_junior())]
         nats = read[0][1]["cross_entropy"].tolist() if read else []
         texts = self.session.tokenizer.batch_decode([[token] for token in own.tokens[: len(nats)]])
         return [*zip(texts, nats, strict=True)]

@@ -1,7 +1,7 @@
 """What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.routing import RowKind
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
-from tandemrl.rollout.endpoint_partner import served
+from tandemrl.rollout.endpoint_partner import EndpointJunior, served
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment, make_environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
@@ -139,8 +139,14 @@ class Session:
         tokenizer = None if self.remote is not None or self.stored is not None else self.tokenizer
         for name, model in zip(short_names(models), models, strict=True):
             loaded = {*self.models}
-            with closing(replace(self, source=model, phases=phases)) as session:
-                yield Reader(name, session, tokenizer)
+            path, url = reader_of_spec(model)
+            with ExitStack() as stack:
+                session = stack.enter_context(closing(replace(self, source=path, phases=phases)))
+                endpoint = None
+                if url is not None:
+                    served_at = replace(self.config.model.junior_endpoint, url=url, model=None)
+                    endpoint = stack.enter_context(closing(EndpointJunior(served_at, session.tokenizer)))
+                yield Reader(name, session, tokenizer, endpoint)
             for path in self.models.keys() - loaded:
                 del self.models[path]
 
@@ -384,6 +390,17 @@ class Session:
             engine.close()
 
 
+def reader_of_spec(spec: str) -> tuple[str, str | None]:
+    """The model of a reader, and where it is served; None if it is to be loaded.
+
+    Examples:
+        >>> reader_of_spec("org/small"), reader_of_spec("org/small@http://localhost:8000/v1")
+        (('org/small', None), ('org/small', 'http://localhost:8000/v1'))
+    """
+    path, at, address = spec.partition("@http")
+    return path, f"http{address}" if at else None
+
+
 def short_names(models: Sequence[str]) -> list[str]:
     """Short names of models: the last parts of their paths, as many as tell them apart.
 
@@ -391,10 +408,10 @@ def short_names(models: Sequence[str]) -> list[str]:
         >>> short_names(["pairs/0/junior", "pairs/1/junior", "org/small"])
         ['0-junior', '1-junior', 'small']
     """
-    parts = [Path(model).parts for model in models]
+    parts = [Path(reader_of_spec(model)[0]).parts for model in models]
 
     def name(own: tuple[str, ...]) -> str:
         counts = (sum(each[-n:] == own[-n:] for each in parts) for n in range(1, len(own) + 1))
-        return "-".join(own[-next(n for n, count in enumerate(counts, 1) if count == 1) :])
+        return "-".join(own[-next((n for n, count in enumerate(counts, 1) if count == 1), len(own)) :])
 
     return [*map(name, parts)]

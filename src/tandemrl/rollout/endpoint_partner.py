@@ -106,6 +106,23 @@ class EndpointJunior:
                 return said._replace(asks=attempt + 1)
         return Said(row.number, b"", "failed", attempts)
 
+    def complete(self, asked: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[tuple[str, bool]]:
+        """What it writes after prompts, each with a sampling and a seed: the text, and whether it ended it itself.
+
+        Raises:
+            EngineError: the endpoint fails.
+        """
+        bodies = [
+            {"model": self.model, "prompt": [*prompt], "max_tokens": sampling.max_tokens, "seed": seed & 0x7FFFFFFF}
+            | body_of(sampling, self.endpoint.leave_out)
+            for prompt, sampling, seed in asked
+        ]
+        found = self.client.post_all("/completions", bodies, _answer)
+        ends = (next((token for token in self.control if text.endswith(token)), "") for text, _ in found)
+        return [
+            (text.removesuffix(end) if ended else text, ended) for (text, ended), end in zip(found, ends, strict=True)
+        ]
+
     def _attempt(self, job: Job, prompt: Sequence[int], told: dict[str, Any], seed: int) -> Said | None:
         """What it says, or None if what comes is not usable."""
         number, before, room, asked_words = job.row.number, job.text or b"", job.room, job.span.words

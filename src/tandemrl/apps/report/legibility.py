@@ -15,7 +15,7 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.evals import PHASES, EvalError, Stored, evaluate, read_samples, summarise
 from tandemrl.evals.compare import judgement
-from tandemrl.evals.session import Session, short_names
+from tandemrl.evals.session import Session, reader_of_spec, short_names
 from tandemrl.evals.stats import Interval
 from tandemrl.evals.suite import Progress
 from tandemrl.evals.transfer import ALONE, SHARES, TEXT, WAYS, labels_of, transferred, untruncated
@@ -108,7 +108,10 @@ def judge_legibility(
     handoff = dict[str, Any]()
     paths = dict(zip(short_names(config.eval.readers), config.eval.readers, strict=True))
     for name, path in paths.items() if all(known) and not isinstance(source, Stored) else ():
-        beside = replace(config, model=replace(config.model, junior=path), eval=replace(config.eval, readers=()))
+        junior, url = reader_of_spec(path)
+        endpoint = replace(config.model.junior_endpoint, url=url)
+        model_with = replace(config.model, junior=junior, junior_endpoint=endpoint)
+        beside = replace(config, model=model_with, eval=replace(config.eval, readers=()))
         try:
             handoff[name] = run(beside, model=source, out=out / f"with-{name}", phases=("tandem", "handoff"))
         except EvalError as error:
