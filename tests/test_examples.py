@@ -74,6 +74,20 @@ def test_the_agents_train(
     assert max(each["turns"] for each in rollouts) > 1
 
 
+def test_an_agent_of_ones_own_is_trained(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
+    overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "train.steps=2"]
+    monkeypatch.setattr(sys, "argv", ["agent.py", *overrides])
+    runpy.run_path(str(EXAMPLES / "agent.py"), run_name="__main__")
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "agent" / "metrics.jsonl").read_text().splitlines()]
+    assert len(capsys.readouterr().out.splitlines()) == len(lines) == 2
+    assert all(line["agent/failed"] == line["agent/forks"] == 0 for line in lines)
+    assert any(line["agent/requests"] > 1 for line in lines)
+
+
 def test_countdown_is_taught_trained_by_both_recipes_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

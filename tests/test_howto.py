@@ -138,6 +138,15 @@ def test_a_custom_tool_in_place_of_the_tiny_agents(reader: Path) -> None:
     assert {sample["reward"] for sample in samples(Path("runs/my-tool"))} <= {0.0, 1.0}
 
 
+def test_an_agent_of_the_readers_own(reader: Path) -> None:
+    assert blocks("agents", "python") == []
+    [training] = commands("agents")
+    run([*training, *FEW, "output_dir=runs/mine"])
+    [line] = metrics(Path("runs/mine"))
+    assert (line["agent/failed"], line["agent/forks"]) == (0, 0)
+    assert line["agent/requests"] > 1
+
+
 def test_a_strategy_by_training_step(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shortened(monkeypatch)
     [annealed] = blocks("strategy", "python")

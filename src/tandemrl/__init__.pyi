@@ -35,6 +35,10 @@ from tandemrl.rollout.envs.environment import Answer as Answer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError as BrokenEnvironmentError
 from tandemrl.rollout.envs.environment import Environment as Environment
 from tandemrl.rollout.envs.environment import Opening as Opening
+from tandemrl.rollout.gateway.source import AgentFailedError as AgentFailedError
+from tandemrl.rollout.gateway.source import Endpoint as Endpoint
+from tandemrl.rollout.gateway.source import Outcome as Outcome
+from tandemrl.rollout.gateway.source import Source as Source
 from tandemrl.rollout.gateway.source import openai_agent as openai_agent
 from tandemrl.rollout.gateway.verifiers_source import verifiers as verifiers
 from tandemrl.rollout.generate import generate as generate

@@ -16,6 +16,8 @@ from small_world import Talk
 from tandemrl import losses
 from tandemrl.config import ConfigError
 from tandemrl.data.rows import Row
+from tandemrl.evals import evaluate
+from tandemrl.files import read_json_lines
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.gateway.source import openai_agent
 from tandemrl.training.experience import make_experience, pack_mini_batches
@@ -66,6 +68,20 @@ def test_an_outside_program_trains_as_the_environment_does(agents: Path, tmp_pat
         assert b["agent/requests"] == a["env/turns"]
         assert {**a, **b}["reward/mean"] == a["reward/mean"]
         assert b.get("eval/reward") == a.get("eval/reward")
+
+
+def test_evaluations_and_handoffs_run_over_agents(agents: Path, tmp_path: Path) -> None:
+    """As they do over the environment."""
+    how = [*MORE, "eval.profile=custom", "eval.max_tokens=24", "eval.k=[1]", "eval.samples=2", "eval.bootstrap=10"]
+    how += [f"model.junior={agents}/junior", "selection.strategy=turn"]
+    told = []
+    for name, acted_in in (("environment", Talk()), ("agent", openai_agent(talk, scores=True))):
+        settings = config(agents, tmp_path / name, *how)
+        phases, out = ("pass-at-k", "tandem", "handoff"), tmp_path / name
+        found = evaluate(settings, model=f"{agents}/senior", out=out, phases=phases, limit=2, environment=acted_in)
+        lines = [line for phase in phases for line in read_json_lines(out / f"{phase}.samples.jsonl")]
+        told.append(([line["tokens"] for _, line in lines], [line["score"] for _, line in lines], found.keys()))
+    assert told[0] == told[1]
 
 
 async def forks(row: Row, client: Any) -> float:
