@@ -82,7 +82,7 @@ def test_loaded_models_bring_their_ends_along(tmp_path, named):
 def test_so_it_does_on_vllm(tmp_path, drafts):
     pytest.importorskip("vllm", reason="needs the vllm extra")
     folder = save_pair(tmp_path, "list")
-    own = VllmConfig(multiprocess=True, kv_cache_gb=0.25, enforce_eager=True)
+    own = VllmConfig(kv_cache_gb=0.05)
     config = RolloutConfig(engine="vllm", draft_tokens=drafts, vllm=own)
     sources = [ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior")]
     engine = make_engine(config, *sources, load_tokenizer(folder / "senior"), longest=128)
@@ -97,7 +97,7 @@ def test_so_it_does_on_vllm(tmp_path, drafts):
 def test_whole_words_end_so_where_each_model_has_a_vllm_engine(tmp_path):
     pytest.importorskip("vllm", reason="needs the vllm extra")
     folder = save_pair(tmp_path, "number")
-    config = RolloutConfig(engine="vllm", vllm=VllmConfig(kv_cache_gb=0.05, enforce_eager=True))
+    config = RolloutConfig(engine="vllm", vllm=VllmConfig(kv_cache_gb=0.05))
     senior, junior = (ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior"))
     words = load_tokenizer(folder / "senior")
     engine = make_engine(config, senior, junior._replace(whole_words=True), words, longest=128)

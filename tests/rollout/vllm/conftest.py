@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from forked import fork_vllm, stop_server
 from pairs import Engines
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    fork_vllm()
     running = Engines(tmp_path_factory.mktemp("models"))
     yield running
     running.close()
+    stop_server()
 
 
 @dataclass
