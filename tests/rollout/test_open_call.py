@@ -116,7 +116,7 @@ def test_a_sequence_that_was_taken_may_still_have_its_place(draft_tokens: int) -
         assert numbers[-1] in [row.number for row in call._batch.rows]
         left |= set(again := call.submit([new]))
         found += ended(call, again, left) + ended(call, numbers[4:-1], left)
-    same(found, [each for r in [*first[:4], late, new, *first[4:]] for each in flat(running.generate([r]))])
+    same(found, flat(running.generate([*first[:4], late, new, *first[4:]])))
 
 
 def test_a_model_that_joins_between_two_turns_reads_what_was_written() -> None:

@@ -210,11 +210,11 @@ def test_one_call_mixes_samplings_and_strategies():
 
 
 def test_first_tokens_have_their_authors_frequencies():
-    """40 000 draws at temperature 1: per author the exact softmax, and the author does not depend on the draw."""
+    """15 000 draws at temperature 1: per author the exact softmax, and the author does not depend on the draw."""
     prompt = prompts(1, seed=5, lengths=(3,))
     both = engine(max_rows=4096)
     strategy = bernoulli(0.3)
-    group = both.generate(requests(prompt, Sampling(max_tokens=1, ignore_eos=True), strategy, samples=40_000))[0]
+    group = both.generate(requests(prompt, Sampling(max_tokens=1, ignore_eos=True), strategy, samples=15_000))[0]
     tokens = np.concatenate([c.tokens for c in group])
     author = np.concatenate([c.author for c in group])
     assert abs(author.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / len(author))
@@ -231,12 +231,12 @@ def test_first_tokens_have_their_authors_frequencies():
 # ------------------------------------------------------------------------------------------- the same text in any batch
 
 
-def reproduction() -> list[Request]:
+def reproduction(samples: int = 8) -> list[Request]:
     """80 completions of 10 prompts, several strategies, lengths and truncations, with EOS ending some of them early."""
     kinds = list(strategies().values())[:6]
     settings = [Sampling(max_tokens=18), Sampling(max_tokens=9, temperature=0.8, top_k=20, top_p=0.9)]
     return [
-        Request(tuple(p), tuple(request_key(9, 1, i, s) for s in range(8)), settings[i % 2], kinds[i % 6])
+        Request(tuple(p), tuple(request_key(9, 1, i, s) for s in range(samples)), settings[i % 2], kinds[i % 6])
         for i, p in enumerate(prompts(10, seed=7))
     ]
 
@@ -256,13 +256,13 @@ def test_the_same_call_gives_the_same_bits(whole_batch):
     [(1, "backwards"), pytest.param(3, "forwards", marks=pytest.mark.slow), (32, "forwards"), (80, "backwards")],
 )
 def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows, order):
-    batch = reproduction()
+    batch = reproduction(samples=1 if max_rows == 1 else 8)  # ten rows by themselves, since they are eighty calls else
     step = 1 if order == "forwards" else -1
     found = engine(max_rows=max_rows).generate(batch[::step])[::step]
     identical = 0
     for request, group, before in zip(batch, found, whole_batch, strict=True):
         assert_sound(group, request.strategy)
-        for a, b in zip(group, before, strict=True):
+        for a, b in zip(group, before, strict=max_rows > 1):
             same = np.array_equal(a.tokens, b.tokens)
             identical += same
             if same:
@@ -271,7 +271,7 @@ def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows,
                 np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-5)
             else:
                 assert_differ_by_a_tie(a, b, request, pair("smaller junior"))
-    assert identical >= 0.995 * 80
+    assert identical >= 0.995 * len(flat(found))
 
 
 # ---------------------------------------------------------------------------------------------- coming, going, stopping
