@@ -33,7 +33,8 @@ from helpers import (
 from scripted_world import ScriptedWorld
 from tandemrl.rollout import torch_engine
 from tandemrl.rollout.call import Finished
-from tandemrl.rollout.decoding_rows import Decoder, Shaping
+from tandemrl.rollout.decoding import DecodingBatch
+from tandemrl.rollout.decoding_rows import Decoder, Row, Shaping
 from tandemrl.rollout.device_steps import DeviceSteps, Step
 from tandemrl.rollout.engine import Completion, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -217,3 +218,12 @@ def test_a_step_asks_the_host_for_nothing(build: Any, shaping: Shaping) -> None:
         step()  # tables are copied to a device once
         with NoHost():
             step()
+
+
+def test_what_penalties_count_is_on_the_device_of_the_draws() -> None:
+    decoder = Decoder({}, {1: torch.nn.Linear(2, VOCABULARY, device="meta")}, VOCABULARY, (0,), tokenizer())
+    batch = DecodingBatch(decoder, turns=False)
+    asked = requests(prompts(2), Sampling(max_tokens=4, presence_penalty=0.5), solo())
+    batch.extend(asked, 2)
+    entries = batch._entries([Row(request, 0, i) for i, request in enumerate(asked)], torch.ones(2, dtype=torch.bool))
+    assert {entries[name].device.type for name in ("seen", "counts", "parameters")} == {"meta"}

@@ -351,6 +351,13 @@ def test_stop_strings_are_kept_and_may_span_tokens(stop, count):
     check_completion(completion)
 
 
+def test_the_prompt_does_not_complete_a_stop_string():
+    speaker = writing(SPOKEN)
+    both = TorchEngine(prepared(speaker), None, tokenizer())
+    request = Request((IDS["x"],), (0,), Sampling(max_tokens=3, temperature=0.0, stop=("x a",)), solo("senior"))
+    assert both.generate([request])[0][0].stop_reason == "length"
+
+
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_tokens_are_told_once_and_in_order(draft_tokens):
     """Rows come and go while others are written; with drafts, several tokens come at once."""
@@ -424,6 +431,20 @@ def test_a_strategy_that_breaks_its_promise_is_refused(count, host_every):
     batch += requests(prompts(count - 1), Sampling(max_tokens=3, ignore_eos=True), solo("senior"))
     with pytest.raises(EngineError, match=r"Strategy\.writers"):
         TorchEngine(*map(prepared, pair("smaller junior")), tokenizer(), host_every=host_every).generate(batch)
+
+
+def test_a_strategy_may_say_by_numbers_who_writes():
+    known = bernoulli(0.5)
+
+    def step(state, tokens):
+        senior, new = known.step(state, tokens)
+        return senior.long(), new
+
+    found, wanted = (
+        flat(engine().generate(requests(prompts(3), Sampling(max_tokens=12), each)))
+        for each in (known._replace(step=step), known)
+    )
+    assert [channels(c)[:2] for c in found] == [channels(c)[:2] for c in wanted]
 
 
 def test_weights_that_do_not_fit_are_refused():

@@ -252,10 +252,11 @@ class DecodingBatch:
         entries["parameters"] = sampling_parameters(rows).to(self.device)
         entries |= {name: torch.zeros(len(rows), self._width, dtype=dtype) for name, dtype in _OUTPUTS.items()}
         if self.penalised:
-            seen = entries["seen"] = torch.zeros(len(rows), self.decoder.vocabulary, dtype=torch.bool)
+            seen = torch.zeros(len(rows), self.decoder.vocabulary, dtype=torch.bool)
             for i, text in enumerate(texts):
                 seen[i, text] = True
-            entries["counts"] = torch.zeros_like(seen, dtype=torch.int64)
+            entries["seen"] = seen.to(self.device)
+            entries["counts"] = torch.zeros_like(entries["seen"], dtype=torch.int64)
         return entries
 
     def retire(self) -> None:

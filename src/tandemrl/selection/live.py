@@ -140,7 +140,7 @@ class LiveSelection:
             state = self._get(group, slots)
         senior, state = self._strategies[group].step(state, tokens)
         self._gathered = group, slots, state
-        return senior
+        return senior.bool()  # a strategy of the user's may say 0 and 1
 
     def _scatter(self) -> None:
         if self._gathered is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 import small_world
@@ -17,15 +18,16 @@ from tandemrl.config import load
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row
 from tandemrl.processes.calls import ChildCalls, ThreadCalls
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader, make_episode_runner, opening_prompts
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.spread import SpreadEngine
+from tandemrl.rollout.spread import Rounds, SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import word
 from tandemrl.selection.boundaries import word_boundary_table
 from tandemrl.selection.draws import request_key
+from tandemrl.types import Transcript
 
 LIMITS = ["rollout.max_turns=3", "rollout.turn_tokens=12", "rollout.observation_tokens=48", "rollout.tool_timeout_s=5"]
 
@@ -69,6 +71,35 @@ def asked(runner: EpisodeRunner) -> list[Request]:
         runner.episode(Request(prompt.tokens, key, Sampling(30), strategy), prompt.row)
         for prompt, key in zip(prompts, keys, strict=True)
     ]
+
+
+class Scripted:
+    """Answers the turns of these numbers, one at a call."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.submitted = order, list[int]()
+
+    def submit(self, turn: Turn) -> None:
+        self.submitted.append(turn.number)
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        return [Reply(self.order.pop(0), (7,))]
+
+    def transcript(self, number: int) -> Transcript:
+        return Transcript((), number, {})
+
+
+def test_answers_come_in_rounds() -> None:
+    """In the order of the numbers, when all are there and somebody waits; not those of an earlier unit."""
+    scripted = Scripted([12, 9, 11, 10])
+    rounds = Rounds(scripted, first=10)
+    for number in range(3):
+        rounds.submit(Turn(number, None, 0, np.array([1]), "eos"))
+    assert scripted.submitted == [10, 11, 12]
+    assert rounds.replies(wait=False) == []
+    assert [reply.number for reply in rounds.replies(wait=True)] == [0, 1, 2]
+    assert scripted.order == []
+    assert rounds.transcript(2).state == 12
 
 
 def bits(written: list[list[Completion]]) -> list[Any]:
