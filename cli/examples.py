@@ -24,6 +24,8 @@ EXAMPLES = {
     "legibility": "MODEL --reader READER --reader OTHER --data test.parquet",
     "compare": "runs/tandem runs/grpo --metric pass@1",
     "experiment quickstart": "train.steps=20",
+    "experiment frontier": "--arms grpo,junior_kl,tandem --seeds 0,1,2",
+    "experiment frontier-quick": "--out runs/frontier-quick",
     "experiment paper-claims": "--seeds 0,1,2",
     "experiment two-tokenizers": "--seeds 0,1,2",
     "experiment repair": "--arms grpo,sentence",

@@ -56,6 +56,9 @@ def _add(experiment: Experiment) -> None:
             values = ", ".join(f"{value:.3f}" for value in claim["values"])
             verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")
             echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
+        for each in results["tests"]:
+            what = f"{each['a']} - {each['b']}, {each['measure']}: {each['mean']:+.3f} over {each['seeds']} seeds"
+            echo(f"{what}, p {each['p']:.2g}, Holm's {each['holm']:.2g}")
         typer.echo(f"report: {folder}/report.html")
 
     app.command(name, help=experiment.summary)(run)

@@ -92,6 +92,18 @@ MISREAD = ("selection.max_untranslatable=0.1",)
 TURNS = Arm("turns", "tandem by turns", ("selection.strategy=turn",))
 WORDS = Arm("words", "tandem by words", ("selection.strategy=word",))
 
+JUNIOR_KL = Arm(
+    "junior_kl", "GRPO, KL to the junior", ("selection.strategy=solo", "loss.kl_coef=0.05", "loss.kl_to=junior")
+)
+DISTILLED = Arm("distilled", "distillation, reward", (*JUNIOR_KL.overrides, "loss.kl_kind=k2"))
+_SHORT = "boxed + tandemrl.apps.experiments.arm_rewards:brevity"
+BREVITY = Arm("brevity", "GRPO, length penalty", (*GRPO.overrides, f"reward.scorers={{'*': '{_SHORT}'}}"))
+ANNEALED = Arm(
+    "annealed",
+    "tandem, annealed",
+    ("selection.prob_senior=0.9", "selection.prob_senior_final=0.5", "selection.anneal_steps=40"),
+)
+
 ABLATIONS = (
     _arm("word_aligned", "selection.strategy=word_aligned"),
     SENTENCE,
@@ -137,7 +149,28 @@ SMOLLM2 = Experiment(
 """A pretrained model on a laptop: for every seed a pair, six arms of a quarter of an hour on a core, and seven
 evaluations of three times that."""
 
+FRONTIER = Experiment(
+    "frontier",
+    (GRPO, JUNIOR_KL, DISTILLED, BREVITY, TANDEM, SENTENCE, ANNEALED),
+    contrasts=(
+        *((arm, "grpo") for arm in ("junior_kl", "distilled", "brevity", "tandem", "sentence", "annealed")),
+        *(("tandem", arm) for arm in ("junior_kl", "distilled", "brevity")),
+    ),
+    overrides=LONGER,
+    summary="Accuracy against handoff: tandem beside other ways to stay legible. Claims are stated beforehand.",
+)
+"""What is claimed and tested of it: `registered.REGISTERED`."""
+
 EXPERIMENTS: dict[str, Experiment] = {
+    "frontier": FRONTIER,
+    "frontier-quick": replace(
+        FRONTIER.only(("grpo", "junior_kl", "distilled", "brevity", "tandem")),
+        name="frontier-quick",
+        seeds=(0, 1),
+        overrides=(*RECIPE, "train.steps=40", "train.eval_every=20"),
+        problems=128,
+        summary="The same with five arms, two seeds and half of the steps.",
+    ),
     "quickstart": Experiment(
         "quickstart",
         (GRPO, TANDEM),

@@ -35,6 +35,8 @@ from tandemrl.apps.experiments import pretrained, tiny
 from tandemrl.apps.experiments.arms import Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.pair import PairError, read_manifest
+from tandemrl.apps.experiments.registered import paired_tests
+from tandemrl.apps.experiments.registered import stated as stated_before
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
@@ -154,6 +156,8 @@ def run_experiment(
     out = Path(out)
     for problem in _problems(experiment):
         raise ExperimentError(f"{experiment.name}: {problem}")
+    for line in stated_before(experiment.name, [arm.name for arm in experiment.arms], len(experiment.seeds)):
+        say(line)
     for arm in experiment.arms:  # a bad key is found before an hour of work
         load(experiment.config, [*arm.overrides, *experiment.overrides])
     _reserve_folder(experiment, out, command)
@@ -285,6 +289,7 @@ def collect_results(
         "rows": rows,
         "contrasts": contrasts,
         "claims": claims,
+        "tests": paired_tests(experiment.name, rows),
     }
 
 

@@ -1,0 +1,94 @@
+"""What is stated before an experiment is run: its contrasts, its measures, what it can show, and how it is tested.
+
+A difference between two arms is tested over seeds by Student's paired t test, two-sided. The tests of an experiment are
+one family, whose p values are Holm's. ``deviation`` is the standard deviation of a paired difference over seeds that is
+expected, from results that were there before.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import t
+
+from tandemrl.evals.stats import holm
+
+
+class Registered(NamedTuple):
+    """The contrasts (a, b) that are tested, each in every measure, and of each measure the expected deviation."""
+
+    contrasts: tuple[tuple[str, str], ...]
+    deviations: Mapping[str, float]
+    expected: str
+
+
+REGISTERED: dict[str, Registered] = {
+    "frontier": Registered(
+        (("tandem", "grpo"), ("tandem", "junior_kl"), ("tandem", "distilled"), ("tandem", "brevity")),
+        # The largest of tandem - GRPO and tandem by steps - GRPO in docs/ablations.json, three seeds.
+        {"solo/pass@1": 0.16, "handoff/pass@1": 0.06},
+        "tandem is above GRPO and the length penalty in handoff, and not below in solo; against the two arms with the "
+        "junior's probabilities no difference is expected",
+    )
+}
+REGISTERED["frontier-quick"] = REGISTERED["frontier"]
+
+
+def smallest_difference(deviation: float, seeds: int, *, tests: int, level: float = 0.95, power: float = 0.8) -> float:
+    """The smallest true difference that a paired t test over seeds finds with this power, at a level that is divided by
+    the number of tests (the first step of Holm's procedure). Infinite for one seed.
+
+    Examples:
+        >>> round(smallest_difference(0.06, 5, tests=8), 3)
+        0.174
+    """
+    if seeds < 2:
+        return float("inf")
+    quantiles = t.ppf(1 - (1 - level) / tests / 2, seeds - 1) + t.ppf(power, seeds - 1)
+    return float(quantiles * deviation / np.sqrt(seeds))
+
+
+def stated(name: str, arms: Sequence[str], seeds: int) -> list[str]:
+    """What is said before the experiment is run; nothing of one without a statement.
+
+    Args:
+        arms: those that are run. Contrasts of others are left out.
+    """
+    if name not in REGISTERED or not (family := _family(name, arms)):
+        return []
+    lines = [f"stated beforehand: {REGISTERED[name].expected}"]
+    for measure, deviation in REGISTERED[name].deviations.items():
+        least = smallest_difference(deviation, seeds, tests=len(family))
+        shown = f"{least:.3f}" if np.isfinite(least) else "none: one seed"
+        lines.append(
+            f"smallest detectable difference in {measure}: {shown} ({seeds} seeds, deviation {deviation:g}, power .8, "
+            f"{len(family)} tests)"
+        )
+    return lines
+
+
+def paired_tests(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tests of an experiment on the rows of ``results.json``: of each contrast and measure the mean difference, its
+    number of seeds, p and Holm's p. Of fewer than two seeds there are none."""
+    if name not in REGISTERED:
+        return []
+    found: list[dict[str, Any]] = []
+    for (a, b), measure in _family(name, [row["arm"] for row in rows]):
+        known = [row for row in rows if row.get(measure) is not None]
+        x, y = ({(row["pair"], row["seed"]): row[measure] for row in known if row["arm"] == arm} for arm in (a, b))
+        shared = [key for key in x if key in y]
+        if len(shared) > 1:
+            differences = np.array([x[key] - y[key] for key in shared])
+            error = differences.std(ddof=1) / np.sqrt(len(shared))
+            mean = float(differences.mean())
+            sure = 1.0 if mean == 0 else 0.0  # all seeds differ by the very same
+            p = sure if error == 0 else float(2 * t.sf(abs(mean) / error, len(shared) - 1))
+            found.append({"a": a, "b": b, "measure": measure, "mean": mean, "seeds": len(shared), "p": p})
+    adjusted = holm([each["p"] for each in found])
+    return [each | {"holm": p} for each, p in zip(found, adjusted, strict=True)]
+
+
+def _family(name: str, arms: Sequence[str]) -> list[tuple[tuple[str, str], str]]:
+    contrasts = [each for each in REGISTERED[name].contrasts if {*each} <= {*arms}]
+    return [*product(contrasts, REGISTERED[name].deviations)]

@@ -1,0 +1,65 @@
+"""Statements before a run: power against a simulation, Holm's procedure against its definition, tests against scipy."""
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+from tandemrl.apps.experiments.arms import EXPERIMENTS
+from tandemrl.apps.experiments.registered import REGISTERED, paired_tests, smallest_difference, stated
+from tandemrl.config import load
+from tandemrl.evals.stats import holm
+
+
+def test_the_smallest_difference_is_found_with_the_stated_power() -> None:
+    """The formula with a central t for the power is near the exact one, so by simulation."""
+    least = smallest_difference(0.1, 5, tests=8)
+    draws = np.random.default_rng(0).normal(least, 0.1, (20_000, 5))
+    found = ttest_1samp(draws, 0, axis=1).pvalue < 0.05 / 8
+    assert 0.72 < found.mean() < 0.95
+    assert smallest_difference(0.1, 1, tests=8) == float("inf")
+
+
+def test_holm_rejects_as_its_procedure_does() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        values = rng.uniform(0, 0.2, 6).tolist()
+        rejected: set[int] = set()
+        for rank, index in enumerate(sorted(range(6), key=lambda i: values[i])):
+            if values[index] > 0.05 / (6 - rank):
+                break
+            rejected.add(index)
+        assert {i for i, p in enumerate(holm(values)) if p <= 0.05} == rejected
+    assert holm([]) == []
+
+
+def test_tests_are_paired_by_seed_and_corrected_over_the_family() -> None:
+    rng, rows = np.random.default_rng(2), []
+    for seed in range(5):
+        for arm in ("grpo", "tandem", "brevity"):
+            solo, handoff = rng.normal(0.8, 0.02), rng.normal(0.9 if arm == "tandem" else 0.6, 0.02)
+            rows.append({"pair": "jargon", "arm": arm, "seed": seed, "solo/pass@1": solo, "handoff/pass@1": handoff})
+    found = paired_tests("frontier", list(reversed(rows)))
+    assert [(each["a"], each["b"], each["measure"]) for each in found] == [
+        ("tandem", other, measure) for other in ("grpo", "brevity") for measure in ("solo/pass@1", "handoff/pass@1")
+    ]
+    of = {arm: [row["handoff/pass@1"] for row in rows if row["arm"] == arm] for arm in ("tandem", "grpo")}
+    assert found[1]["p"] == pytest.approx(ttest_1samp(np.subtract(of["tandem"], of["grpo"]), 0).pvalue)
+    assert [each["holm"] for each in found] == pytest.approx(holm([each["p"] for each in found]))
+    assert found[1]["holm"] < 0.05 < found[0]["holm"]
+    assert paired_tests("frontier", [row for row in rows if row["seed"] == 0]) == []
+    assert paired_tests("repair", rows) == stated("repair", ["grpo"], 5) == []
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_what_is_stated_is_of_the_experiment_s_arms(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    arms = [arm.name for arm in experiment.arms]
+    assert {arm for pair in REGISTERED[name].contrasts for arm in pair} <= {*arms}
+    assert {*REGISTERED[name].contrasts} <= {*experiment.contrasts}
+    first, *least = stated(name, arms, 5)
+    assert first.startswith("stated beforehand: ")
+    assert [line.partition(":")[0] for line in least] == [
+        f"smallest detectable difference in {measure}" for measure in ("solo/pass@1", "handoff/pass@1")
+    ]
+    for arm in experiment.arms:
+        load(experiment.config, [*arm.overrides, *experiment.overrides])
