@@ -29,13 +29,21 @@ def tiny(
         bool, typer.Option("--train", help="Train it here: one to four minutes on a CPU. A finished one is kept.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
+    readers: Annotated[
+        int, typer.Option(min=0, help="Also train as many readers, of other sizes, seeds and tokenizers: OUT-readers/.")
+    ] = 0,
 ) -> None:
     """Unpack a tiny senior/junior pair, or train it. Those of seed 0 come with the library."""
-    from tandemrl.apps.experiments.tiny import build_tiny_pair
+    from tandemrl.apps.experiments.tiny import build_tiny_pair, build_tiny_readers
     from tandemrl.tasks.generated.rows import AGENTS
 
     out = out or Path(f"runs/tiny-{pair}" if pair in AGENTS else "runs/tiny")
     _build(partial(build_tiny_pair, seed=seed, train=train), pair, out)
+    if readers:
+        beside = out.with_name(f"{out.name}-readers")
+        with _shown(f"warm start of {readers} readers", beside) as progress:
+            build_tiny_readers(beside, pair=pair, seed=seed, count=readers, progress=progress)
+        typer.echo(f"{beside}: {readers} readers, for tandemrl legibility --reader {beside}/reader-1 …")
 
 
 @app.command()

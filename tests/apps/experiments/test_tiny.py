@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.agents import lessons
-from tandemrl.apps.experiments.tiny import PairError, build_tiny_pair, train_tokenizer
+from tandemrl.apps.experiments.tiny import PairError, build_tiny_pair, build_tiny_readers, train_tokenizer
 from tandemrl.apps.experiments.warm_start import Muon, WarmStart
+from tandemrl.data.rows import DataError
 from tandemrl.tasks.generated.synthetic import PAIRS, examples
 
 STEPS = 12
@@ -192,3 +193,20 @@ def test_packing_and_unpacking_keeps_every_weight(built, tmp_path, monkeypatch):
         assert (tmp_path / "pair" / name / "tokenizer.json").read_text() == (out / name / "tokenizer.json").read_text()
     with pytest.raises(pytest.fail.Exception, match="trained"):
         build_tiny_pair(tmp_path / "other", seed=1, steps=STEPS)
+
+
+def test_readers_differ_in_size_seed_and_tokenizer_and_finished_ones_are_kept(tmp_path):
+    seen = []
+    folders = build_tiny_readers(
+        tmp_path / "readers", pair="jargon", count=2, steps=2, progress=lambda *event: seen.append(event)
+    )
+    assert [folder.name for folder in folders] == ["reader-1", "reader-2"]
+    assert [event[:2] for event in seen] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    shapes = [AutoConfig.from_pretrained(folder) for folder in folders]
+    assert [(each.hidden_size, each.num_hidden_layers) for each in shapes] == [(64, 2), (96, 3)]
+    sizes = [len(AutoTokenizer.from_pretrained(folder)) for folder in folders]
+    assert sizes[0] <= 290 < sizes[1] <= 480
+    assert "Blorp" not in "".join(AutoTokenizer.from_pretrained(folders[1]).get_vocab())
+    build_tiny_readers(tmp_path / "readers", pair="jargon", count=2, steps=2, progress=lambda *event: 1 / 0)
+    with pytest.raises(DataError, match="no readers for hops"):
+        build_tiny_readers(tmp_path / "readers", pair="hops", count=1)

@@ -14,6 +14,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -31,9 +32,10 @@ from transformers import (
 
 from tandemrl.apps.experiments.agents import EOS, PAD, START, hops_tokenizer, lessons, solo_episodes, tiny_tokenizer
 from tandemrl.apps.experiments.pair import PairError, finished, store, threads, unpack
-from tandemrl.apps.experiments.warm_start import Lesson, Progress, WarmStart, solution_lesson, warm_start
+from tandemrl.apps.experiments.warm_start import Lesson, Progress, WarmStart, save, solution_lesson, warm_start
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
+from tandemrl.files import write_directory
 from tandemrl.tasks.generated import hops
 from tandemrl.tasks.generated.rows import AGENTS, generated_rows
 from tandemrl.tasks.generated.synthetic import Stage, examples, slips, uses_jargon
@@ -61,6 +63,12 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.04,
 }
 """The fields of the Qwen3 configuration. The vocabulary is the tokenizer's."""
+READERS: tuple[tuple[int, Mapping[str, Any]], ...] = (
+    (290, SHAPE | {"hidden_size": 64, "intermediate_size": 192}),
+    (480, SHAPE | {"num_hidden_layers": 3}),
+    (350, SHAPE | {"hidden_size": 128, "intermediate_size": 384}),
+)
+"""The vocabulary sizes and shapes of readers."""
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """At temperature 1, from the whole distribution."""
 
@@ -247,10 +255,36 @@ def train_tokenizer(
     return tiny_tokenizer(bpe, CHAT_TEMPLATE)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def build_tiny_readers(
+    out: Path, *, pair: str, seed: int = 0, count: int, steps: int | None = None, progress: Progress | None = None
+) -> list[Path]:
+    """Train readers for a pair into ``out/reader-1`` …: models that learnt the base's texts alone, each of another size
+    and seed and with a tokenizer of its own (`READERS`, in turn). Those that are there are kept.
+
+    Raises:
+        DataError: the pair is unknown, or of agents.
+    """
+    if pair in AGENTS:
+        raise DataError(f"no readers for {pair}: agents act in an environment; give plain, jargon or repair")
+    recipe, folders = _recipes(pair, steps)["base"], [out / f"reader-{number}" for number in range(1, count + 1)]
+    for number, folder in enumerate(folders):
+        if folder.exists():
+            continue
+        own, (vocabulary, shape) = seed + 1 + number, READERS[number % len(READERS)]
+        with threads(recipe.threads):
+            tokenizer = train_tokenizer(pair, own, vocab_size=vocabulary, part="junior")
+            model = new_model(tokenizer, own, shape)
+            note = partial(_note, progress, number * recipe.steps, count * recipe.steps)
+            warm_start(model, _lessons(tokenizer, pair, own, "base"), recipe, progress=note)
+        out.mkdir(parents=True, exist_ok=True)
+        write_directory(folder, partial(save, model, tokenizer))
+    return folders
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str, Any] = SHAPE) -> Qwen3ForCausalLM:
     """An untrained Qwen3 in float32."""
     ends: Any = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(vocab_size=len(tokenizer), bos_token_id=None, dtype="float32", **ends, **SHAPE)
+    config = Qwen3Config(vocab_size=len(tokenizer), bos_token_id=None, dtype="float32", **ends, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -280,6 +314,11 @@ def solo_texts(
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def _note(progress: Progress | None, done: int, total: int, step: int, _: int, loss: float) -> None:
+    if progress is not None:
+        progress(done + step, total, loss)
 
 
 _Model = tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]
