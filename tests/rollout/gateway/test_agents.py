@@ -264,9 +264,9 @@ def fuzz(engine: TorchEngine, rows: int, size: int, seed: int) -> None:
                 seen.add(place)
         assert sum(len(each.turns) for each in branches) == one.transcript.counts["agent/requests"]
         what = (state.get("state") or {}).get("what")
-        expected = {"fork": 1, "repeat": 1, "parallel": 2, "good": 0, "late": 0, "flood": 5}
-        if what in expected:
-            assert one.transcript.counts["agent/forks"] == expected[what], what
+        expected = {"fork": [1], "repeat": [1], "parallel": [2], "good": [0], "late": [0], "flood": [4, 5]}
+        if what in expected:  # a flood ends by its requests or by its tokens
+            assert one.transcript.counts["agent/forks"] in expected[what], what
 
 
 def test_random_faults_lose_nothing(engine: TorchEngine) -> None:
