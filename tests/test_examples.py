@@ -57,7 +57,7 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(
 
 
 @pytest.mark.parametrize(("agent", "package"), [("gym", "reasoning_gym"), ("game", "textarena")])
-def test_the_agents_train(
+def test_the_games_train(
     agent: str, package: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (package, "openai"):
@@ -65,9 +65,9 @@ def test_the_agents_train(
     monkeypatch.chdir(tmp_path)
     overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=1"]
     overrides += ["train.prompts_per_step=1"]
-    monkeypatch.setattr(sys, "argv", ["agents.py", agent, *overrides])
-    runpy.run_path(str(EXAMPLES / "agents.py"), run_name="__main__")
-    lines = (tmp_path / "runs" / f"agents-{agent}" / "samples.jsonl").read_text().splitlines()
+    monkeypatch.setattr(sys, "argv", ["games.py", agent, *overrides])
+    runpy.run_path(str(EXAMPLES / "games.py"), run_name="__main__")
+    lines = (tmp_path / "runs" / f"games-{agent}" / "samples.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 4
     assert not any("unscored" in each["reward_parts"] for each in rollouts)

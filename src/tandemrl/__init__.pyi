@@ -35,6 +35,7 @@ from tandemrl.rollout.envs.environment import Answer as Answer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError as BrokenEnvironmentError
 from tandemrl.rollout.envs.environment import Environment as Environment
 from tandemrl.rollout.envs.environment import Opening as Opening
+from tandemrl.rollout.gateway.mcp_source import mcp_tools as mcp_tools
 from tandemrl.rollout.gateway.source import AgentFailedError as AgentFailedError
 from tandemrl.rollout.gateway.source import Endpoint as Endpoint
 from tandemrl.rollout.gateway.source import Outcome as Outcome

@@ -21,6 +21,7 @@ from tandemrl.data.templates import template_of
 from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.parsing import call_format_of, parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.rollout.gateway.mcp_source import converse
 
 HARNESS = "tandem"
 """The id of `Loop` in ``harness``."""
@@ -62,17 +63,11 @@ class Loop(vf.Harness[LoopConfig]):
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client:
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
-            calls: Any = True
-            while calls:
-                given = {"tools": tools} if tools else {}
-                answer = await client.chat.completions.create(model=ctx.model, messages=messages, **given)
-                messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-                calls = answer.choices[0].message.tool_calls or ()
-                for call in calls:
-                    name, arguments = call.function.name, json.loads(call.function.arguments or "{}")
-                    known = name in dispatch
-                    text = await call_mcp(connected, dispatch, name, arguments) if known else f"Error: no tool {name!r}"
-                    messages.append({"role": "tool", "tool_call_id": call.id, "name": name, "content": text})
+
+            async def call(name: str, arguments: Any) -> Any:
+                return await call_mcp(connected, dispatch, name, arguments)
+
+            await converse(client, messages, tools, call, ctx.model)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

@@ -2,8 +2,8 @@
 second try. Two training steps each on the tiny pair, offline; any model with a chat template does.
 
     pip install openai textarena reasoning-gym
-    python examples/agents.py game
-    python examples/agents.py gym
+    python examples/games.py game
+    python examples/games.py gym
 """
 
 import argparse
@@ -41,9 +41,8 @@ async def gym(row: Row, client: Any) -> float:
     for _ in range(2):
         answer = await client.chat.completions.create(model="pair", messages=messages)
         text = answer.choices[0].message.content
-        score = max(
-            score, score_of((re.findall(r"<answer>(.*?)</answer>|\\boxed\{(.*?)\}", text) or [("",)])[-1][-1], problem)
-        )
+        found = re.findall(r"(?:<answer>|\\boxed\{)(.*?)(?:</answer>|\})", text)
+        score = max(score, score_of(found[-1] if found else "", problem))
         if score == 1:
             break
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "That is wrong. Try again."}]
@@ -70,7 +69,7 @@ if __name__ == "__main__":
         "data.max_prompt_tokens=768",
     ]
     small = ["train.steps=2", "train.prompts_per_step=2", "rollout.group_size=4", "train.eval_every=0"]
-    defaults = [f"data.train=[{data}]", "data.eval=[]", f"output_dir=runs/agents-{asked.agent}", *limits, *small]
+    defaults = [f"data.train=[{data}]", "data.eval=[]", f"output_dir=runs/games-{asked.agent}", *limits, *small]
     config = tandemrl.load("quickstart.yaml", [*defaults, *asked.overrides])
     if config.model.senior == "runs/tiny/senior":
         tandemrl.build_tiny_pair(Path("runs/tiny"))

@@ -1,0 +1,89 @@
+"""Tools behind an MCP server, as a source of episodes: a chat that calls them until a turn calls none."""
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from tandemrl.config import ConfigError
+from tandemrl.config.hints import pip_install
+from tandemrl.data.rows import Row
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError
+from tandemrl.rollout.gateway.source import Endpoint, Outcome, Source
+
+
+def mcp_tools(server: str | Sequence[str], *, system: str | None = None) -> Source:
+    """A source of chats with the tools of an MCP server. The rows say how what was written is scored.
+
+    Args:
+        server: the address of one that runs, such as http://localhost:8000/mcp; or a command such as
+            [python, tools.py], which is started for each episode and speaks over its standard input and output.
+        system: a message in front of those of the row.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    try:
+        import mcp
+        import openai  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"mcp_tools: {error.name} is missing; {pip_install('mcp')}") from None
+    if not hasattr(mcp, "Client"):
+        raise ConfigError(f"mcp_tools: it needs mcp 2; {pip_install('mcp')}")
+    return _Tools(server if isinstance(server, str) else tuple(server), system)
+
+
+class _Tools(Source):
+    """See `mcp_tools`."""
+
+    def __init__(self, server: str | tuple[str, ...], system: str | None) -> None:
+        self.server, self.system = server, system
+
+    async def episode(self, row: Row, endpoint: Endpoint) -> Outcome:
+        from mcp import Client, StdioServerParameters
+        from openai import AsyncOpenAI
+
+        where: Any = self.server
+        if not isinstance(where, str):
+            where = StdioServerParameters(command=where[0], args=[*where[1:]])
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        try:
+            async with Client(where) as server, AsyncOpenAI(base_url=endpoint.base_url, api_key="none") as client:
+                listed = (await server.list_tools()).tools
+
+                async def call(name: str, arguments: Any) -> str:
+                    result = await server.call_tool(name, arguments)
+                    return "\n".join(getattr(part, "text", str(part)) for part in result.content)
+
+                about = [
+                    {"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in listed
+                ]
+                tools = [{"type": "function", "function": each} for each in about]
+                await converse(client, [*messages, *map(dict, row.messages)], tools, call)
+        except OSError as error:
+            raise BrokenEnvironmentError(f"mcp_tools({self.server!r}): {error}") from error
+        return Outcome()
+
+
+async def converse(
+    client: Any,
+    messages: list[Any],
+    tools: Sequence[Any],
+    call: Callable[[str, Any], Awaitable[Any]],
+    model: str = "pair",
+) -> list[Any]:
+    """Chat until a turn calls no tool, and return all messages.
+
+    Args:
+        client: an ``openai.AsyncOpenAI``. call: what a tool of this name answers to these arguments.
+    """
+    known = {tool["function"]["name"] for tool in tools}
+    while True:
+        given = {"tools": tools} if tools else {}
+        answer = (await client.chat.completions.create(model=model, messages=messages, **given)).choices[0].message
+        messages.append(answer.model_dump(exclude_none=True))
+        if not (calls := answer.tool_calls or []):
+            return messages
+        for each in calls:
+            name, arguments = each.function.name, json.loads(each.function.arguments or "{}")
+            text = await call(name, arguments) if name in known else f"Error: no tool {name!r}"
+            messages.append({"role": "tool", "tool_call_id": each.id, "name": name, "content": text})

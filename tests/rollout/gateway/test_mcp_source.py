@@ -1,0 +1,52 @@
+"""Tools of a real MCP server, which a tiny pair calls."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tandemrl.apps.experiments.tiny import build_tiny_pair
+from tandemrl.config import ConfigError, load
+from tandemrl.rollout.gateway.mcp_source import mcp_tools
+from tandemrl.training.loop import train
+
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_calculator.py"))]
+
+
+def test_a_pair_trains_with_the_tools_of_a_server(tmp_path: Path) -> None:
+    mcp = pytest.importorskip("mcp", reason="needs mcp: the extra mcp")
+    if not hasattr(mcp, "Client"):
+        pytest.skip("needs mcp 2: the extra mcp")
+    pytest.importorskip("openai", reason="needs openai: the extra mcp")
+    build_tiny_pair(tmp_path, pair="calculator")
+    named = [
+        f"rollout.environment_parameters={{server: {json.dumps(SERVER)}}}",
+        "rollout.environment=tandemrl:mcp_tools",
+    ]
+    small = [
+        "train.steps=1",
+        "train.prompts_per_step=1",
+        "rollout.group_size=4",
+        "train.eval_every=0",
+        "train.threads=1",
+    ]
+    limits = ["rollout.max_tokens=96", "rollout.turn_tokens=48", "rollout.observation_tokens=64", "rollout.max_turns=3"]
+    about = [f"model.senior={tmp_path}/senior", f"model.junior={tmp_path}/junior", f"output_dir={tmp_path}/run"]
+    data = ["data.train=[synthetic:calculator:train:4]", "selection.strategy=turn", "model.device=cpu"]
+    train(load(None, [*named, *small, *limits, *about, *data]), quiet=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    said = [message for line in lines for message in line["transcript"]["messages"]]
+    calls = [call["function"]["arguments"] for message in said for call in message.get("tool_calls") or ()]
+    results = [message["content"] for message in said if message["role"] == "tool"]
+    assert results
+    assert [str(eval(call["expression"])) for call in calls] == results  # sums of the generator's
+    assert not any("unscored" in line["reward_parts"] for line in lines)
+
+
+def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, said in ((None, "mcp is missing"), (SimpleNamespace(), "it needs mcp 2")):
+        monkeypatch.setitem(sys.modules, "mcp", module)
+        with pytest.raises(ConfigError, match=said):
+            mcp_tools("http://127.0.0.1:1/mcp")
