@@ -140,7 +140,7 @@ def test_a_custom_tool_in_place_of_the_tiny_agents(reader: Path) -> None:
 
 def test_an_agent_of_the_readers_own(reader: Path) -> None:
     assert blocks("agents", "python") == []
-    [training] = commands("agents")
+    training, *_ = commands("agents")
     run([*training, *FEW, "output_dir=runs/mine"])
     [line] = metrics(Path("runs/mine"))
     assert (line["agent/failed"], line["agent/forks"]) == (0, 0)

@@ -86,5 +86,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 64 tasks; ask for fewer"):
         rows("verifiers:vf_sums:4:62", ["vf_sums", "4", "62"])
     row = Row("r", ({"role": "user", "content": "?"},), "mine", "", {})
-    with pytest.raises(ConfigError, match=r"row r: no task of vf_sums: .*use data.train=\[verifiers:vf_sums:512\]"):
-        verifiers("vf_sums")._task(row)  # type: ignore[attr-defined]
+    with pytest.raises(
+        ConfigError, match=r"row r: no task of vf_sums: .*use data.train and data.eval=\[verifiers:vf_sums"
+    ):
+        verifiers("vf_sums").start(row)

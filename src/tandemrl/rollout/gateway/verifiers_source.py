@@ -15,7 +15,7 @@ from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.rewards.calls import is_metric
 from tandemrl.rewards.protocol import Score
-from tandemrl.rollout.envs.environment import BrokenEnvironmentError
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Opening
 from tandemrl.rollout.gateway.source import AgentFailedError, Endpoint, Outcome, Source
 
 KEPT = 10_000
@@ -84,6 +84,10 @@ class _Verifiers(Source):
         self.tokenizer = config.model.senior
         return super().make_runner(tokenizer, config, **how)
 
+    def start(self, row: Row) -> Opening:
+        self._task(row)  # refuses it before the run
+        return super().start(row)
+
     async def episode(self, row: Row, endpoint: Endpoint) -> Outcome:
         import verifiers.v1 as vf
 
@@ -115,7 +119,9 @@ class _Verifiers(Source):
             return kind(kind.data_type().model_validate(row.extra_info["task"]), self.env.taskset.config.task)
         except (KeyError, ValueError) as error:
             why = f"row {row.example_id}: no task of {self.env.config.taskset.id}: {error}"
-            raise ConfigError(f"{why}; use data.train=[verifiers:{self.env.config.taskset.id}:512]") from None
+            raise ConfigError(
+                f"{why}; use data.train and data.eval=[verifiers:{self.env.config.taskset.id}:512]"
+            ) from None
 
     async def _within(self, task: Any, episode: Any) -> None:
         """Compare the traces of an episode, if it has several."""
