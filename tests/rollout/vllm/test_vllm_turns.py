@@ -82,14 +82,14 @@ def engine(engines) -> Any:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[Completion]:
-    return flat(reference("Llama junior").generate(in_turns(60, seed=1), responder=world()))
+    return flat(reference("Llama junior").generate(in_turns(38, seed=1), responder=world()))
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("lockstep", marks=pytest.mark.slow), "draft"])
 def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
     """Answers come at once and in any order."""
     drafts = {"draft_tokens": 8} if mode == "draft" else {}
-    batch, engine, played = in_turns(60, seed=1), engines("Llama junior", mode=mode, **drafts), world()
+    batch, engine, played = in_turns(38, seed=1), engines("Llama junior", mode=mode, **drafts), world()
     found = flat(engine.generate(batch, responder=played))
     assert_same_turns(found, wanted)
     assert {len(c.turns) for c in found} == {2, 3}
@@ -102,7 +102,7 @@ def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
 
 def test_several_requests_write_what_one_with_a_responder_does(engine):
     """The workers know nothing of the turns before but what ``history`` says."""
-    batch = in_turns(40, seed=3)
+    batch = in_turns(20, seed=3)
     wanted = flat(engine.generate(batch, responder=world()))
     requests = [Request(r.prompt, r.keys, r.sampling, r.strategy, turn_tokens=20) for r in batch]
     for index in range(3):
