@@ -234,7 +234,7 @@ def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny_pair: Path, 
     assert max(first["mismatch/mean_abs"], second["mismatch/mean_abs"]) < 1e-5
     assert first["ratio"] == 1.0  # B = 0 at the start
     assert second["ratio"] != 1.0  # of log-probs with dropout against those without
-    out = shutil.copytree(whole, tmp_path / "resumed")
+    out = shutil.copytree(whole, tmp_path / "resumed", ignore=shutil.ignore_patterns("step_2"))
     step_1 = str(out / "checkpoints" / "step_1")
     train(config(tiny_pair, out, "train.steps=2", *dropped), quiet=True, resume=step_1)
     assert_same_run(whole, out, step=2)
@@ -265,7 +265,7 @@ def test_a_run_trains_adapters_alone_and_resumes(pairing: tuple[str, ...], tiny_
     stored = FileSystemReader(whole / "checkpoints" / "step_2" / "tensors").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in stored)
 
-    out = shutil.copytree(whole, tmp_path / "resumed")
+    out = shutil.copytree(whole, tmp_path / "resumed", ignore=shutil.ignore_patterns("step_2"))
     step_1 = str(out / "checkpoints" / "step_1")
     train(config(tiny_pair, out, "train.steps=2", *lora), quiet=True, resume=step_1)
     assert_same_run(whole, out, step=2)
