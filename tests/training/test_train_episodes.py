@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import uuid
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,17 @@ def test_what_is_searched_is_part_of_a_run(agents: Path, tmp_path: Path) -> None
     assert searched() == before
     (tmp_path / "documents.jsonl").write_text("two")
     assert [name for name, value in searched().items() if value != before[name]] == ["retrieval"]
+
+
+class Opened(small_world.Talk):
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        self.opened = str(uuid.uuid4())
+        return super().tool_schemas()
+
+
+def test_what_an_environment_keeps_when_it_is_used_makes_it_no_other_one(agents: Path, tmp_path: Path) -> None:
+    found = [Preflight(config(agents, tmp_path), environment=Opened()).environment_id for _ in range(2)]
+    assert found[0] == found[1]
 
 
 def test_a_world_that_never_answers_is_not_trained_on(agents: Path, tmp_path: Path) -> None:

@@ -213,7 +213,6 @@ class Preflight:
             config, self.tokenizer, environment=self.environment, eos_token_ids=self._ends, junior=junior
         )
         assert runner is not None
-        signature(runner.environment)  # before it is used
         return runner
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -267,6 +268,21 @@ def test_what_was_cached_under_the_old_weights_is_dropped(loading):
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def test_both_models_know_the_layout_of_the_cache_before_there_is_one():
+    """On CUDA, vLLM captures graphs with a small cache of each model, to see how much memory they take."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from tandemrl.rollout.vllm.worker import TandemGPUWorker
+
+    caches = {who: CacheConfig() for who in (0, 1)}
+    runners = {who: SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)) for who, cache in caches.items()}
+    worker = SimpleNamespace(model_runner=SimpleNamespace(runners=runners))
+    assert hasattr(WorkerBase, "set_kv_cache_layout")
+    TandemGPUWorker.set_kv_cache_layout(worker, "LBHNC")
+    assert [cache.kv_cache_layout for cache in caches.values()] == ["LBHNC"] * 2
 
 
 def test_the_process_keeps_its_threads_and_random_state(engines):

@@ -37,6 +37,7 @@ from tandemrl.rollout.envs.environment import Environment, Opening, State, make_
 from tandemrl.rollout.envs.parsing import CALL_FORMATS, CallFormat, parse_turn
 from tandemrl.rollout.envs.rendering import Rendered, Rendering
 from tandemrl.rollout.envs.worker import answering
+from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
@@ -290,6 +291,7 @@ def make_episode_runner(
     acted_in = make_environment(config) if environment is None else environment
     if acted_in is None:
         return None
+    signature(acted_in)  # before it is used
     how: dict[str, Any] = {"eos_token_ids": eos_token_ids, "junior": junior}
     if (make := getattr(acted_in, "make_runner", None)) is not None:  # it asks the models itself (``gateway.source``)
         runner: EpisodeRunner = make(tokenizer, config, **how)
