@@ -1,6 +1,7 @@
 """The sandbox against programs that attack it, and against machines that lack its layers."""
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -133,10 +134,12 @@ def test_a_function_is_called_with_values_that_survive():
     box = Sandbox(LIMITS)
     value = [1, -2.5, "ä\n", None, True, [1, [2]], {"k": {"3": 4}}, [[]], 10**100]
     assert box.run("def f(*a): return a", Call("f", tuple(value))).value == value
-    kinds = "[(1, 2), {3: {4}}, {'k': (5,)}, b'\\0\\xff', 2j, 'ä\\n', None, True, 10**100, {(1, 2): 3}]"
-    assert (
-        box.run("def f(*a): return a", Check("f", "", f"def check(c): assert c(*{kinds}) == (*{kinds},)")).value is True
-    )
+    kinds = "(1, 2), {3: {4}}, {'k': frozenset({5})}, b'\\0\\xff', 2j, 'ä\\n', None, True, 10**100, {(1, 2): 3}, 1e999"
+    same = f"def check(c): assert c({kinds}) == ({kinds}) and repr(c(-1e999 + 1e999)) == '(nan,)'"
+    assert box.run("def f(*a): return a", Check("f", "", same)).value is True
+    assert box.run("def f(x): return min(x)", Call("f", ([2, float("-inf")],))).value == float("-inf")
+    kind = "import enum\nclass Kind(str, enum.Enum): A = 'a'\ndef f(x): return Kind.A"
+    assert box.run(kind, Call("f", (1,))).value == "a"
     assert box.run("class Solution:\n def f(self, x): return x + 1", Call("f", (1,))).value == 2
     assert box.run("import numpy\ndef f(): return numpy.arange(3)", Call("f", ())).value == [0, 1, 2]
     assert box.run("def f(xs: List[int]): return Counter(xs)", Call("f", ([1, 1],))).value == {"1": 2}
@@ -146,6 +149,15 @@ def test_a_function_is_called_with_values_that_survive():
     assert box.run("pass", Call("gcd", (4, 6))).status == "error"  # a name of the preamble is not the program's
     assert box.run("from math import gcd", Call("gcd", (4, 6))).value == 2
     assert box.run("class Solution:\n def count(self, x): return x", Call("count", (3,))).value == 3
+
+
+def test_a_test_may_have_much_and_deep_input():
+    """Half a million numbers take the interpreter's own parser 500 MB, and 200 brackets are too many for it."""
+    box, deep = Sandbox(LIMITS), "[" * 400 + "]" * 400
+    assert box.run("def f(x): return sum(x)", Call("f", ([1] * 500_000,))).value == 500_000
+    assert box.run("def f(x): return str(x)", Call("f", (json.loads(deep),))).value == deep
+    same = "def check(c):\n x = []\n for _ in range(399): x = [x]\n assert c(x) == x"
+    assert box.run("def f(x): return x", Check("f", "", same)).value is True
 
 
 def test_a_check_calls_the_program():

@@ -9,7 +9,6 @@ Requests are JSON in the frames of `multiprocessing.connection`, replies are lin
 runner ends after its test, or when no requests can come any more.
 """
 
-import ast
 import atexit
 import builtins
 import contextlib
@@ -51,8 +50,8 @@ MAX_STACK_BYTES = 64 * MB
 DOES_NOT_COMPILE = 120
 """The exit status of a test whose program is not valid Python."""
 ERROR_CHARS = 2000
-ATOMS: tuple[type[Any], ...] = (int, float, complex, str, bytes)
-CONTAINERS: tuple[type[Any], ...] = (list, tuple, set)
+KINDS: tuple[type[Any], ...] = (tuple, set, frozenset, bytes, bytearray)
+"""Containers that tests exchange, beside lists and dictionaries."""
 PREAMBLE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -78,8 +77,8 @@ def as_function(program: str, name: str, prompt: str = "", *, encode: Callable[[
     HumanEval's ``prompt`` runs before it, for imports and helpers; the body of the function that it begins is joined
     to it.
 
-    Each line of descriptor 3 is a literal, the list of arguments. What ``encode`` makes of the result is a line of JSON
-    on descriptor 4.
+    Each line of descriptor 3 is the list of arguments (`to_wire`). What ``encode`` makes of the result is a line of
+    JSON on descriptor 4.
     """
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -97,7 +96,7 @@ def as_function(program: str, name: str, prompt: str = "", *, encode: Callable[[
     with open(3, "rb") as requests, open(4, "wb", buffering=0) as replies:
         for line in requests:
             try:
-                reply = json.dumps({"value": encode(function(*ast.literal_eval(line.decode())))})
+                reply = json.dumps({"value": encode(function(*map(from_wire, json.loads(line))))})
             except Exception as error:
                 reply = json.dumps({"error": type(error).__name__, "message": str(error)[:ERROR_CHARS]})
             replies.write(reply.encode() + b"\n")
@@ -114,14 +113,14 @@ def check(prompt: str, test: str, function: str) -> None:
     requests, replies = open(3, "wb", buffering=0), open(4, "rb")  # noqa: SIM115 - for life
 
     def candidate(*arguments: Any) -> Any:
-        requests.write(literal([*arguments]).encode() + b"\n")
+        requests.write(json.dumps(to_wire([*arguments])).encode() + b"\n")
         reply = json.loads(replies.readline() or '{"error": "RuntimeError", "message": "the program ended"}')
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), None)
             if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, StopIteration):
                 kind = RuntimeError  # a StopIteration would quietly end a test's map(candidate, inputs)
             raise kind(reply.get("message"))
-        return ast.literal_eval(reply["value"])
+        return from_wire(reply["value"])
 
     module = types.ModuleType("test")
     exec(compile(prompt, "<prompt>", "exec"), module.__dict__)
@@ -144,30 +143,47 @@ def _execute(program: str, module: types.ModuleType) -> None:
     exec(code, module.__dict__)
 
 
-def plain(value: Any) -> Any:
-    """A value that tests exchange, made of Python's own kinds alone.
+def to_wire(value: Any) -> Any:
+    """A value that tests exchange, as JSON. Lists stay lists; ``{kind: items}`` stands for the other containers.
 
     Raises:
         TypeError: the value is of a kind that cannot be exchanged.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    for kind in ATOMS:
-        if isinstance(value, kind):
-            return kind(value)
-    for kind in CONTAINERS:
-        if isinstance(value, kind):
-            return kind(map(plain, value))
+    if isinstance(value, list):
+        return [*map(to_wire, value)]
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {"dict": [[to_wire(key), to_wire(item)] for key, item in value.items()]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for kind in KINDS:
+        if isinstance(value, kind):
+            return {kind.__name__: [*map(to_wire, value)]}
     if hasattr(value, "tolist"):  # numpy's
-        return plain(value.tolist())
+        return to_wire(value.tolist())
     raise TypeError(f"a test cannot receive a {type(value).__name__}")
 
 
-def literal(value: Any) -> str:
-    """A value as `ast.literal_eval` reads it: JSON has no tuples, sets and keys that are numbers."""
-    return repr(plain(value))
+def from_wire(value: Any) -> Any:
+    """The inverse of `to_wire`.
+
+    Raises:
+        ValueError, TypeError, LookupError: ``value`` is not what `to_wire` makes.
+    """
+    if isinstance(value, list):
+        return [*map(from_wire, value)]
+    if not isinstance(value, dict):
+        return value
+    ((kind, items),) = value.items()
+    if kind == "complex":
+        return complex(*items)
+    return {make.__name__: make for make in (*KINDS, dict)}[kind](map(from_wire, items))
+
+
+def plain(value: Any) -> Any:
+    """A value made of Python's own kinds alone."""
+    return from_wire(to_wire(value))
 
 
 # The runner ---------------------------------------------------------------------------------------------------------
@@ -301,7 +317,7 @@ class Runner(NamedTuple):
             main = self._spawn(call, (*std, self.store, result_end))
         else:
             (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
-            call = partial(as_function, job["program"], job["function"], job["prompt"], encode=literal)
+            call = partial(as_function, job["program"], job["function"], job["prompt"], encode=to_wire)
             self._spawn(call, (*std, calls, return_end))
             test = _receive(self.line)  # only now: the program must not find it in its memory
             main = self._spawn(lambda: check(**test), (*std, call_end, returns, result_end))

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tandemrl.config import SandboxConfig
-from tandemrl.tasks.code.runner import literal
+from tandemrl.tasks.code.runner import to_wire
 from tandemrl.tasks.code.tests import Call, Stdin, Test
 
 START = (
@@ -278,7 +278,8 @@ def _messages(program: str, test: Test, timeout_s: float) -> list[dict[str, Any]
     if isinstance(test, Stdin):
         return [job | {"kind": "script", "input": test.text}]
     if isinstance(test, Call):
-        return [job | {"kind": "call", "function": test.function, "input": literal([*test.arguments]) + "\n"}]
+        arguments = json.dumps(to_wire([*test.arguments]))
+        return [job | {"kind": "call", "function": test.function, "input": arguments + "\n"}]
     return [job | {"kind": "check", "function": test.function, "input": "", "prompt": test.prompt}, test._asdict()]
 
 

@@ -17,7 +17,6 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from tandemrl.config import RewardConfig
@@ -402,17 +401,12 @@ _SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": 
 
 def _text(latex: str) -> str:
     r"""LaTeX as plain text, which pylatexenc makes of it: ``\frac{x+1}{2}`` is x+1/2, an unknown macro is nothing."""
-    reader, plain = _reader(), re.sub(r"\\[td]?frac", r" \\frac", latex)
-    try:
-        text = str(reader.latex_to_text(plain))
-    except Exception:  # as published: it stays as it is
-        return latex
-    return re.sub("|".join(_SIGNS), lambda sign: _SIGNS[sign[0]], text).strip()
-
-
-@cache
-def _reader() -> Any:
     from pylatexenc.latex2text import LatexNodes2Text
 
     logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)  # it warns of each macro that lacks its arguments
-    return LatexNodes2Text()
+    plain = re.sub(r"\\[td]?frac", r" \\frac", latex)
+    try:
+        text = str(LatexNodes2Text().latex_to_text(plain))  # a new one: it remembers a \title
+    except Exception:  # as published: it stays as it is
+        return latex
+    return re.sub("|".join(_SIGNS), lambda sign: _SIGNS[sign[0]], text).strip()
