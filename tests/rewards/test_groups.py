@@ -10,7 +10,7 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import Row
 from tandemrl.processes.world import World
-from tandemrl.rewards.functions import with_environment
+from tandemrl.rewards.functions import by_name, with_environment
 from tandemrl.rewards.protocol import GraderError, TrainerState
 from tandemrl.rewards.scoring import Scorer
 
@@ -39,8 +39,8 @@ def plural(completions, answers, states, infos):
     return [float(info["level"]) for info in infos]
 
 
-def ranked(row, texts, options, opened, transcripts=None):
-    assert len(opened) == len(texts)
+def ranked(row, texts, options, opened, transcripts=None, written=None):
+    assert (len(opened), written) == (len(texts), None)  # that the library's scorers get `written` concerns no other
     return [None if text == "x" else sorted(texts, key=len).index(text) / len(texts) for text in texts]
 
 
@@ -80,6 +80,13 @@ def test_a_function_of_texts_gets_all_to_a_prompt(child: bool, tmp_path: Path, m
         found = scorer.score([(ROWS[0], "abc"), (ROWS[1], "a"), (ROWS[0], "ab"), (ROWS[0], "x"), (ROWS[0], "abcd")])
     assert [score.value for score in found if score.scored] == [0.5, 0.0, 0.25, 0.75]
     assert not found[3].scored
+
+
+def test_a_function_of_texts_cannot_ask_for_one_transcript() -> None:
+    with pytest.raises(
+        GraderError, match="reward best: it gets all responses to a prompt; name its parameter transcripts"
+    ):
+        by_name({"best": lambda row, texts, transcript: [0.0]})
 
 
 def test_an_environment_compares_the_episodes_of_a_row() -> None:

@@ -73,7 +73,7 @@ VERIFIERS = ("prompt", "completion", "answer", "state", "task", "info")
 """The keyword arguments that verifiers passes to a reward function, without the objects of its rubric."""
 PLURALS = {"answers", "states", "tasks", "infos"}
 """What a function of verifiers takes beside ``prompts`` and ``completions`` if it scores all responses to a prompt."""
-KEYWORDS = ("transcript", "transcripts", "written", "opened", "options")
+KEYWORDS = ("transcript", "transcripts", "opened", "options")
 """What a function of the library's own form gets by keyword if it has such parameters."""
 LOGS = ("log_metric", "log_extra")
 """The functions that TRL passes, so that a reward function can log numbers, and columns with a value per completion."""
@@ -134,8 +134,11 @@ class Call(NamedTuple):
         return tuple(name for name in LOGS if self.rest or name in self.names) if self.grouped else None
 
     @classmethod
-    def of(cls, function: Callable[..., Any], name: str) -> "Call":
+    def of(cls, function: Callable[..., Any], name: str, keywords: Sequence[str] = KEYWORDS) -> "Call":
         """The way to call a function, read from its parameters.
+
+        Args:
+            keywords: what a function of the library's own form gets by keyword.
 
         Raises:
             GraderError: it cannot be called in any of the known ways; the message names it.
@@ -148,11 +151,15 @@ class Call(NamedTuple):
         optional = tuple(each for each in parameters if parameters[each].default is not empty)
         form = _foreign(parameters)
         if form == "own":
-            names = tuple(each for each in KEYWORDS if each in parameters)
+            names, grouped = tuple(each for each in keywords if each in parameters), not GROUPS.isdisjoint(parameters)
+            if grouped and "transcript" in names:
+                raise GraderError(
+                    f"{name}: it gets all responses to a prompt; name its parameter transcripts, for a list"
+                )
             for count in (2, 3):
                 with suppress(TypeError):
                     signature.bind(*[None] * count, **dict.fromkeys(names))
-                    return cls(form, count == 3, names, optional, grouped=not GROUPS.isdisjoint(parameters))
+                    return cls(form, count == 3, names, optional, grouped=grouped)
             raise _no_reward(name, signature)
         kinds = {each: parameter.kind for each, parameter in parameters.items()}
         rest = inspect.Parameter.VAR_KEYWORD in kinds.values()

@@ -14,7 +14,7 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.processes.names import function_named
-from tandemrl.rewards.calls import METRICS, Call, Given, called, called_group, raised
+from tandemrl.rewards.calls import KEYWORDS, METRICS, Call, Given, called, called_group, raised
 from tandemrl.rewards.protocol import (
     NO_SCORE,
     Deferred,
@@ -138,7 +138,7 @@ def with_environment(functions: Mapping[str, RewardFunction], environment: Any) 
 
 def of_library(name: str, function: ScorerFunction) -> Term:
     """The reward of one of the library's scorers. They get plain text, as published graders expect it."""
-    how = Call.of(function, name)
+    how = Call.of(function, name, (*KEYWORDS, "written"))
 
     def begin(items: Sequence[Item], options: RewardConfig, state: TrainerState | None) -> Score | Deferred:
         given = how.given(name, items, options, state)
