@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,32 @@ def page(experiment: Path) -> str:
     return to_html(build_report(experiment))
 
 
-def tags(page: str) -> Counter[str]:
-    """How many elements of a name a page has, each of which is closed where it has to be."""
-    found = Counter(re.findall(r"<(/?\w+)(?:[^>]*[^>/])?>", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)))
-    names = {name.removeprefix("/") for name in found} - {"br", "img", "input", "hr", "link", "meta"}
-    assert {name: found[name] for name in names} == {name: found[f"/{name}"] for name in names}
-    return found
+class Page(HTMLParser):
+    """Elements, ids and references of a page, of which every element is closed in its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.feed(text)
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.tags[tag] += 1
+        self.ids += [found["id"]] if "id" in found else []
+        self.references += [found[name] for name in ("href", "src", "xlink:href", "action", "data") if name in found]
+        self.stack += [tag] if tag not in ("meta", "link", "br", "img", "input", "hr") else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        depth = len(self.stack)
+        self.handle_starttag(tag, attrs)
+        del self.stack[depth:]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
 
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -234,14 +255,14 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> Non
     """What files say is escaped."""
     for text in ("&lt;script&gt;alert(1)&lt;/script&gt;", "tandem &lt;GRPO&gt;", "a &lt; b &amp; c"):
         assert text in page
-    assert tags(page)["article"] > 3
-    assert not re.search(r"<(script|img|link|iframe)\b", page)
-    ids = re.findall(r'<[^>]* id="([^"]*)"', page)
-    assert len(set(ids)) == len(ids)
-    references = re.findall(r'<[^>]* (?:href|src|action|data)="([^"]*)"', page)
-    assert all(reference[0] == "#" and reference[1:] in ids for reference in references)
+    found = Page(page)
+    assert found.tags["article"] > 3
+    assert found.tags["script"] == found.tags["img"] == found.tags["link"] == found.tags["iframe"] == 0
+    assert len(set(found.ids)) == len(found.ids)
+    assert found.references
+    assert all(each[:1] == "#" and each[1:] in found.ids for each in found.references)
     inside = re.findall(r"url\(([^)]*)\)", page)
-    assert all(reference.removeprefix("#") in ids for reference in inside)
+    assert all(reference.removeprefix("#") in found.ids for reference in inside)
     assert "@import" not in page
     assert "http" not in page
     assert len(page) < 500_000
@@ -304,7 +325,7 @@ def test_an_episode_shows_turns_authors_and_what_the_world_said(tmp_path: Path, 
     written = [len(first), len(second)]
     assert (shown.tokens, shown.senior_share) == (sum(written), pytest.approx(written[0] / sum(written)))
     html = to_html(report)
-    assert tags(html)["script"] == 0
+    assert Page(html).tags["script"] == 0
     assert '<span class="observation">&lt;/span&gt;&lt;/div&gt;&lt;script&gt;' in html
     assert f"{sum(written)} tokens, {100 * written[0] / sum(written):.0f} % senior in 2 turns, out of turns" in html
     assert "1 tool calls" in html

@@ -460,6 +460,28 @@ def source() -> str:
     return str(Path(sandbox.__file__).parents[3])
 
 
+@pytest.mark.parametrize(
+    ("reply", "request_", "said"),
+    [(b'{"a": ', "", "timed out"), (b"1" * 99, "", "too long"), (b"", "x" * 2**24, "timed out")],
+    ids=["a reply that stops", "one that goes on and on", "a request that nobody reads"],
+)
+def test_a_program_that_stops_its_runner_does_not_hang_the_scoring(reply: bytes, request_: str, said: str) -> None:
+    (line, theirs), (errors, gone) = socket.socketpair(), socket.socketpair()
+
+    class Scripted(Template):
+        def fork(self) -> tuple[socket.socket, socket.socket]:
+            return line, errors
+
+    gone.close()
+    theirs.sendall(b'{"supervisor": null, "layers": {}, "troubles": []}\n')
+    process = sandbox._Process(Scripted(), LIMITS)
+    process._reply_bytes = 50
+    theirs.sendall(reply)
+    with theirs, pytest.raises(OSError, match=said):
+        process.ask([request_], 0.2)
+    process.end()
+
+
 def test_an_interrupted_run_leaves_nothing(template):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
     box = Sandbox(LIMITS, template=template)

@@ -52,10 +52,22 @@ def test_extraction(text, answer):
         (r"\pi^{10}", "pi^10"),
         *((r"\alpha x", "αx"), (r"\foo{1}", "1"), (r"(-\infty, 2)\cup(3,4]", "(-inf, 2)u(3,4]"), (r"1\,2", "1+2")),
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[ 1+2; 3+4 ]"),
+        *(
+            (r"\mathbf{x}", "𝐱"),
+            (r"\vec v", "v⃗"),
+            (r"\neq---", "≠—"),
+            (r"\emph{y} {z}", "y z"),
+            (r"[0,1) \not=", "[0,1) ≠"),
+        ),
     ],
 )
 def test_the_normal_form_of_prm800k(answer, normal):
     assert normalise(answer) == normal
+
+
+def test_a_normal_form_is_of_its_own_text_alone():
+    assert normalise(r"\title{Seventeen}") == ""
+    assert r"[no \title given]" in normalise(r"\maketitle")
 
 
 # Each line is ``ground truth :: answer | answer …``.
