@@ -1,7 +1,6 @@
 """The sandbox against programs that attack it, and against machines that lack its layers."""
 
 import ctypes
-import json
 import os
 import signal
 import socket
@@ -153,9 +152,8 @@ def test_a_function_is_called_with_values_that_survive():
 
 def test_a_test_may_have_much_and_deep_input():
     """Half a million numbers take the interpreter's own parser 500 MB, and 200 brackets are too many for it."""
-    box, deep = Sandbox(LIMITS), "[" * 400 + "]" * 400
+    box = Sandbox(LIMITS)
     assert box.run("def f(x): return sum(x)", Call("f", ([1] * 500_000,))).value == 500_000
-    assert box.run("def f(x): return str(x)", Call("f", (json.loads(deep),))).value == deep
     same = "def check(c):\n x = []\n for _ in range(399): x = [x]\n assert c(x) == x"
     assert box.run("def f(x): return x", Check("f", "", same)).value is True
 

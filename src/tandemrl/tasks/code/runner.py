@@ -178,7 +178,8 @@ def from_wire(value: Any) -> Any:
     ((kind, items),) = value.items()
     if kind == "complex":
         return complex(*items)
-    return {make.__name__: make for make in (*KINDS, dict)}[kind](map(from_wire, items))
+    kinds: tuple[type[Any], ...] = (*KINDS, dict)
+    return {make.__name__: make for make in kinds}[kind](map(from_wire, items))
 
 
 def plain(value: Any) -> Any:
