@@ -8,6 +8,7 @@ import pytest
 from tandemrl.config import RewardConfig
 from tandemrl.data.documents import documents_of, hops, supporting_ids
 from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
 from tandemrl.rewards.routing import terms_of
 from tandemrl.tasks.qa.rows import SETS, build_hotpot
 
@@ -48,3 +49,20 @@ def test_rows_are_those_of_musique(name: str, form: str, tmp_path: Path) -> None
     assert supporting_ids(row) == ["0", "2"]
     assert (hops(row), row.extra_info["id"], row.extra_info["type"]) == (2, "a", "bridge")
     assert [term.name for term in terms_of(row, RewardConfig())] == ["musique"]
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        ("context", {"title": "Ann", "sentences": TEXTS}),
+        ("context", {"title": TITLES, "sentences": TEXTS[:2]}),
+        ("context", [["Ann", "born in Paris"]]),
+        ("context", "[[1"),
+        ("supporting_facts", [[0, "Ann"]]),
+        ("supporting_facts", []),
+    ],
+)
+def test_what_are_no_pairs_is_refused(field: str, found: object, tmp_path: Path) -> None:
+    copy = put(tmp_path / "copy", "hotpotqa", "text", **{field: found})
+    with pytest.raises(DataError, match=rf"train.jsonl, line 1, field '{field}': expected \[title, \w+\] pairs"):
+        build_hotpot("hotpotqa", copy, tmp_path / "out", expect_rows=0)

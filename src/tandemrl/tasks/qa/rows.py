@@ -182,7 +182,8 @@ def _pairs(record: Record, field: str, second: str) -> list[tuple[str, Any]]:
     try:
         value = json.loads(found) if isinstance(found, str) else found
         if isinstance(value, Mapping):
-            value = [*zip(value["title"], value.get(second, value.get("content")), strict=True)]
+            columns = value["title"], value.get(second, value.get("content"))
+            value = [*zip(*columns, strict=True)] if all(isinstance(each, list) for each in columns) else ()
         pairs = [(title, other) for title, other in value]
     except (ValueError, TypeError, LookupError):
         pairs = []
