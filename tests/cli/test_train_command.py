@@ -4,6 +4,7 @@ import shlex
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import Result
@@ -125,3 +126,10 @@ def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> No
     assert batches.startswith("batch plan per step: 16 prompts -> ")
     assert page.startswith("plan of 1 process(es) on h200, ")
     assert page.strip().endswith("time: 500 steps of 36 s (median of 1) are 5 hours")
+
+
+def test_a_plan_is_of_as_many_processes_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Mock()
+    monkeypatch.setattr("tandemrl.apps.planning.plan.plan", planned)
+    assert run("plan", "-c", "quickstart", "--ranks", "2", "--device", "h200").exit_code == 0
+    assert planned.call_args.args[1:] == (2, "h200")
