@@ -69,6 +69,10 @@ def test_a_missing_or_short_channel_is_refused(good, name):
             check_completion(good)
 
 
+def test_a_completion_without_tokens_passes():
+    check_completion(Completion(1, np.zeros(0, int), np.zeros(0, np.int8), np.zeros(0, np.float32), "abort"))
+
+
 @pytest.mark.parametrize(
     ("name", "values", "match"),
     [

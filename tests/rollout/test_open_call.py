@@ -144,8 +144,8 @@ def test_a_model_that_joins_between_two_turns_reads_what_was_written() -> None:
 
 
 def test_what_is_aborted_ends_and_the_others_go_on() -> None:
-    running = engine()
     """Though one of them has the same key."""
+    running = engine()
     batch = requests(prompts(3), Sampling(max_tokens=25, ignore_eos=True), bernoulli(0.5))
     batch[2] = replace(batch[2], keys=batch[1].keys)
     with running.open() as call:
