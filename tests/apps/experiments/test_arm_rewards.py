@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandemrl.apps.experiments.arm_rewards import brevity, junior_likelihood
+from tandemrl.apps.experiments.arm_rewards import junior_likelihood
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
+from tandemrl.data.messages import Response
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rewards.scoring import Scorer
 
@@ -54,7 +55,7 @@ def test_it_is_a_term_of_a_sum_in_a_config(junior: str) -> None:
     )
     text = rf"so \boxed{{{row.ground_truth}}}"
     with Scorer(reward) as scorer:
-        [score] = scorer.score([(row, text)])
+        [score] = scorer.score([(row, Response(text, text, ids=(5, 6, 7)))])
     [likelihood] = junior_likelihood(row, [text], model=junior)
-    assert score.value == pytest.approx(1 + 0.1 * likelihood + 0.5 * brevity(row, text), abs=1e-5)
+    assert score.value == pytest.approx(1 + 0.1 * likelihood + 0.5 * -0.03, abs=1e-5)
     assert score.parts["acc"] == 1

@@ -9,14 +9,15 @@ from tandemrl.data.rows import Row
 ANSWER = r"\boxed{"
 
 
-def brevity(row: Row, text: str, characters: float = 100.0) -> float:
-    """A penalty on length: minus one for so many characters. It shows that short is not legible.
+def brevity(completions: Sequence[str], completion_ids: Sequence[Sequence[int]], tokens: float = 100.0) -> list[float]:
+    """A penalty on length: minus one for so many tokens. In tokens, not in characters: jargon has fewer tokens and more
+    characters than plain words, so that a penalty on characters would be one on jargon itself.
 
     Examples:
-        >>> brevity(Row("a", (), "s", "7", {}), "x" * 50)
-        -0.5
+        >>> brevity(["3 and 4"], [[5, 6, 7]])
+        [-0.03]
     """
-    return -len(text) / characters
+    return [-len(ids) / tokens for ids in completion_ids]
 
 
 def junior_likelihood(row: Row, texts: Sequence[str], model: str, of: Literal["truth", "stated"] = "truth") -> Any:
