@@ -11,7 +11,7 @@ import pytest
 
 from scored import score_text
 from tandemrl.config import ConfigError, RewardConfig
-from tandemrl.data.messages import Transcript
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.calls import ChildCalls
 from tandemrl.rewards import routing, scoring
@@ -117,6 +117,11 @@ def test_pool_and_in_process_scores_agree():
     items += [(row(gold, "numina_x"), f"The answer is {answer}") for gold, answer in pairs]
     with Scorer(RewardConfig(timeout_s=60.0, workers=1)) as scorer:  # on a busy machine, too
         assert scorer.score(items) == [score_text(*item) for item in items]
+
+
+def test_the_librarys_scorers_read_text_without_special_tokens():
+    response = Response("so <|mask|>\\boxed{4<|mask|>2}", "so \\boxed{42}")
+    assert (score_text(row("42"), response).value, score_text(row("42"), response.text).value) == (1.0, 0.0)
 
 
 def test_each_task_gets_its_own_outcome_and_equal_ones_are_done_once(tmp_path, monkeypatch, without_math):
