@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -312,3 +313,14 @@ def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str
     result = CliRunner().invoke(app, ["experiment", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_further_measures_are_of_the_texts_of_their_phase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    further = {"solo": {"letters": len}, "handoff": {"handoff/letters": len}}
+    monkeypatch.setitem(PAIRS, "jargon", PAIRS["jargon"]._replace(**further))
+    monkeypatch.setattr(experiments, "measured", lambda *_: {"solo/pass@1": 0.5})
+    monkeypatch.setattr(experiments.evals, "read_result", lambda file: {"samples": file.stem})
+    said = {"pass-at-k": ["a", "bcd"], "handoff": ["efgh"]}
+    monkeypatch.setattr(experiments.evals, "read_samples", lambda file: [Mock(text=text) for text in said[file.name]])
+    found = experiments._row(Job("jargon", 0), tmp_path, "tandem")
+    assert found == {"solo/pass@1": 0.5, "letters": 2.0, "handoff/letters": 4.0}
