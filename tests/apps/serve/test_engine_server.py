@@ -507,6 +507,9 @@ class Slow:
         while len(self.joined) < requests:
             time.sleep(0.01)
 
+    def forget(self) -> None:
+        """It keeps nothing."""
+
     @contextmanager
     def open(self) -> Any:
         with self.own.open() as call:
