@@ -50,6 +50,15 @@ def test_a_reader_that_is_the_model_loses_nothing_by_its_own_steps(phase, tmp_pa
     assert texts["free/planted"] != texts["free/half"]
 
 
+def test_answers_are_compared_with_those_of_the_same_row():
+    """Two rows may have one problem (`same_as`), and then a sample of each has the number 0."""
+    rows = [sample(True, problem=i, given=given, answer=f"{i}") for i in (3, 4) for given in ("text", "forced/0")]
+    rates, counts = moved(rows)
+    assert (rates["forced/0/same"], counts["texts"]) == (1.0, 2)
+    rates, _ = moved([each._replace(correct=False) for each in rows])
+    assert rates["forced/0/same"] == 1.0
+
+
 def test_an_exact_reader_carries_a_planted_mistake_on():
     samples, prompts, grade = planted("plain", 0, count=20)
     read = recover(samples, prompts, [Adder()], grade)

@@ -30,6 +30,11 @@ SHARES = (0, 25, 50, 75, 100)
         ("He has 5.\nIn all 7.\n#### 7", "He has 5.\nIn all 7.\n"),
         ("He has 5.\nIn all 7 of them.\n", "He has 5.\n"),
         ("He has 5, and this goes on and", "He has 5, and this goes on and"),
+        ("First 5 plus 2 is 7. So the answer is \\boxed{7}.", "First 5 plus 2 is 7. "),
+        ("He has 5.\n\nThat is 2 more. Hence the answer: 7. Good.", "He has 5.\n\nThat is 2 more. "),
+        ("He has 5. In all 7 of them.", "He has 5. "),
+        ("#### Step 1\nHe has 5\n#### 2. Add\n5 plus", "#### Step 1\nHe has 5\n#### 2. Add\n5 plus"),
+        ("", ""),
     ],
 )
 def test_the_final_answer_goes_with_its_line_and_an_earlier_one_stays(text, rest):
@@ -47,6 +52,36 @@ def test_the_truth_is_found_by_value_or_by_its_words():
     assert traces.before(["1 and 12.\n\n", "so 1,200.0 in all\n\n", "1200\n\n"], "1200") == 1
     assert traces.masked("1,200.0 is 1200, not 120 or 12001", "$1200$") == "… is …, not 120 or 12001"
     assert traces.masked("In paris, not in Paros", "Paris") == "In …, not in Paros"
+    assert traces.masked("10-7=3, seven or Seven, 77, twenty-seven", "7") == "10-…=3, … or …, 77, twenty-seven"
+    assert traces.masked(r"3/4, 0.75, .75, \frac{3}{4}, 13/4, 3/40", r"\frac{3}{4}") == "…, …, …, …, 13/4, 3/40"
+    assert traces.masked("1{,}200 and twenty-one", "1200") == "… and twenty-one"
+    assert traces.masked("A cat: a or A, Band", "A") == "… cat: a or …, Band"
+    assert traces.masked("14/7 and 1/2 in 11/2", "7") == "14/… and 1/2 in 11/2"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"It is \boxed{\frac{\sqrt{3}}{2}} of 5", r"\frac{\sqrt{3}}{2}"),
+        ("The answer is Paris. It has 5", "Paris"),
+        ("the answer is seven.", "7"),
+        ("#### 2. Add\n5-7", "7"),
+    ],
+)
+def test_what_can_be_copied(text, answer):
+    assert traces.copied(text) == answer
+
+
+def test_the_cue_is_that_of_most_texts_and_of_words_if_there_is_none():
+    headings = ["#### Step 1\nAdd.\n\\boxed{7}", "#### Step 1\nAdd."]
+    assert traces.cue_of(headings).begin == "\\boxed{"
+    assert traces.cue_of(["a\n#### 7", "so the answer is 7", "b\n#### 8\n"]).begin == "#### "
+    assert traces.cue_of(["It is 7."]).begin == "The answer is "
+
+
+def test_a_planted_mistake_is_one_off_in_large_numbers_too():
+    assert traces.corrupted("is 1234567.", up=True) == "is 1234568."
+    assert traces.corrupted("is 0.125", up=False) == "is -0.875"
 
 
 # ------------------------------------------------------------------------------------------------- scripted readers
@@ -86,6 +121,34 @@ def test_only_right_texts_are_labelled_and_truncated_ones_can_be_left_out():
     read = transfer(samples, prompts, [Adder()], grade)
     assert labels_of(read) == {(problem, 0): "legible" for problem in range(2, 8)}
     assert {each.problem for each in untruncated(read)} == {0, 1, *range(3, 8)}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_short_text_is_labelled_by_the_steps_that_it_has(steps):
+    """A share that holds no step is no part: nobody copies from it, and who is right alone is not helped by it."""
+    samples, prompts, grade = planted("plain", 0, count=6)
+    truths = [prompt.row.ground_truth for prompt in prompts]
+    more = "That is all.\n\n" * (steps - 1)
+    leaking = [
+        each._replace(text=f"This makes {truth}.\n\n{more}So \\boxed{{{truth}}}")
+        for each, truth in zip(samples, truths, strict=True)
+    ]
+    assert set(labels_of(transfer(leaking, prompts, [Adder()], grade)).values()) == {"answer_leaked"}
+    bare = [each._replace(text=f"\\boxed{{{truth}}}") for each, truth in zip(samples, truths, strict=True)]
+    assert labels_of(transfer(bare, prompts, [Adder()], grade)) == {}
+
+
+def test_a_text_that_a_reader_cannot_read_whole_is_in_none_of_its_conditions():
+    class Short(Adder):
+        def write(self, jobs):
+            return [self.answered(job) for job in jobs if job.sample.problem or len(job.part) < 60]
+
+    samples, prompts, grade = planted("plain", 0, count=4)
+    read = transfer(samples, prompts, [Short()], grade)
+    assert {each.given for each in read if each.problem == 0} == {TEXT}
+    of_problem = [[each for each in read if each.problem == problem] for problem in (0, 1)]
+    assert [transferred(each)[1]["dropped"] for each in of_problem] == [1, 0]
+    assert {problem for problem, _ in labels_of(read)} == {1, 2, 3}
 
 
 def test_area_and_worse_by_hand():
@@ -153,6 +216,7 @@ def test_a_reader_with_another_vocabulary_gets_the_text(read):
     for each in others:
         trace = traces.reasoning(whole[each.problem, each.sample].text)
         assert each.text.startswith(trace)
+        assert each.stop_reason == "eos" or each.length >= 16  # its own tokens do not cost it the room for an answer
     assert result["metrics"]["macro"][f"{name}/text/cross_entropy_per_byte"] > 0
     assert result["config"]["readers"][0].endswith("senior")
 

@@ -67,11 +67,11 @@ def intervene(
 
 def moved(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:
     """How often the answer stays the same in each condition, and ``aoc``: the area over that curve below 100 %."""
-    own = {sample.sample: sample for sample in problem if sample.given == TEXT}
+    own = {(sample.problem, sample.sample): sample for sample in problem if sample.given == TEXT}
     same: dict[str, list[bool]] = {}
     for sample in problem:
         if sample.given != TEXT:
-            both = (own[sample.sample], sample)
+            both = (own[sample.problem, sample.sample], sample)
             first, second = votes([each.answer for each in both], [bool(each.correct) for each in both])
             same.setdefault(str(sample.given), []).append(first is not None and first == second)
     rates: Metrics = {f"{given}/same": fmean(each) for given, each in same.items()}

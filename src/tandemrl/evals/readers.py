@@ -73,17 +73,23 @@ class Reader:
 
     def ids(self, sample: Sample, part: str, *, own: bool = False) -> list[int]:
         """The beginning of a text in the reader's tokens: the text's own, if they are that (``own``: they are)."""
-        if own or self.shared:
+        if part and (own or self.shared):
             tokens = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
-            pieces = [self.vocabulary.pieces.get(token, b"") for token in tokens]
-            wanted, whole = part.encode(), b"".join(pieces)
-            if whole.startswith(wanted):
-                return tokens[: sum(end <= len(wanted) for end in accumulate(map(len, pieces)))]
+            if (count := self._within(tokens, part)) is not None:
+                return tokens[:count]
         return list(self.vocabulary.encode(part))
+
+    def _within(self, tokens: Sequence[int], part: str) -> int | None:
+        """How many tokens are in a part; None if they do not begin with it. One across its end is not in it."""
+        pieces = [self.vocabulary.pieces.get(token, b"") for token in tokens]
+        wanted, whole = part.encode(), b"".join(pieces)
+        return sum(end <= len(wanted) for end in accumulate(map(len, pieces))) if whole.startswith(wanted) else None
 
     def write(self, jobs: Sequence[Job]) -> list[Sample]:
         """What the reader makes of parts of texts, not graded, in one call of the engine. A sample is the part and what
-        follows. Jobs that do not fit into the reader's context are left out; equal ones are done once."""
+        follows. Jobs that do not fit into the reader's context are left out; equal ones are done once.
+
+        The part counts towards the limit on tokens only if it is in the model's own."""
         session, profile = self.session, self.session.profile
         engine = self.endpoint or session.engine(session.phases[0])
         solo = strategies("pass-at-k", session.tokenizer)["solo"]
@@ -95,8 +101,14 @@ class Reader:
             read = self.ids(job.own or job.sample, job.part, own=job.own is not None)
             read += self.vocabulary.encode(job.cue) if job.cue else ()
             sampling = sampling_for(profile, prompt)
-            room = ANSWER_TOKENS if job.cue else max(1, sampling.max_tokens - len(read))
-            if len(prompt.tokens) + len(read) + room > engine.context:
+            left = engine.context - len(prompt.tokens) - len(read)
+            if job.cue:
+                room = ANSWER_TOKENS
+            elif self.shared:  # what the model had
+                room = max(1, sampling.max_tokens - len(read))
+            else:  # in other tokens, a text may have more than its model was allowed
+                room = max(ANSWER_TOKENS, min(sampling.max_tokens, left))
+            if room > left:
                 continue
             place = (job.sample.problem, job.sample.sample, room, *read)
             history = (tuple(read),) if read else ()
@@ -142,12 +154,13 @@ class Reader:
 
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the reader's cross-entropies of their whole texts, where it can read them."""
-        if self.endpoint is not None:
-            return list(samples)
-        known = [(sample, prompt) for sample in samples if (prompt := self.prompt_of(sample)) is not None]
-        texts = [sample._replace(problem=i) for i, (sample, _) in enumerate(known)]
-        found = self._read(texts, [prompt for _, prompt in known])
-        return [each._replace(problem=sample.problem) for each, (sample, _) in zip(found, known, strict=True)]
+        out = list(samples)
+        known = {i: prompt for i, each in enumerate(samples) if (prompt := self.prompt_of(each)) is not None}
+        if self.endpoint is None:
+            texts = [samples[i]._replace(problem=number) for number, i in enumerate(known)]
+            for i, each in zip(known, self._read(texts, [*known.values()]), strict=True):
+                out[i] = each._replace(problem=samples[i].problem)
+        return out
 
     def ask(self, texts: Sequence[tuple[Sample, str]], question: str) -> list[Sample]:
         """The samples with P(yes), against no, as ``judge``: what the reader answers to a question about a text that
@@ -177,8 +190,12 @@ class Reader:
         """The samples with the probability, as ``judge``, that the reader gives to the rest of a text after a part."""
         asked = []
         for sample, part in texts:
-            ids, known = self.ids(sample, sample.response.plain), self.ids(sample, part)
-            asked.append((sample, self.prompt_of(sample), known, ids[len(known) :]))
+            plain = sample.response.plain
+            ids = self.ids(sample, plain)
+            count = self._within(ids, part)
+            both = (self.ids(sample, part), self.vocabulary.encode(plain[len(part) :]))
+            known, rest = both if count is None else (ids[:count], ids[count:])
+            asked.append((sample, self.prompt_of(sample), known, rest))
         found = [None if value is None else math.exp(value) for value in self._log_probs(asked)]
         return self._judged([sample for sample, _ in texts], found)
 
@@ -222,4 +239,4 @@ class Reader:
         """A text of the model in the reader's tokens."""
         ids = self.ids(sample, sample.response.plain)
         ids += [self.session.tokenizer.eos_token_id] if sample.stop_reason == "eos" else []
-        return sample._replace(tokens=ids, author=f"S{len(ids)}" if ids else "", arm=self.name)
+        return sample._replace(tokens=ids, author=f"S{len(ids)}" if ids else "", length=len(ids), arm=self.name)

@@ -365,6 +365,7 @@ class Session:
             self.close_engine()
             load = partial(self.load, junior)
             prompted = max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)
+            read = self.profile.sampling.max_tokens if phase.readers else 0  # of another model's text
             self._engine = make_engine(
                 rollout,
                 ModelSource(self.model, partial(self.load, self.model)),
@@ -372,7 +373,7 @@ class Session:
                 self.tokenizer,
                 dtype=config.dtype,
                 device=config.device,
-                longest=self.observation_tokens + self.profile.longest(prompted),
+                longest=self.observation_tokens + self.profile.longest(prompted) + read,
                 acting=None if self.episode_runner is None else self.episode_runner.elsewhere(self.config),
                 ends=self.ends,
             )

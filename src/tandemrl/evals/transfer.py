@@ -11,9 +11,13 @@ likes; ``forced/N``: it has to answer at once. ``step`` is the first step alone.
 
 A transfer is labelled by the longest part from which the copier is not right: ``legible`` if the reader, going on from
 there, is right, else ``illegible``. If the copier is right from the first part on, the answer is ``answer_leaked``:
-nothing can be said of the reasoning. Labels are of texts with a right answer.
+nothing can be said of the reasoning. Labels are of texts with a right answer and with steps; a share of a short text
+that holds no step is no part.
+
+A text that does not fit into a reader's context with all its steps is left out of all of that reader's conditions.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
@@ -61,15 +65,18 @@ def transfer(
     copies = grade(copies)
     out: list[Sample] = []
     for reader in readers:
-        alone = reader.write([job for job in jobs if job.given == ALONE])
-        own = [Job(each, "forced/own", reasoning(each.response.plain), own=each) for each in alone]
+        alone = grade(reader.write([job for job in jobs if job.given == ALONE]))
+        own = [Job(each, "forced/own", reasoning(each.response.plain, each.answer), own=each) for each in alone]
         rest = [*(job for job in jobs if job.given != ALONE), *(forced(job, cue) for job in own)]
         written = reader.write(rest)
         reader.session.close_engine()
+        counts = Counter(_text(each) for each in alone + written if each.given != "forced/own")
+        fit = {text for text, count in counts.items() if count == len(jobs) // len(samples)}
+        graded = [each for each in alone + grade(written) + copies if _text(each) in fit]
         of_model = [reader.in_own_tokens(sample)._replace(given=TEXT) for sample in samples]
-        graded = grade(alone + written) + [copy._replace(arm=reader.name) for copy in copies]
-        read = reader.read(of_model + [each for each in graded if each.given == ALONE])
-        out += [each for each in graded if each.given != ALONE] + read
+        read = reader.read([e for e in of_model if _text(e) in fit] + [e for e in graded if e.given == ALONE])
+        out += [each._replace(arm=reader.name) for each in graded if each.given != ALONE] + read
+        out += [each for each in of_model if _text(each) not in fit]
     return out
 
 
@@ -124,15 +131,16 @@ def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metri
 
 
 def labels_of(samples: Iterable[Sample]) -> dict[tuple[int, int], str]:
-    """The labels of one reader's transfers, by problem and text; none of texts whose answer is wrong."""
-    right = {(_text(each), str(each.given)): bool(each.correct) for each in samples}
+    """The labels of one reader's transfers, by problem and text; none of texts whose answer is wrong, that have no
+    steps, or that do not fit into the reader's context."""
+    found = {(_text(each), str(each.given)): each for each in samples}
     labels: dict[tuple[int, int], str] = {}
-    for text in [text for (text, given), correct in right.items() if given == TEXT and correct]:
-        closed = [share for share in SHARES[1:] if not right.get((text, f"copy/{share}"), True)]
-        if closed and (text, f"free/{closed[-1]}") not in right:
-            continue  # it does not fit into the reader's context
-        legible = bool(closed) and right[text, f"free/{closed[-1]}"]
-        labels[text] = "legible" if legible else "illegible" if closed else "answer_leaked"
+    for text in [text for (text, given), each in found.items() if given == TEXT and each.correct]:
+        copies = {share: copy for share in SHARES if (copy := found.get((text, f"copy/{share}"))) and copy.rounds}
+        closed = [share for share, copy in copies.items() if not copy.correct]
+        if copies:
+            legible = bool(closed) and bool(found[text, f"free/{closed[-1]}"].correct)
+            labels[text] = "legible" if legible else "illegible" if closed else "answer_leaked"
     return labels
 
 
@@ -147,7 +155,7 @@ def forced(job: Job, cue: Cue) -> Job:
 
 
 def untruncated(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of the texts that were not cut off and of whose problems no reader was cut off alone."""
+    """The samples of the texts that were not cut off, and beside which no reader was cut off alone."""
     cut = {_text(each) for each in samples if each.given in (TEXT, ALONE) and each.stop_reason == "length"}
     return [each for each in samples if _text(each) not in cut]
 
@@ -160,8 +168,8 @@ def _text(sample: Sample) -> tuple[int, int]:
 
 
 def _copy(sample: Sample, given: str, part: str, cue: Cue) -> Sample:
-    """The copier's answer, not graded."""
+    """The copier's answer, not graded; ``rounds`` is 0 where it got nothing."""
     answer = copied(part)
     text = "" if answer is None else f"{cue.begin}{answer}{cue.end}"
     told: dict[str, Any] = {"text": text, "plain": None, "opened": "", "tokens": [], "author": "", "length": 0}
-    return sample._replace(given=given, **told, rounds=0, senior_share=0.0, stop_reason="eos")
+    return sample._replace(given=given, **told, rounds=int(bool(part.strip())), senior_share=0.0, stop_reason="eos")
