@@ -9,7 +9,7 @@ in ``tandemrl.models.forward``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -108,6 +108,10 @@ class Rollout:
     def sequences(self) -> "tuple[Rollout, ...]":
         """All texts of the episode."""
         return self, *self.branches
+
+    def in_group(self, group: int) -> "Rollout":
+        """The rollout as one of this group."""
+        return replace(self, group=group, branches=tuple(each.in_group(group) for each in self.branches))
 
     @property
     def response_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Training with programs that ask the models themselves: what is the same as with an environment, and what a fork
 weighs."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -136,6 +137,17 @@ def rollout(index: int, tokens: str, reward: float, *branches: Rollout) -> Rollo
     author = np.array(["cjs".index(each) - 1 for each in tokens])
     values = np.where(author >= 0, -0.5 - index, 0.0)
     return Rollout("r", 0, index, index, np.arange(len(tokens)), author, values, reward, branches=branches)
+
+
+def test_an_episode_with_branches_is_left_out_moved_and_counted_as_a_whole(agents: Path) -> None:
+    cut = dataclasses.replace(rollout(0, "ccss", 1.0, rollout(0, "cccss", 1.0)), stop_reason="length")
+    flat = [rollout(i, "ccss", 0.5).in_group(1) for i in range(2)]
+    groups = [Group("r", (cut, rollout(1, "ccjs", 0.0))), Group("r", tuple(flat))]
+    setup = Setup(agents, "loss.filter_truncated=true", "train.prompts_per_step=2")
+    found = make_experience(setup, groups)  # type: ignore[arg-type]
+    assert found.used.tolist()[:3] == [False, False, True]
+    assert found.metrics["groups/zero_variance"] == 0.5  # 2 of 4 episodes, of 5 texts
+    assert [each.group for each in cut.in_group(7).sequences] == [7, 7]
 
 
 class Setup:

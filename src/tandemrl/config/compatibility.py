@@ -362,6 +362,8 @@ def _among_processes(c: Config) -> Rules:
         yield v.devices is not None, "rollout.vllm.devices", must_be
         must_be = f"null {several}: each junior is beside its senior"
         yield v.junior_device is not None, "rollout.vllm.junior_device", must_be
+    must_be = "single, tools or multihop with several processes: agents ask an engine of one"
+    yield r.environment_kind.asks, "rollout.environment", must_be
     must_be = "cuda with several processes: each then takes the GPU of its local rank"
     yield c.model.device.startswith("cuda:"), "model.device", must_be
     why = "a process that waits for a tool would be taken for one that hangs"

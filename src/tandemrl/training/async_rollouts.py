@@ -212,6 +212,8 @@ class AsyncRollouts:
 
     def __exit__(self, *_: object) -> None:
         while running := [each.batch for each in self._pending if each.batch is not None and not each.batch.done()]:
+            if self._setup.episode_runner is not None:
+                self._setup.episode_runner.stop()
             self._engine.abort()  # again: an engine forgets what it was told before a call began
             wait(running, timeout=0.2)
         self._threads.shutdown(wait=True)

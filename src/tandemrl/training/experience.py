@@ -67,7 +67,7 @@ class Experience(NamedTuple):
     @property
     def metrics(self) -> Metrics:
         return {
-            "groups/zero_variance": self.zero_variance.float().mean().item() if self.rollouts else 0.0,
+            "groups/zero_variance": self.zero_variance[self.firsts].float().mean().item() if self.rollouts else 0.0,
             "groups/skipped": (self.used & ~self.forwarded).float().mean().item() if self.rollouts else 0.0,
             "groups/dropped": float(self.dropped),
         }
@@ -113,7 +113,7 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     flat = losses.zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
     used = ~flat if recipe.filter_zero_variance else torch.ones_like(flat)
     if config.loss.filter_truncated:
-        used &= torch.tensor([r.stop_reason != "length" for r in rollouts], dtype=torch.bool)
+        used &= torch.tensor([whole[i].stop_reason != "length" for i in episodes.tolist()], dtype=torch.bool)
     if buffer := round(recipe.overlong_share * setup.sampling.max_tokens):
         lengths = torch.tensor([sum(each.response_tokens for each in whole[i].sequences) for i in episodes.tolist()])
         rewards += losses.overlong_penalty(lengths, max_tokens=setup.sampling.max_tokens, buffer=buffer)

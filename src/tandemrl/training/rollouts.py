@@ -1,7 +1,6 @@
 """The rollouts of a step: scored, replaced where they teach nothing (dynamic sampling), and measured."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -66,7 +65,7 @@ def resample(
         draws = Draws(*(a + b for a, b in zip(completions.draws, more.draws, strict=True)))
         completions = completions._replace(draws=draws, passes=completions.passes + more.passes)
         for i, fresh in zip(flat, score(setup, more, step), strict=True):
-            groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
+            groups[i] = fresh._replace(rollouts=tuple(r.in_group(i) for r in fresh.rollouts))
     return completions, groups, drawn
 
 

@@ -32,6 +32,9 @@ def main(fault):
             print("<|im_end|>" * 200)
             print("noise" * 200, file=sys.stderr)
     ask([*row["messages"], said, {"role": "user", "content": "cd"}])
+    if fault == "object":
+        print(json.dumps({"a": 1}))
+        return
     print("some log")
     print(json.dumps({"score": 0.5, "counts": {"agent/asked": 2}}))
 

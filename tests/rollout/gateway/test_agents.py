@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from helpers import EOS, IDS, agent_tokenizer, prepared, qwen3
 from tandemrl.config import Config, ConfigError, load
@@ -25,7 +27,7 @@ from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.envs.episodes import make_episode_runner, opening_prompts
 from tandemrl.rollout.gateway.source import AgentFailedError, Endpoint, Outcome, Source, agent, openai_agent
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import bernoulli
+from tandemrl.selection import before_word, bernoulli
 
 WORDS = agent_tokenizer(())
 PROGRAM = str(Path(__file__).with_name("program.py"))
@@ -105,7 +107,9 @@ def test_what_an_agent_ends_with(engine: TorchEngine) -> None:
     first, second = run(engine, source, size=1)
     assert source.score(ROWS[0], first.transcript) == score  # type: ignore[attr-defined]
     assert source.score(ROWS[1], second.transcript) == 1.0  # type: ignore[attr-defined]
-    for told, scores in ((0.5, False), ("x", True), ({"points": 1}, True)):
+    [third] = run(engine, openai_agent([sys.executable, PROGRAM, "object"]), ROWS[:1], size=1)
+    assert third.transcript.answer == '{"a": 1}'  # what a model may have written
+    for told, scores in ((0.5, False), ("x", True), ({"points": 1}, True), ({"counts": {"tries": "x"}}, True)):
 
         async def wrong(row: Row, base_url: str, told: Any = told) -> Any:
             await ask(base_url, row.messages)
@@ -192,6 +196,98 @@ def test_a_command_that_goes_wrong_has_no_score_and_leaves_no_process(
         run(engine, openai_agent([sys.executable, PROGRAM, "crash"]), ROWS[:3], size=1)
     with pytest.raises(ConfigError, match="No such file"):
         run(engine, openai_agent(["/no/such/program"]), ROWS[:1])
+
+
+def test_a_program_that_ends_the_process_or_itself_fails_alone(engine: TorchEngine) -> None:
+    async def leaves(row: Row, base_url: str) -> None:
+        await ask(base_url, row.messages)
+        if row.example_id == "r0":
+            sys.exit(0)
+        raise asyncio.CancelledError
+
+    done = run(engine, openai_agent(leaves), ROWS[:2], "rollout.agent.max_failed=1", size=1)
+    assert [one.transcript.state["failure"] for one in done] == ["SystemExit: 0", "it was cancelled"]
+
+
+def test_why_an_episode_failed_has_no_address(engine: TorchEngine) -> None:
+    """Else no two episodes fail for the same reason, and the name of a session is written to a file."""
+    done = run(engine, openai_agent(twice), ROWS[:1], "rollout.max_turns=1", "rollout.agent.max_failed=1")
+    [cause] = {one.transcript.state["failure"] for one in done}
+    assert "for url '/sessions/SESSION/v1/chat/completions'" in cause
+
+
+@pytest.mark.parametrize("how", ["interrupted", "stopped"])
+def test_no_process_outlives_a_run_that_ends(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("OF_THIS_TEST", marker := f"{how}-{os.getpid()}")
+
+    class Ends(threading.Event):
+        def is_set(self) -> bool:
+            began = any(pid != os.getpid() for pid in left(f"OF_THIS_TEST={marker}"))
+            if began and how == "interrupted":
+                raise KeyboardInterrupt
+            return began
+
+    class Hanging(Source):
+        def make_runner(self, *given: Any, **named: Any) -> Any:
+            runner = super().make_runner(*given, **named)
+            runner.stopped = Ends()
+            return runner
+
+        async def episode(self, row: Row, endpoint: Endpoint) -> Outcome:
+            return await openai_agent([sys.executable, PROGRAM, "hang"]).episode(row, endpoint)
+
+    with pytest.raises(KeyboardInterrupt if how == "interrupted" else EngineError):
+        run(engine, Hanging(), ROWS[:1])
+    deadline = time.monotonic() + 20
+    while found := [pid for pid in left(f"OF_THIS_TEST={marker}") if pid != os.getpid()]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def test_requests_take_no_proxy_and_sessions_alone_are_answered(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    statuses = []
+
+    async def asks(row: Row, base_url: str, client: Any) -> float:
+        await client.chat.completions.create(model="both", messages=row.messages)
+        async with httpx.AsyncClient(trust_env=False) as outside:
+            root = base_url.partition("/sessions")[0]
+            paths = ("/v1/chat/completions", "/inference/v1/generate")
+            statuses.extend([(await outside.post(root + path, json={})).status_code for path in paths])
+        return 1.0
+
+    for agent_ in (openai_agent(asks, scores=True), openai_agent([sys.executable, PROGRAM, ""], scores=True)):
+        [one] = run(engine, agent_, ROWS[:1], "rollout.agent.max_failed=1", size=1)
+        assert one.stop_reason != "failed", one.transcript.state
+    assert statuses == [401, 401]
+
+
+def test_texts_of_one_author_have_the_channel_of_handovers(engine: TorchEngine) -> None:
+    """Where the strategy drops proposals. Else they cannot be packed beside others, or lose it of an earlier turn."""
+
+    async def roles(row: Row, base_url: str) -> float:
+        first = await ask(base_url, row.messages)
+        await ask(base_url, [*row.messages, first, {"role": "user", "content": "cd"}], model="senior")
+        await ask(base_url, [{"role": "user", "content": "ef"}], model="junior")
+        return 1.0
+
+    starts = torch.arange(engine.vocabulary) % 3 != 1  # with EOS
+    done = run(engine, openai_agent(roles, scores=True), ROWS, strategy=before_word(0.5, starts))
+    both = [each for one in done for each in (one, *one.branches)]
+    assert all(each.handover_logprobs is not None for each in both)
+    assert any((each.handover_logprobs < 0).any() for each in both if len(each.turns) == 2)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.environment=agent: must be .* with several processes"):
+        config("rollout.environment=agent", "rollout.agent.run=[x]", "parallel.dp_shard=2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one trainer process"):
+        make_episode_runner(config(), WORDS, environment=openai_agent(twice), eos_token_ids=[IDS[EOS]])
 
 
 class Faulty(Source):

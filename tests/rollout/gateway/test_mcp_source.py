@@ -1,15 +1,17 @@
 """Tools of a real MCP server, which a tiny pair calls."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import ConfigError, load
-from tandemrl.rollout.gateway.mcp_source import mcp_tools
+from tandemrl.rollout.gateway.mcp_source import converse, mcp_tools
 from tandemrl.training.loop import train
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_calculator.py"))]
@@ -43,6 +45,34 @@ def test_a_pair_trains_with_the_tools_of_a_server(tmp_path: Path) -> None:
     assert results
     assert [str(eval(call["expression"])) for call in calls] == results  # sums of the generator's
     assert not any("unscored" in line["reward_parts"] for line in lines)
+
+
+def test_a_chat_ends_where_its_session_has_used_up_a_limit() -> None:
+    """As an environment's does: it is scored, or models learn to go on for ever."""
+    openai = pytest.importorskip("openai", reason="needs openai: the extra mcp")
+    httpx = pytest.importorskip("httpx")
+    call = SimpleNamespace(id="1", function=SimpleNamespace(name="add", arguments="{}"))
+    said = {"role": "assistant", "tool_calls": [{"id": "1"}]}
+    answer = SimpleNamespace(tool_calls=[call], model_dump=lambda exclude_none: said)
+    told: list[Any] = [SimpleNamespace(choices=[SimpleNamespace(message=answer)])]
+
+    async def create(**given: Any) -> Any:
+        if told:
+            return told.pop()
+        response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1"))
+        raise openai.BadRequestError(
+            "context_length_exceeded: this session has used up …", response=response, body=None
+        )
+
+    async def result(name: str, arguments: Any) -> str:
+        return "3"
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    tools = [{"function": {"name": "add"}}]
+    found = asyncio.run(converse(client, [{"role": "user", "content": "x"}], tools, result))
+    assert [each["role"] for each in found] == ["user", "assistant", "tool"]
+    with pytest.raises(openai.BadRequestError):  # not even one answer
+        asyncio.run(converse(client, [{"role": "user", "content": "x"}], tools, result))
 
 
 def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,14 @@ def test_a_request_that_its_client_gave_up_is_forgotten(asker: Asker) -> None:
     assert first["token_ids"] == asker.branches[0][1]
 
 
+def test_what_takes_the_place_of_a_branch_has_its_key_and_no_other(asker: Asker) -> None:
+    """Else two of the same prompt would have the same tokens."""
+    begun = [asker.session.begin({"messages": ASKED}, "chat")[1] for _ in range(3)]
+    asker.session.drop(begun[1])
+    _, again = asker.session.begin({"messages": ASKED}, "chat")
+    assert [each.branch.key == again.branch.key for each in begun] == [False, True, False]
+
+
 def test_a_stream_goes_on_as_any_answer(asker: Asker) -> None:
     lines = asker.post(CHAT, {"messages": ASKED, "stream": True}).text.split("\n\n")
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

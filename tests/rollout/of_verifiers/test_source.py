@@ -53,6 +53,21 @@ def test_a_run_earns_the_rewards_of_the_taskset(pairs: Path, tmp_path: Path) -> 
         assert line["reward_parts"]["correct"] == correct
 
 
+def test_who_is_not_to_be_trained_needs_another_model(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def setup(env: Any, agents: Any) -> None:
+        agents.agent.trainable = False
+
+    source = verifiers("vf_sums")
+    monkeypatch.setattr(type(source.env), "setup", setup)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"agent is not to be trained.*\{agent: \{model: junior\}"):
+        trained(pairs / "plain", "vf_sums", tmp_path / "one", "train.steps=1", rollouts=source)
+    source = verifiers("vf_sums", parameters={"agent": {"model": "junior"}})
+    lines = trained(pairs / "plain", "vf_sums", tmp_path / "two", "train.steps=1", rollouts=source)
+    assert {who for line in lines for who in line["author"]} == {-1, 0}
+
+
 def test_finalize_sees_the_group(pairs: Path, tmp_path: Path) -> None:
     source = verifiers("vf_race", renderer=RENDERER)
     lines = trained(pairs / "plain", "vf_race", tmp_path, "train.steps=1", rollouts=source)

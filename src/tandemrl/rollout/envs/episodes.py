@@ -189,6 +189,9 @@ class EpisodeRunner(Acting):
             end_of_turn=self.rendering.end_of_turn,
         )
 
+    def stop(self) -> None:
+        """End a call of `generate` in another thread that the engine cannot end, since it waits for programs."""
+
     def episodes(self) -> "Episodes":
         """The episodes of one call of ``generate``, whose requests were made by `episode`."""
         return Episodes(self)

@@ -6,10 +6,12 @@ serves all sessions of a step, over one open call of the engine.
 """
 
 import asyncio
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -21,6 +23,7 @@ from tandemrl.config import Config, ConfigError, SelectionConfig
 from tandemrl.data.messages import Transcript, sound
 from tandemrl.data.rows import Row
 from tandemrl.data.templates import template_of, template_variables
+from tandemrl.processes.world import launched
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rollout.call import CallEngine
 from tandemrl.rollout.decoding_rows import Part
@@ -58,11 +61,16 @@ class AgentRunner(EpisodeRunner):
 
     def __init__(self, source: Source, tokenizer: Any, config: Config, **how: Any) -> None:
         ends: Collection[int] | None = how.get("eos_token_ids")
+        if config.rollout.workers:
+            raise ConfigError("rollout.workers: must be 0 with agents, which ask an engine of this process")
+        if launched() > 1:
+            raise ConfigError("rollout.environment: agents ask an engine of one trainer process; start one")
         if how.get("junior") is not None:
             raise ConfigError("rollout.environment: agents need one vocabulary; use a junior of the senior's family")
         self.environment = self.source = source
         self.config, self._whole = config.rollout, config
         self.name: str = getattr(source, "name", type(source).__name__)
+        self.stopped = threading.Event()
         self.tools, self.schemas, self.junior_rendering = [], {}, None
         self.ends = frozenset([tokenizer.eos_token_id] if ends is None else ends)
         arguments = config.data.template_arguments
@@ -91,12 +99,13 @@ class AgentRunner(EpisodeRunner):
         return replace(request, task=row)
 
     def elsewhere(self, config: Config) -> Callable[[], EpisodeRunner | None]:
-        if config.rollout.workers:
-            raise ConfigError("rollout.workers: must be 0 with agents, which ask an engine of this process")
         return lambda: None
 
     def close(self) -> None:
         """There is nothing to end between two calls of ``generate``."""
+
+    def stop(self) -> None:
+        self.stopped.set()
 
     def generate(
         self,
@@ -168,12 +177,13 @@ class _Loop:
     def __init__(self, runner: AgentRunner, server: Server, url: str, progress: Callable[[int], None] | None) -> None:
         self._runner, self._server, self._url, self._progress = runner, server, url, progress
         self._beat = time.monotonic()
+        self._begun = Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
 
     def run(self, pairs: Sequence[tuple[Request, int]]) -> list[Told]:
         """Run all episodes.
 
         Raises:
-            EngineError: a program blocks the others.
+            EngineError: a program blocks the others, or the run ends.
         """
         told, limit_s = list[Any](), self._runner.config.agent.timeout_s
 
@@ -185,18 +195,29 @@ class _Loop:
 
         thread = threading.Thread(target=work, name="agents", daemon=True)
         thread.start()
-        while thread.is_alive():
-            thread.join(0.2)
-            if time.monotonic() - self._beat > limit_s + 5:
-                raise EngineError(
-                    f"{self._runner.name}: a coroutine has held up all others for {limit_s:g} s "
-                    "(rollout.agent.timeout_s); await what takes time, or run the agent as a command"
-                )
+        try:
+            while thread.is_alive():
+                thread.join(0.2)
+                if self._runner.stopped.is_set():
+                    raise EngineError(f"{self._runner.name}: the run has ended, and its episodes with it")
+                if time.monotonic() - self._beat > limit_s + 5:
+                    raise EngineError(
+                        f"{self._runner.name}: a coroutine has held up all others for {limit_s:g} s "
+                        "(rollout.agent.timeout_s); await what takes time, or run the agent as a command"
+                    )
+        finally:
+            if thread.is_alive() and self._begun.done():  # also when interrupted: no program outlives its run
+                loop, task = self._begun.result()
+                loop.call_soon_threadsafe(task.cancel)
+                thread.join(5 * GRACE_S)
         if isinstance(told[0], BaseException):
             raise told[0]
         return told[0]
 
     async def _all(self, pairs: Sequence[tuple[Request, int]]) -> list[Told]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._begun.set_result((asyncio.get_running_loop(), task))
         beating = asyncio.create_task(self._beats())
         places = asyncio.Semaphore(self._runner.config.agent.at_once)
         tasks = [asyncio.create_task(self._one(request, key, places)) for request, key in pairs]
@@ -226,6 +247,8 @@ class _Loop:
         written = sum(int((each.completion.author >= 0).sum()) for each in session.written())
         if failure is None and not written:
             failure = "the agent did not ask the model"
+        if failure is not None:  # the name is a secret, and both differ from run to run
+            failure = failure.replace(self._url, "").replace(session.name, "SESSION")[:400]
         if self._progress is not None:
             self._progress(written)
         return session, outcome, failure
@@ -234,23 +257,29 @@ class _Loop:
         """What the program says, or why it failed."""
         limit_s = self._runner.config.agent.timeout_s
         endpoint = Endpoint(f"{self._url}/sessions/{session.name}/v1", session.name)
-        task = asyncio.create_task(self._runner.source.episode(row, endpoint))
+        task = asyncio.create_task(self._ended(row, endpoint))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio complains
         try:
             done, _ = await asyncio.wait({task}, timeout=limit_s)
             if not done:
                 return Outcome(), f"no end within {limit_s:g} s (rollout.agent.timeout_s)"
-            return task.result(), None
+            return (Outcome(), "it was cancelled") if task.cancelled() else (task.result(), None)
         except (ConfigError, BrokenEnvironmentError, GraderError):
             raise
         except AgentFailedError as error:
             return Outcome(), str(error)
         except Exception as error:
-            return Outcome(), f"{type(error).__name__}: {str(error)[:300]}"
+            return Outcome(), f"{type(error).__name__}: {error}"
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=GRACE_S)
+
+    async def _ended(self, row: Row, endpoint: Endpoint) -> Outcome:
+        try:
+            return await self._runner.source.episode(row, endpoint)
+        except SystemExit as error:  # else the run would end, by this status
+            raise AgentFailedError(f"SystemExit: {error}") from None
 
 
 def _episode(session: Session, outcome: Outcome, failure: str | None, key: int, engine: Engine) -> Completion:
@@ -278,7 +307,7 @@ def _episode(session: Session, outcome: Outcome, failure: str | None, key: int, 
 def _serving(server: Server) -> Iterator[str]:
     """A server at a port of this machine alone, in a thread. Its address; afterwards, the engine is free again."""
     settings: Mapping[str, Any] = {"log_level": "error", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_S}
-    app = application(server, hosts={HOST})
+    app = application(server, hosts={HOST}, api_key=secrets.token_urlsafe(24))  # sessions alone are answered
     running = uvicorn.Server(uvicorn.Config(app, **settings, timeout_graceful_shutdown=1))
     with closing(server.thread), listen(HOST, 0) as listening:
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, name="gateway", daemon=True)

@@ -8,7 +8,7 @@ from tandemrl.config import ConfigError
 from tandemrl.config.hints import pip_install
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
-from tandemrl.rollout.gateway.source import Endpoint, Outcome, Source
+from tandemrl.rollout.gateway.source import USED_UP, Endpoint, Outcome, Source, client_of
 
 
 def mcp_tools(server: str | Sequence[str], *, system: str | None = None) -> Source:
@@ -40,14 +40,13 @@ class _Tools(Source):
 
     async def episode(self, row: Row, endpoint: Endpoint) -> Outcome:
         from mcp import Client, StdioServerParameters
-        from openai import AsyncOpenAI
 
         where: Any = self.server
         if not isinstance(where, str):
             where = StdioServerParameters(command=where[0], args=[*where[1:]])
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         try:
-            async with Client(where) as server, AsyncOpenAI(base_url=endpoint.base_url, api_key="none") as client:
+            async with Client(where) as server, client_of(*endpoint) as client:
                 listed = (await server.list_tools()).tools
 
                 async def call(name: str, arguments: Any) -> str:
@@ -71,15 +70,22 @@ async def converse(
     call: Callable[[str, Any], Awaitable[Any]],
     model: str = "pair",
 ) -> list[Any]:
-    """Chat until a turn calls no tool, and return all messages.
+    """Chat until a turn calls no tool, or the session has used up a limit, and return all messages.
 
     Args:
         client: an ``openai.AsyncOpenAI``. call: what a tool of this name answers to these arguments.
     """
-    known = {tool["function"]["name"] for tool in tools}
+    from openai import BadRequestError
+
+    known, asked = {tool["function"]["name"] for tool in tools}, len(messages)
     while True:
         given = {"tools": tools} if tools else {}
-        answer = (await client.chat.completions.create(model=model, messages=messages, **given)).choices[0].message
+        try:
+            answer = (await client.chat.completions.create(model=model, messages=messages, **given)).choices[0].message
+        except BadRequestError as error:
+            if len(messages) == asked or USED_UP not in str(error):
+                raise
+            return messages  # that an episode went on for too long earns what it earns
         messages.append(answer.model_dump(exclude_none=True))
         if not (calls := answer.tool_calls or []):
             return messages

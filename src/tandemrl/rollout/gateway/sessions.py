@@ -6,9 +6,9 @@ CONTEXT. A prompt that goes on from nothing recorded, or from where another requ
 begins a further branch, and the branches before it are kept.
 
 Draws: the first request has the key of the session, and so has whatever first goes on from it. A branch has the key
-(key of the session, ids of its first prompt, how many requests had that prompt before), so it depends on neither
-arrival nor other branches. A request whose client left before the answer was there is forgotten, and so is one that is
-sent again as a retry; what comes instead has the same key, and so the same tokens.
+(key of the session, ids of its first prompt, how many branches begin with it), so it depends on no other branch. Which
+of two requests at once is the first, their arrival says. A request whose client left before the answer was there is
+forgotten, and so is one that is sent again as a retry; what comes instead has the same key, and so the same tokens.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,8 +181,9 @@ class Session:
         parent = max(parents, key=lambda each: (len(each.text), each not in children), default=None)
         history: tuple[tuple[int, ...], ...] = ()
         if parent in children:  # a first prompt has the parent None
-            earlier = sum(tuple(each.request.prompt) == prompt for each in asked)
-            branch = self._branch(mix64(self.key, _digest(prompt), earlier))
+            taken = {branch.key for branch in self._branches if branch.asked}
+            keys = (mix64(self.key, _digest(prompt), ordinal) for ordinal in count())
+            branch = self._branch(next(key for key in keys if key not in taken))
         elif parent is None:
             branch = self._branch(self.key)
         else:
@@ -233,11 +234,13 @@ class Session:
 
     def written(self) -> list[Written]:
         """The branches, in the order in which they began."""
+        drops = self.reader.strategy_of(self.reader.selection).starts is not None
         answered = ((branch.key, [each for each in branch.asked if each.completion]) for branch in self._branches)
-        return [_written(key, asked) for key, asked in answered if asked]
+        return [_written(key, asked, drops=drops) for key, asked in answered if asked]
 
 
-def _written(key: int, asked: Sequence[Asking]) -> Written:
+def _written(key: int, asked: Sequence[Asking], *, drops: bool) -> Written:
+    """drops: whether the strategy of both authors drops proposals, so that every text has ``handover_logprobs``."""
     parts = []
     for before, each in pairwise([None, *asked]):
         assert each is not None
@@ -252,8 +255,8 @@ def _written(key: int, asked: Sequence[Asking]) -> Written:
     tokens, author, logprobs, handovers = map(np.concatenate, zip(*parts, strict=True))
     last = asked[-1].completion
     assert last is not None
-    told = None if last.handover_logprobs is None else handovers
-    completion = Completion(key, tokens, author, logprobs, last.stop_reason, last.policy_version, None, told)
+    reason, version = last.stop_reason, last.policy_version
+    completion = Completion(key, tokens, author, logprobs, reason, version, None, handovers if drops else None)
     return Written(tuple(asked[0].request.prompt), completion, asked)
 
 

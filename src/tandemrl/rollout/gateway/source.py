@@ -24,6 +24,9 @@ from tandemrl.processes.names import function_named, import_object
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
 
+USED_UP = "context_length_exceeded"
+"""In the refusal of a request, once a limit of the session is used up."""
+_ENDINGS = {"score", "answer", "counts"}
 MAX_OUTPUT = 1 << 20
 """Bytes of a command's output that are kept: its end."""
 
@@ -137,16 +140,19 @@ class _Program(Source):
             return self._outcome(await _call(self.run, row, endpoint))
         last = await _command(self.run, row, endpoint)
         with suppress(ValueError):
-            if isinstance(told := json.loads(last), (dict, int, float) if self.scored else dict):
+            told = json.loads(last)
+            ours = isinstance(told, dict) and not _ENDINGS.isdisjoint(told)  # any other object is an answer
+            if isinstance(told, (dict, int, float)) if self.scored else ours:
                 return self._outcome(told)
         return self._outcome(last)
 
     def _outcome(self, told: Any) -> Outcome:
         known = told if isinstance(told, Mapping) else {"score" if self.scored else "answer": told}
         kinds = {"score": (int, float, Score) if self.scored else (), "answer": str, "counts": Mapping}
-        if wrong := [
-            name for name, value in known.items() if value is not None and not isinstance(value, kinds.get(name, ()))
-        ]:
+        counts = known.get("counts")
+        uncounted = isinstance(counts, Mapping) and not all(isinstance(each, (int, float)) for each in counts.values())
+        wrong = [name for name, x in known.items() if x is not None and not isinstance(x, kinds.get(name, ()))]
+        if wrong := [*wrong, *["counts"] * uncounted]:
             fix = (
                 "return a number"
                 if self.scored
@@ -173,18 +179,30 @@ async def _call(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> A
     given = {name: value for name, value in offered.items() if name in wanted}
     if "client" not in wanted:
         return await function(**given)
+    async with client_of(*endpoint) as client:
+        return await function(client=client, **given)
+
+
+def client_of(base_url: str, api_key: str, **more: Any) -> Any:
+    """An ``openai.AsyncOpenAI`` of a server of this machine: it asks no proxy.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError:
         raise ConfigError("the agent asks for `client`: pip install openai, or take base_url and api_key") from None
-    plain = DefaultAsyncHttpxClient(verify=False)  # else each reads all certificates, though there is no TLS
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=plain) as client:
-        return await function(client=client, **given)
+    # Each would read all certificates, though there is no TLS.
+    plain = DefaultAsyncHttpxClient(verify=False, trust_env=False, **more)
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain, **more)
 
 
 async def _command(command: Sequence[str], row: Row, endpoint: Endpoint) -> str:
     """Run a command, whose process group ends with it in any case. Returns the last line that it prints."""
     variables = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key}
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
+    variables |= {"NO_PROXY": direct, "no_proxy": direct}
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(

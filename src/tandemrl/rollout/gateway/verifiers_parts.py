@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from typing import Any, ClassVar
 
 import verifiers.v1 as vf
-from openai import AsyncOpenAI
 from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
@@ -22,6 +21,7 @@ from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.parsing import call_format_of, parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.gateway.mcp_source import converse
+from tandemrl.rollout.gateway.source import client_of
 
 HARNESS = "tandem"
 """The id of `Loop` in ``harness``."""
@@ -61,7 +61,7 @@ class Loop(vf.Harness[LoopConfig]):
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
         )
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-        async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client:
+        async with AsyncExitStack() as stack, client_of(endpoint, secret, timeout=None) as client:
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
 
             async def call(name: str, arguments: Any) -> Any:

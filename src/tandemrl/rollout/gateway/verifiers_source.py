@@ -97,6 +97,11 @@ class _Verifiers(Source):
         if self.renderer is not None:
             client = vf.TrainClientConfig(**how, renderer=self.renderer, renderer_model_name=self.tokenizer)
         episode = await self.env.run_episode(self._task(row), vf.ModelContext(model="pair", client=client))
+        for agent in (trace.agent for trace in episode.traces if not trace.agent.trainable):
+            if agent.config.client.base_url == endpoint.base_url and agent.config.model != "junior":
+                own = "{model: junior}, or a client of its own"
+                fix = f"give it another in parameters (rollout.environment_parameters): {{{agent.name}: {own}}}"
+                raise ConfigError(f"verifiers: {agent.name} is not to be trained, but the senior plays it; {fix}")
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise AgentFailedError("; ".join(f"{each.type}: {each.message}" for each in errors)[-300:])
