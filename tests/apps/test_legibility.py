@@ -1,12 +1,16 @@
 """``tandemrl legibility``: a verdict that follows from stored results, of models and of texts from elsewhere."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 from tandemrl.apps.report.legibility import Estimate, ReaderRecord, verdict
 from tandemrl.cli.main import app
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError, Prompt
+from tandemrl.evals.stored import Stored, stored_samples
 
 SMALL = ("eval.profile=tiny", "eval.bootstrap=20", "reward.workers=1", "train.threads=1")
 
@@ -27,7 +31,7 @@ def test_a_verdict_says_no_more_than_its_intervals():
         "text/cross_entropy": Estimate(5.5),
         "free/0/cross_entropy": Estimate(0.1),
     }
-    assert verdict("M", ReaderRecord("R", rates, {}, []), 64) == (
+    assert verdict("M", ReaderRecord("R", rates, {}, [], {"problems": 64})) == (
         "Alone, R solves 52 % [40, 60] of 64 problems. After M's first step: 15 %, worse than alone. After all of its "
         "steps: 56 %, no difference shown. M's text surprises R 55x as much per token as its own."
     )
@@ -103,6 +107,10 @@ def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
     [
         (("M", "--data", "synthetic:plain:heldout:2"), "give --reader MODEL"),
         (("M", "--reader", "R", "--data", "synthetic:plain:heldout:2", "--match", "length"), "expected truncation"),
+        (
+            ("M", "--reader", "R@http://a/v1", "--reader", "R@http://b/v1", "--data", "synthetic:plain:heldout:2"),
+            "needs readers that differ",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(arguments, fault):
@@ -118,3 +126,65 @@ def test_a_line_without_a_row_is_named(tmp_path, tiny_pair):
     result = CliRunner().invoke(app, ["legibility", *arguments, "--data", "synthetic:plain:heldout:2"])
     assert result.exit_code == 2
     assert "line 1: no row 'nobody'" in result.output
+
+
+def stored(tmp_path, *lines, limit=None, rows=4):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = [Prompt(row, ()) for row in load_rows([f"synthetic:plain:heldout:{rows}"])]
+    return stored_samples(Stored(file), [each.row for each in prompts], prompts[:limit], 0)
+
+
+def test_responses_belong_to_rows_by_name_index_or_place(tmp_path):
+    name = "synthetic/plain/heldout/"
+    by_name = stored(tmp_path, *({"example_id": f"{name}{i}", "response": f"{i}"} for i in (3, 0, 1)), limit=2)
+    assert [(each.problem, each.text) for each in by_name] == [(0, "0"), (1, "1")]
+    ends = ("stop", "length", "max_tokens", "MAX_TOKENS")
+    found = stored(tmp_path, *({"text": "a b", "stop_reason": end, "length": "many"} for end in ends))
+    assert [each.stop_reason for each in found] == ["stop", "length", "length", "length"]
+    assert {each.length for each in found} == {2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ([{"index": -1, "response": "7"}], "line 1: no row -1"),
+        ([{"index": 4, "response": "7"}], "line 1: no row 4"),
+        ([{"index": True, "response": "7"}], "line 1: no row True"),
+        ([{"index": 0, "response": "7"}, {"response": "8"}], "line 2: no row None"),
+        ([{"response": "7"}] * 5, "line 5: more lines than the 4 rows; name one by example_id"),
+        ([{"example_id": 3, "response": "7"}], "line 1: no row 3"),
+        ([{"response": "7", "text": "7"}], "line 1: expected the response"),
+    ],
+)
+def test_a_response_without_its_row_is_refused(tmp_path, lines, fault):
+    with pytest.raises(DataError, match=fault):
+        stored(tmp_path, *lines)
+
+
+def test_lines_that_are_the_rows_may_have_names_of_their_own(tiny_pair, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    rows = [{"example_id": f"q{i}", "prompt": f"Tom has {i}.", "response": "First 3 plus 2 is 5."} for i in range(2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge("M", "--responses", file, "--reader", tiny_pair / "junior", "--out", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "legibility.json").read_text())["problems"] == 2
+
+
+def test_texts_beyond_a_readers_context_are_counted_on_the_page(tiny_pair, tmp_path):
+    """Of all conditions the same texts: a reader with room for short texts only."""
+    short = tmp_path / "short"
+    shutil.copytree(tiny_pair / "junior", short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 150}))
+    file, long = tmp_path / "texts.jsonl", "First 3 plus 2 is 5.\n\n"
+    file.write_text("".join(json.dumps({"response": long * n + "\\boxed{5}"}) + "\n" for n in (1, 1, 1, 30)))
+    readers = ("--reader", short, "--reader", tiny_pair / "junior")
+    judge("M", "--responses", file, *readers, "--data", "synthetic:plain:heldout:4", "--out", tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "legibility.json").read_text())
+    first, second = told["readers"]
+    assert (first["counts"]["problems"], first["counts"]["dropped"], second["counts"]["dropped"]) == (3, 1, 0)
+    assert told["notes"] == [
+        "1 of 4 texts do not fit into short's context with all their steps; it is measured on the others."
+    ]
+    assert "of 3 problems" in told["verdicts"][0]
+    assert "1 of 4 texts" in (tmp_path / "out" / "legibility.html").read_text()

@@ -14,6 +14,7 @@ from tandemrl.config import load, to_yaml
 from tandemrl.evals import EvalResult, Sample, graded, read_samples, summarise
 from tandemrl.evals.compare import (
     CompareError,
+    _cut,
     compare,
     config_differences,
     contrast,
@@ -345,6 +346,15 @@ def test_matched_by_truncation_only_what_ended_by_itself_on_both_sides_counts(tm
     all_cut = store(tmp_path / "c", [one._replace(stop_reason="length") for one in rates(1, 1, 1)])
     with pytest.raises(CompareError, match="no text is left by --match truncation"):
         compare(a, all_cut, match=("truncation",))
+
+
+def test_the_share_that_is_cut_is_that_of_a_metrics_condition():
+    """Answers that were begun for a reader have few tokens by design."""
+    ends = {"free/0": "eos", "free/100": "length", "forced/100": "length", "copy/100": "eos"}
+    one = rates(1)[0]
+    samples = [one._replace(arm="r", given=given, stop_reason=end) for given, end in ends.items()]
+    named = {"free/0/pass@1": 0, "free/100/gain": 1, "r/free/100/pass@1": 1, "forced/100/pass@1": 0, "free/area": 0.5}
+    assert {metric: _cut(samples, metric) for metric in named} == named
 
 
 def test_matched_by_truncation_an_arm_that_is_cut_leaves_every_arm(tmp_path):

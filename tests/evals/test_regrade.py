@@ -122,3 +122,9 @@ def test_what_cannot_be_graded_again_says_why(tmp_path, rows):
         regrade(old, grader="boxed")
     with pytest.raises(EvalError, match=missing):
         regrade(evaluation(tmp_path / "again", rows), grader="boxed")
+
+
+def test_branches_that_no_file_holds_are_not_graded_again(rows, tmp_path):
+    evaluation(tmp_path / "eval", rows, phase="handover-effect")
+    with pytest.raises(EvalError, match="no phase with grades"):
+        regrade(tmp_path / "eval", grader="mine:anywhere")

@@ -400,8 +400,13 @@ def _place(sample: Sample) -> tuple[str, str, int]:
 
 
 def _cut(samples: Sequence[Sample], metric: str) -> float:
-    """The share of texts that a limit cut off, of those that a metric is of: of its arm, if it has one."""
+    """The share of texts that a limit cut off, of those that a metric is of: of its arm and condition, if it has one.
+    An answer that was begun for a reader is not cut off: it has few tokens by design."""
     own = [one for one in samples if metric.startswith(f"{one.arm}/")] or samples
+    own = [one for one in own if one.given and f"/{one.given}/" in f"/{metric}"] or own
+    own = [one for one in own if not (one.given or "").startswith(("forced/", "copy/"))]
+    if not own:
+        return 0.0
     return sum(one.stop_reason in CUT for one in own) / len(own)
 
 

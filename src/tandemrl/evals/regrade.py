@@ -21,7 +21,9 @@ from tandemrl.files import begin, publish, write_text
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
 
-REGRADED = [name for name, phase in PHASES.items() if phase.graded and not phase.judge]
+_OF_BRANCHES = "handover-effect"
+"""Its result is of texts that no file holds."""
+REGRADED = [name for name, phase in PHASES.items() if phase.graded and not phase.judge and name != _OF_BRANCHES]
 _ALL = "*"
 _READ = ("reward.", "judge.", "sandbox.", "data.columns")
 _OF_SCORERS = ("scorers", "fallback", "weights", "parameters")
@@ -57,7 +59,8 @@ def regrade(
 ) -> list[Regraded]:
     """Grade the stored texts of an evaluation again. The result is a new evaluation; the old one stays as it is.
 
-    Every phase that grades is graded again, but for ``verified``, whose judge reads what the grader accepts. The new
+    Every phase that grades is graded again, but for those with a judge, which reads what the grader accepts, and for
+    ``handover-effect``, whose branches are in no file. The new
     files are those that an evaluation with this grader would write, and say where their texts are from (``regraded``).
     The file ``changed.jsonl`` beside them has the texts whose verdict changed.
 

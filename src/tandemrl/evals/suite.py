@@ -15,7 +15,7 @@ from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.phases import PHASES, Phase, Texts
 from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
-from tandemrl.evals.session import Endpoint, Session
+from tandemrl.evals.session import Endpoint, Session, short_names
 from tandemrl.evals.stored import Stored, stored_samples
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.partner import check_untranslatable
@@ -123,7 +123,7 @@ def left_out(config: Config) -> dict[str, str]:
         readers = config.eval.readers
         if phase.readers and not readers:
             reasons[name] = "needs other readers; give eval.readers=[MODEL,…]"
-        elif phase.readers and len({*readers}) < len(readers):
+        elif phase.readers and len({*short_names(readers)}) < len(readers):
             reasons[name] = "needs readers that differ; name each once in eval.readers"
         elif (phase.readers or phase.itself) and config.has_episodes:
             reasons[name] = "reads single responses; set rollout.environment=single"
@@ -184,7 +184,8 @@ def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
     """The texts of a phase: one call of the engine for each of its arms."""
     config, (prompts, _), what = session.config, session.prompts, f"{phase.name}: tokens"
     if session.stored is not None:
-        return stored_samples(session.stored, prompts, config.eval.seed)
+        own = [*map(Path, config.data.eval)] == [Path(session.stored.file)]
+        return stored_samples(session.stored, session.rows, prompts, config.eval.seed, own=own)
     if session.remote is not None:
         most = len(prompts) * config.eval.samples * session.profile.sampling.max_tokens
         return play(session, progress=_meter(progress, what, most))

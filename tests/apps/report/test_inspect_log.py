@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.report import ReportError
-from tandemrl.apps.report.inspect_log import export_inspect
+from tandemrl.apps.report.inspect_log import _logs, export_inspect
+from tandemrl.apps.report.samples import SampleReader
 from tandemrl.cli.main import app
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.evals import Sample
@@ -115,6 +116,15 @@ def test_without_a_tokenizer_there_are_texts_but_no_authors(run: Path) -> None:
     assert [m.metadata["spans"] for m in sample.messages if m.role == "assistant"] == [[], []]
     assert sample.messages[-1].text == TURNS[1]
     assert "tokenizer of /gone/senior was not found" in notes[0]
+
+
+def test_each_condition_of_a_reader_is_a_log(run: Path) -> None:
+    """Its samples have the same problem and number, by which Inspect knows them."""
+    file = run / "eval" / "pass-at-k.samples.jsonl"
+    line = json.loads(file.read_text())
+    file.write_text("".join(json.dumps(line | {"given": given}) + "\n" for given in ("free/0", "free/100")))
+    names = [name for name, *_ in _logs(run, SampleReader(run, lambda _: None, None))]
+    assert names[2:] == ["eval-pass-at-k-solo-free-0", "eval-pass-at-k-solo-free-100"]
 
 
 @pytest.mark.parametrize(("package", "said"), [(None, "pip install"), ("there", "no samples")])

@@ -1,6 +1,7 @@
 """Writes the samples of runs and evaluations as log files of Inspect, so that ``inspect view`` opens them.
 
-A step of a run becomes a log, and so does an arm of an evaluation. A sample has the messages, the calls of tools and
+A step of a run becomes a log, and so does an arm of an evaluation (of a reader, each condition). A sample has the
+messages, the calls of tools and
 the scores; each message of the assistant says in its metadata who wrote which part (``spans``).
 """
 
@@ -28,7 +29,7 @@ SHOWN = {
     *("tokens", "behaviour_logprobs", "handover_logprobs"),
 }
 """Fields of a line that a log shows elsewhere, and those that are too long for one."""
-STOPS: Mapping[str, Any] = {"eos": "stop", "length": "max_tokens"}
+STOPS: Mapping[str, Any] = {"eos": "stop", "stop": "stop", "length": "max_tokens"}
 """Inspect's words for why a text ended."""
 Decode = Callable[[list[int]], str] | None
 
@@ -84,10 +85,11 @@ def _logs(folder: Path, read: SampleReader) -> Iterator[tuple[str, str, Decode, 
                 continue
             model, questions = str(config.get("model", "")), read.questions(tuple(config.get("data") or ()))
             decode, samples = read.decoder(model, file.parent), read_samples(file)
-            for role in dict.fromkeys(sample.arm for sample in samples):
-                own = [sample for sample in samples if sample.arm == role]
+            for role, given in dict.fromkeys((sample.arm, sample.given) for sample in samples):
+                own = [sample for sample in samples if (sample.arm, sample.given) == (role, given)]
                 lines = [sample._asdict() | {"question": questions.get(sample.example_id, "")} for sample in own]
-                yield name_of(file.parent, each.phase, role), model, decode, lines
+                more = (role, *([] if given is None else [given.replace("/", "-")]))
+                yield name_of(file.parent, each.phase, *more), model, decode, lines
 
 
 def _of_run(decode: Decode) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tandemrl.apps.report.figures import Figure, axes, draw, style
-from tandemrl.config import Config
+from tandemrl.config import Config, ConfigError
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.evals import PHASES, EvalError, Stored, evaluate, read_samples, summarise
@@ -20,6 +20,7 @@ from tandemrl.evals.stats import Interval
 from tandemrl.evals.suite import Progress
 from tandemrl.evals.transfer import ALONE, SHARES, TEXT, WAYS, labels_of, transferred, untruncated
 from tandemrl.files import write_text
+from tandemrl.rollout.engine import EngineError
 
 Match = Literal["truncation"]
 TEXTS = 3
@@ -48,13 +49,14 @@ class Estimate(NamedTuple):
 
 
 class ReaderRecord(NamedTuple):
-    """What a reader made of the model's texts. rates: by the names of `transferred`. handoff: of ``tandem`` and
+    """What a reader made of the model's texts. rates, counts: by the names of `transferred`. handoff: of ``tandem`` and
     ``handoff`` with the reader as junior. texts: some that it fails on, as (example_id, tokens with surprisals)."""
 
     name: str
     rates: Mapping[str, Estimate]
     handoff: Mapping[str, Estimate]
     texts: Sequence[tuple[str, Sequence[tuple[str, float]]]]
+    counts: Mapping[str, int] = {}
 
 
 class Legibility(NamedTuple):
@@ -104,7 +106,6 @@ def judge_legibility(
     samples = read_samples(out / done["samples"])
     if match is not None and not (samples := untruncated(samples)):
         raise EvalError("--match truncation: every text was cut off; raise eval.max_tokens")
-    metrics = summarise(samples, transferred, bootstrap=config.eval.bootstrap, seed=config.eval.seed)["macro"]
     handoff = dict[str, Any]()
     paths = dict(zip(short_names(config.eval.readers), config.eval.readers, strict=True))
     for name, path in paths.items() if all(known) and not isinstance(source, Stored) else ():
@@ -114,12 +115,21 @@ def judge_legibility(
         beside = replace(config, model=model_with, eval=replace(config.eval, readers=()))
         try:
             handoff[name] = run(beside, model=source, out=out / f"with-{name}", phases=("tandem", "handoff"))
-        except EvalError as error:
+        except (EvalError, ConfigError, EngineError) as error:
             notes.append(f"No handoff with {name}: {error}")
     session = Session(config, source, [PHASES[phases[-1]]], limit=limit, stated=stated)
     readers, labels = list[ReaderRecord](), list[dict[str, Any]]()
     for reader in session.readers():
         own = [sample for sample in samples if sample.arm == reader.name]
+        if not (alone := [sample for sample in own if sample.given == ALONE]):
+            notes.append(f"{reader.name} can read none of the texts: with their problems they do not fit its context.")
+            continue
+        metrics = summarise(own, transferred, bootstrap=config.eval.bootstrap, seed=config.eval.seed)["macro"]
+        counts = {name: int(metrics[name]) for name in ("texts", "labelled", "dropped")}
+        counts["problems"] = len({(each.set, each.same_as or each.example_id) for each in alone})
+        if dropped := counts["dropped"]:
+            what = f"{dropped} of {counts['texts']} texts do not fit into {reader.name}'s context with all their steps"
+            notes.append(f"{what}; it is measured on the others.")
         found = labels_of(own)
         texts = {(sample.problem, sample.sample): sample for sample in own if sample.given == TEXT}
         about = ((texts[place], label) for place, label in found.items())
@@ -135,10 +145,11 @@ def judge_legibility(
             for phase, result in handoff.get(reader.name, {}).items()
             for name, value in _estimates(result["metrics"]["macro"]).items()
         }
-        rates = _estimates(metrics, f"{reader.name}/" if len(paths) > 1 else "")
-        readers.append(ReaderRecord(reader.name, rates, together, shown))
-    problems = int(metrics["problems"])
-    verdicts = [verdict(model, each, problems) for each in readers]
+        readers.append(ReaderRecord(reader.name, _estimates(metrics), together, shown, counts))
+    if not readers:
+        raise EvalError(f"no reader can read the texts: {' '.join(notes)} Raise eval.context, or give other readers")
+    problems = max(each.counts["problems"] for each in readers)
+    verdicts = [verdict(model, each) for each in readers]
     judged = Legibility(model, verdicts, readers, labels, problems, notes)
     told = {"schema": 1, "match": match, "phase": phases[-1], "results": done["config"], **judged._asdict()}
     told["readers"] = [_plain(each) for each in readers]
@@ -147,18 +158,18 @@ def judge_legibility(
     return judged
 
 
-def verdict(model: str, reader: ReaderRecord, problems: int) -> str:
+def verdict(model: str, reader: ReaderRecord) -> str:
     """What a paper could quote of a reader. A difference is stated only if its interval excludes 0."""
     name, rates, said = reader.name, reader.rates, []
     if (alone := rates.get(f"{ALONE}/pass@1")) is not None:
-        said.append(f"Alone, {name} solves {alone.percent()} of {problems} problems.")
+        said.append(f"Alone, {name} solves {alone.percent()} of {reader.counts['problems']} problems.")
         for given, when in (("step", f"After {model}'s first step"), ("100", "After all of its steps")):
             if (found := rates.get(f"free/{given}/pass@1")) is not None:
                 said.append(f"{when}: {found.mean:.0%}, {_than_alone(rates[f'free/{given}/gain'])}.".replace("%", " %"))
     if (shares := {label: rates[label].percent() for label in ("legible", "illegible") if label in rates}) != {}:
         leaked = rates["answer_leaked"].percent()
         told = f"{shares['legible']} are legible to it, {shares['illegible']} illegible, {leaked} leak the answer"
-        said.append(f"Of {model}'s right texts {told}.")
+        said.append(f"Of {model}'s {reader.counts['labelled']} right texts with steps {told}.")
     text, own = (rates.get(f"{given}/cross_entropy") for given in (TEXT, ALONE))
     if text is not None and own is not None and own.mean > 0:
         ratio = text.mean / own.mean
@@ -217,7 +228,7 @@ def _estimates(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Estima
 
 def _plain(reader: ReaderRecord) -> dict[str, Any]:
     told = {key: {name: each._asdict() for name, each in getattr(reader, key).items()} for key in ("rates", "handoff")}
-    return {"name": reader.name, **told, "texts": reader.texts}
+    return {"name": reader.name, **told, "counts": reader.counts, "texts": reader.texts}
 
 
 def _than_alone(gain: Estimate) -> str:
