@@ -18,6 +18,7 @@ from tandemrl import Row, openai_agent
 
 async def game(row: Row, client: Any) -> float:
     """Guess a number, told each time whether it is higher or lower."""
+    import openai
     import textarena
 
     played = textarena.make("GuessTheNumber-v0")
@@ -25,7 +26,10 @@ async def game(row: Row, client: Any) -> float:
     messages, over = list[Any](), False
     while not over:
         messages.append({"role": "user", "content": played.get_observation()[1]})
-        answer = await client.chat.completions.create(model="pair", messages=messages)
+        try:
+            answer = await client.chat.completions.create(model="pair", messages=messages)
+        except openai.BadRequestError:  # its tokens are used up: lost, not unscored
+            return 0.0
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         over, _ = played.step(re.sub(r"\\boxed\{(\d+)\}", r"[\1]", messages[-1]["content"]))
     return float(played.close()[0][0])
