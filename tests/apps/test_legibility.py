@@ -96,6 +96,7 @@ def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
     assert "no ground truths" in said
     [reader] = json.loads((tmp_path / "out" / "legibility.json").read_text())["readers"]
     assert not [name for name in reader["rates"] if "pass@1" in name]
+    assert reader["counts"] == {"texts": 2, "labelled": 0, "dropped": 0, "problems": 2}
     assert [example for example, _ in reader["texts"]] == ["mine/2", "mine/1"]  # the more surprising one first
     first = reader["texts"][1][1]
     assert "".join(text for text, _ in first) == texts[0]
@@ -183,8 +184,6 @@ def test_texts_beyond_a_readers_context_are_counted_on_the_page(tiny_pair, tmp_p
     told = json.loads((tmp_path / "out" / "legibility.json").read_text())
     first, second = told["readers"]
     assert (first["counts"]["problems"], first["counts"]["dropped"], second["counts"]["dropped"]) == (3, 1, 0)
-    assert told["notes"] == [
-        "1 of 4 texts do not fit into short's context with all their steps; it is measured on the others."
-    ]
+    assert told["notes"] == ["1 of 4 texts are too long for short's context, or empty; it is measured on the others."]
     assert "of 3 problems" in told["verdicts"][0]
     assert "1 of 4 texts" in (tmp_path / "out" / "legibility.html").read_text()

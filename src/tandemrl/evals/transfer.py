@@ -126,8 +126,9 @@ def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metri
             rates[f"{way}/worse"] = float(points[-1] < 0)
     labels = [*labels_of(problem).values()]
     rates |= {name: labels.count(name) / len(labels) for name in LABELS if labels}
-    texts, whole = (len(by_condition.get(given, ())) for given in (TEXT, "free/100"))
-    return rates, {"texts": texts, "labelled": len(labels), "dropped": texts - whole}
+    texts = by_condition.get(TEXT, [])
+    read = by_condition.get("free/100") or [each for each in texts if each.cross_entropy is not None]
+    return rates, {"texts": len(texts), "labelled": len(labels), "dropped": len(texts) - len(read)}
 
 
 def labels_of(samples: Iterable[Sample]) -> dict[tuple[int, int], str]:

@@ -41,6 +41,10 @@ def test_the_true_answer_is_read_after_the_steps_alone(junior: str) -> None:
     assert one == pytest.approx(by_hand(junior, prompt, steps, rf"\boxed{{{row.ground_truth}}}"), abs=1e-4)
     stated = junior_likelihood(row, texts[:1], model=junior, of="stated")
     assert stated == pytest.approx([by_hand(junior, prompt, steps, r"\boxed{1}")], abs=1e-4)
+    answers = (r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{2")
+    whole, open_ended = junior_likelihood(row, [steps + each for each in answers], model=junior, of="stated")
+    assert whole == pytest.approx(by_hand(junior, prompt, steps, answers[0]), abs=1e-4)
+    assert open_ended != whole
 
 
 def test_it_is_a_term_of_a_sum_in_a_config(junior: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal
 
 from tandemrl.data.rows import Row
@@ -38,13 +39,19 @@ def junior_likelihood(row: Row, texts: Sequence[str], model: str, of: Literal["t
     found = []
     for text in texts:
         steps, sign, end = text.rpartition(ANSWER)
-        answer = end.partition("}")[0] if of == "stated" and sign else row.ground_truth
+        answer = _braced(end) if of == "stated" and sign else row.ground_truth
         begun = tokenizer.encode(prompt + (steps if sign else text), add_special_tokens=False)
         tokens = tokenizer.encode(f"{ANSWER}{answer}}}", add_special_tokens=False)
         with torch.no_grad():
             logprobs = junior(torch.tensor([begun + tokens])).logits[0, len(begun) - 1 : -1].float().log_softmax(-1)
         found.append(float(logprobs.gather(1, torch.tensor(tokens)[:, None]).mean()))
     return found
+
+
+def _braced(text: str) -> str:
+    """A text up to the brace that closes it."""
+    depth = accumulate({"{": 1, "}": -1}.get(character, 0) for character in text)
+    return text[: next((i for i, open_braces in enumerate(depth) if open_braces < 0), len(text))]
 
 
 @cache

@@ -13,7 +13,7 @@ from tandemrl.apps.report.figures import Figure, axes, draw, style
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
-from tandemrl.evals import PHASES, EvalError, Stored, evaluate, read_samples, summarise
+from tandemrl.evals import PHASES, EvalError, Sample, Stored, evaluate, read_samples, summarise
 from tandemrl.evals.compare import judgement
 from tandemrl.evals.session import Session, reader_of_spec, short_names
 from tandemrl.evals.stats import Interval
@@ -128,7 +128,7 @@ def judge_legibility(
         counts = {name: int(metrics[name]) for name in ("texts", "labelled", "dropped")}
         counts["problems"] = len({(each.set, each.same_as or each.example_id) for each in alone})
         if dropped := counts["dropped"]:
-            what = f"{dropped} of {counts['texts']} texts do not fit into {reader.name}'s context with all their steps"
+            what = f"{dropped} of {counts['texts']} texts are too long for {reader.name}'s context, or empty"
             notes.append(f"{what}; it is measured on the others.")
         found = labels_of(own)
         texts = {(sample.problem, sample.sample): sample for sample in own if sample.given == TEXT}
@@ -139,7 +139,10 @@ def judge_legibility(
         failed = [texts[place] for place, label in found.items() if label == "illegible"]
         if not found:
             failed = sorted(texts.values(), key=lambda sample: -(sample.cross_entropy or 0.0))
-        shown = [(sample.example_id, reader.by_token(sample)) for sample in failed[:TEXTS]]
+        first = dict[int, Sample]()
+        for sample in failed:
+            first.setdefault(sample.problem, sample)
+        shown = [(sample.example_id, reader.by_token(sample)) for sample in [*first.values()][:TEXTS]]
         together = {
             f"{phase}/{name}": value
             for phase, result in handoff.get(reader.name, {}).items()
