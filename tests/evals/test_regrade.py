@@ -19,9 +19,9 @@ TEXTS = [r"so \boxed{7}", "so the answer is 7", r"\boxed{8}", r"\boxed{8.0}"]
 
 @pytest.fixture(autouse=True)
 def grader(tmp_path, monkeypatch):
-    """A custom grader, ``mine:anywhere``, as verl has them: right if the text has the ground truth anywhere."""
+    """A custom grader, ``graders:anywhere``, as verl has them: right if the text has the ground truth anywhere."""
     head = "def anywhere(data_source, solution_str, ground_truth, extra_info=None):"
-    (tmp_path / "mine.py").write_text(f"{head}\n    return float(ground_truth in solution_str)\n")
+    (tmp_path / "graders.py").write_text(f"{head}\n    return float(ground_truth in solution_str)\n")
     monkeypatch.chdir(tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_another_grader_makes_a_new_evaluation_beside_the_old(tmp_path, rows):
     old = evaluation(tmp_path / "eval", rows)
     evaluation(old, rows, phase="junior")
     before = {file.name: file.read_bytes() for file in old.iterdir()}
-    done = regrade(old, grader="mine:anywhere")
+    done = regrade(old, grader="graders:anywhere")
     assert {file.name: file.read_bytes() for file in old.iterdir()} == before
     new = tmp_path / "eval-anywhere"
     assert [(each.file, each.samples, each.rescored) for each in done] == [
@@ -66,7 +66,7 @@ def test_another_grader_makes_a_new_evaluation_beside_the_old(tmp_path, rows):
     assert (was.text, was.correct, now.correct) == (TEXTS[1], False, True)
     assert (done[0].before["pass@1"], done[0].metrics["macro"]["pass@1"]) == (0.75, 1.0)
     result, samples = read_result(new / "pass-at-k.json"), read_samples(new / "pass-at-k.samples.jsonl")
-    assert result["config"]["reward"]["scorers"] == {"*": "mine:anywhere"}
+    assert result["config"]["reward"]["scorers"] == {"*": "graders:anywhere"}
     assert result["regraded"] == {"from": str(old / "pass-at-k.json"), "changed": 1, "rescored": 0}
     assert result["metrics"]["macro"]["prompts_dropped"] == 3
     assert [one.text for one in samples] == TEXTS
@@ -78,9 +78,9 @@ def test_another_grader_makes_a_new_evaluation_beside_the_old(tmp_path, rows):
         ("junior", False, True),
     ]
     with pytest.raises(EvalError, match="eval-anywhere is there already, and nothing is overwritten"):
-        regrade(old, grader="mine:anywhere")
+        regrade(old, grader="graders:anywhere")
     other = evaluation(tmp_path / "other", rows, (False, False, True, False))
-    regrade(other, grader="mine:anywhere")
+    regrade(other, grader="graders:anywhere")
     [pass1] = [each for each in compare(new, tmp_path / "other-anywhere") if each.metric == "pass@1"]
     assert pass1.difference == (0, 0, 0)  # the same texts under the same grader
     with pytest.raises(CompareError, match=r"reward\.scorers"):
@@ -95,7 +95,7 @@ def test_a_run_is_graded_with_the_settings_of_its_config(tmp_path, rows):
     (run / "config.yaml").write_text(to_yaml(load(overrides=["data.columns.ground_truth=truth"])))
     [done] = regrade(run, grader="boxed")
     assert (done.file, done.changed) == (run / "eval-boxed" / "pass-at-k.json", [])
-    out = CliRunner().invoke(app, ["regrade", str(run), "--grader", "mine:anywhere", "--out", str(tmp_path / "new")])
+    out = CliRunner().invoke(app, ["regrade", str(run), "--grader", "graders:anywhere", "--out", str(tmp_path / "new")])
     assert out.exit_code == 0, out.output
     assert "1 (25.0%)" in out.output
     assert "pass-at-k, math500/1, sample 1: wrong -> right; None -> None; …so the answer is 7" in out.output
@@ -127,4 +127,4 @@ def test_what_cannot_be_graded_again_says_why(tmp_path, rows):
 def test_branches_that_no_file_holds_are_not_graded_again(rows, tmp_path):
     evaluation(tmp_path / "eval", rows, phase="handover-effect")
     with pytest.raises(EvalError, match="no phase with grades"):
-        regrade(tmp_path / "eval", grader="mine:anywhere")
+        regrade(tmp_path / "eval", grader="graders:anywhere")

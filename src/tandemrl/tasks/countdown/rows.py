@@ -96,13 +96,21 @@ def record_of_puzzle(
     return record_of(puzzle.data_source, asked, "math", puzzle.ground_truth, extra)
 
 
-def countdowns(seed: int) -> Iterator[Puzzle]:
-    """Countdown puzzles without end, each with a solution. They may repeat: see `distinct`."""
+def countdowns(
+    seed: int, *, sizes: Sequence[int] = SIZES, max_number: int = MAX_NUMBER, targets: tuple[int, int] = TARGETS
+) -> Iterator[Puzzle]:
+    """Countdown puzzles without end, each with a solution. They may repeat: see `distinct`. ``examples/countdown.py``
+    draws smaller ones.
+
+    Args:
+        sizes: how many numbers a puzzle may have.
+        targets: the smallest and the largest target.
+    """
     rng = random.Random(f"countdown/{seed}")
     while True:
-        numbers = [rng.randint(1, MAX_NUMBER) for _ in range(rng.choice(SIZES))]
+        numbers = [rng.randint(1, max_number) for _ in range(rng.choice(sizes))]
         target, solution = _combine([(number, str(number)) for number in numbers], rng)
-        if TARGETS[0] <= target <= TARGETS[1]:
+        if targets[0] <= target <= targets[1]:
             yield countdown(numbers, target, solution)
 
 
