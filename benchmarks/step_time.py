@@ -50,6 +50,7 @@ from tandemrl.config import Config, load
 from tandemrl.data.messages import Response
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
+from tandemrl.rewards.functions import Term
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Answer, Graded, Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request
@@ -222,6 +223,9 @@ class DigitScorer(Scorer):
 
     def graded(self, items: Sequence[Answer], *_: object, **__: object) -> list[Graded]:
         return [Graded(Score(digit_fraction(Response.of(text).text), {}, None)) for _, text in items]
+
+    def terms_of(self, row: Row) -> tuple[Term, ...]:
+        return ()
 
 
 class Stopwatch(Tracker):
