@@ -98,7 +98,8 @@ def handover_effects(
         rewards: dict[int, tuple[list[float], list[float]]] = {at: ([], []) for at in live}
         for share in unit.rounds:
             if done:  # who differs most stays
-                live.sort(key=lambda at, found=rewards: -abs(fmean(np.subtract(*found[at]))))  # type: ignore[misc]
+                effects = {at: abs(fmean(np.subtract(*rewards[at]))) for at in live}
+                live.sort(key=effects.__getitem__, reverse=True)
                 live = sorted(live[: (len(live) + 1) // 2])
             most = max(done + 1, round(branches * share))
             for who, strategy in enumerate((solo("senior"), unit.junior)):

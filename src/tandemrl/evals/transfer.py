@@ -119,9 +119,9 @@ def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metri
         if alone in rates and f"{given}/pass@1" in rates:
             rates[f"{given}/gain"] = rates[f"{given}/pass@1"] - rates[alone]
     for way in WAYS:
-        curve = [rates.get(f"{way}/{share}/pass@1") for share in SHARES]
-        if None not in curve:
-            points: Any = [value - curve[0] for value in curve]  # type: ignore[operator]
+        curve = [rates[name] for share in SHARES if (name := f"{way}/{share}/pass@1") in rates]
+        if len(curve) == len(SHARES):
+            points = [value - curve[0] for value in curve]
             rates[f"{way}/area"] = sum(points[:-1] + points[1:]) / 2 / (len(points) - 1)
             rates[f"{way}/worse"] = float(points[-1] < 0)
     labels = [*labels_of(problem).values()]

@@ -105,8 +105,8 @@ def test_what_an_agent_ends_with(engine: TorchEngine) -> None:
 
     source = openai_agent(scored, scores=True)
     first, second = run(engine, source, size=1)
-    assert source.score(ROWS[0], first.transcript) == score  # type: ignore[attr-defined]
-    assert source.score(ROWS[1], second.transcript) == 1.0  # type: ignore[attr-defined]
+    assert source.score(ROWS[0], first.transcript) == score
+    assert source.score(ROWS[1], second.transcript) == 1.0
     [third] = run(engine, openai_agent([sys.executable, PROGRAM, "object"]), ROWS[:1], size=1)
     assert third.transcript.answer == '{"a": 1}'  # what a model may have written
     for told, scores in ((0.5, False), ("x", True), ({"points": 1}, True), ({"counts": {"tries": "x"}}, True)):
@@ -140,8 +140,8 @@ def test_a_source_of_ones_own_and_branches(engine: TorchEngine) -> None:
 
 def test_the_yaml_names_a_command_or_a_function() -> None:
     named = config("rollout.environment=agent", "rollout.agent.run=[test_agents:twice]", "rollout.agent.scores=true")
-    assert agent(named).run is twice  # type: ignore[attr-defined]
-    assert agent(config("rollout.environment=agent", "rollout.agent.run=[python,x.py]")).run == ("python", "x.py")  # type: ignore[attr-defined]
+    assert agent(named).run is twice
+    assert agent(config("rollout.environment=agent", "rollout.agent.run=[python,x.py]")).run == ("python", "x.py")
     for overrides, message in (
         (["rollout.environment=agent"], "rollout.agent.run=.*must be a command or"),
         (["rollout.agent.run=[x]"], "rollout.agent.run=.*else empty"),

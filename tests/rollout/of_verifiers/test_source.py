@@ -60,7 +60,7 @@ def test_who_is_not_to_be_trained_needs_another_model(
         agents.agent.trainable = False
 
     source = verifiers("vf_sums")
-    monkeypatch.setattr(type(source.env), "setup", setup)  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(source.env), "setup", setup)
     with pytest.raises(ConfigError, match=r"agent is not to be trained.*\{agent: \{model: junior\}"):
         trained(pairs / "plain", "vf_sums", tmp_path / "one", "train.steps=1", rollouts=source)
     source = verifiers("vf_sums", parameters={"agent": {"model": "junior"}})

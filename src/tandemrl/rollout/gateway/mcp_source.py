@@ -24,7 +24,7 @@ def mcp_tools(server: str | Sequence[str], *, system: str | None = None) -> Sour
     """
     try:
         import mcp
-        import openai  # noqa: F401
+        import openai  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise ConfigError(f"mcp_tools: {error.name} is missing; {pip_install('mcp')}") from None
     if not hasattr(mcp, "Client"):

@@ -74,7 +74,7 @@ class Source(Environment):
             AgentFailedError: the episode came to nothing; so says any other exception but these two.
             ConfigError, BrokenEnvironmentError: no episode can be run; the run ends.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # what a subclass has to write
 
     def reply(self, row: Row, state: State, message: Message) -> Answer:
         raise BrokenEnvironmentError(f"{type(self).__name__} asks the models itself; it cannot answer a turn")
