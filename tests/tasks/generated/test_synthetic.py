@@ -1,10 +1,12 @@
 import hashlib
 import itertools
+import random
 import re
 
 import pytest
 
 from tandemrl.data.rows import DataError
+from tandemrl.tasks.generated import synthetic
 from tandemrl.tasks.generated.rows import generated_rows
 from tandemrl.tasks.generated.synthetic import (
     DEFAULT_COUNTS,
@@ -14,8 +16,11 @@ from tandemrl.tasks.generated.synthetic import (
     PAIRS,
     examples,
     generate,
+    jargon_solution,
     number_space,
+    repairs,
     slips,
+    tell,
 )
 
 LINE = re.compile(r"(First|Next|Then|Last) (\d+) (plus|minus) (\d+) (is|makes|about) (\d+)\.")
@@ -105,6 +110,64 @@ def test_solutions_carry_their_errors_forward_within_range():
         assert values[-1] == boxed
         assert all(0 <= value <= MAX_VALUE for value in values)
         assert all(abs(result - value - change) <= 2 for value, change, _, result in steps)
+
+
+def read_jargon(text):
+    """(value, change, result) of each line and the boxed number."""
+    *lines, last = text.split("\n\n")
+    number = synthetic.JARGON_NUMBERS.index
+    steps = []
+    for line, opener in zip(lines, synthetic.JARGON_OPENERS, strict=True):
+        said, value, verb, size, makes, result = line.removesuffix(".").split()
+        assert (said, makes) == (opener, "rho")
+        steps.append((number(value), number(size) * {"yab": 1, "nud": -1}[verb], number(result)))
+    return steps, int(re.fullmatch(r"\\boxed\{(\d+)\}", last).group(1))
+
+
+def test_jargon_says_the_same_steps_with_fewer_errors():
+    rng, wrong = random.Random(0), []
+    for numbers in number_space("train")[::20]:
+        steps, boxed = read_jargon(jargon_solution(tell(numbers, rng), rng))
+        assert tuple(change for _, change, _ in steps) == numbers.deltas
+        values = [numbers.start, *(result for *_, result in steps)]
+        assert values[:-1] == [value for value, *_ in steps]
+        assert values[-1] == boxed
+        wrong += [value + change != result for value, change, result in steps]
+    assert sum(wrong) / len(wrong) == pytest.approx(0.01, abs=0.0033)  # four standard deviations of 15,200 steps
+
+
+CHECKED_LINE = re.compile(r"(\d+) (plus|minus) (\d+) (is|makes|about) (\d+) (first|next|then|last)\.")
+
+
+def test_a_check_line_says_again_what_its_step_comes_to():
+    checked, corrected = {True: [], False: []}, []
+    for problem, text in itertools.islice(examples("repair", 0), 4000):
+        *lines, last = text.split("\n\n")
+        value, changes = problem.numbers.start, []
+        right = result = None
+        written = wrong = mended = 0
+        for line, following in zip(lines, [*lines[1:], last], strict=True):
+            if line.startswith("Check "):
+                value = int(line.removeprefix("Check ").removesuffix("."))
+                corrected.append(value == right)
+                written += 1
+                mended += value == right != result
+                continue
+            before, sign, size, _, result, _ = CHECKED_LINE.fullmatch(line).groups()
+            assert int(before) == value  # the next step goes on from the corrected value
+            changes.append(int(size) * (1 if sign == "plus" else -1))
+            right, value = value + changes[-1], (result := int(result))
+            wrong += value != right
+            checked[value == right].append(following.startswith("Check "))
+        assert tuple(changes) == problem.numbers.deltas
+        assert last == f"\\boxed{{{value}}}"
+        assert repairs(text) == written
+        assert len(slips(text)) == wrong
+        assert sum(slip.repaired for slip in slips(text)) == mended
+    # Four standard deviations of 3,200 wrong and 12,800 right steps, and of 860 checks.
+    assert sum(checked[False]) / len(checked[False]) == pytest.approx(0.15, abs=0.026)
+    assert sum(checked[True]) / len(checked[True]) == pytest.approx(0.03, abs=0.008)
+    assert sum(corrected) / len(corrected) == pytest.approx(0.97, abs=0.024)
 
 
 @pytest.mark.parametrize(
