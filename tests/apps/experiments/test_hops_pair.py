@@ -65,6 +65,17 @@ def test_without_slips_an_episode_finds_the_chain_and_cites_it(environment):
             assert all(uses_jargon(step.result) == jargon for step in steps[:-1])
 
 
+def test_every_turn_is_read_and_every_result_is_the_tools(environment):
+    for _, row, steps in episodes(environment, 60, Slips()):
+        for step in steps:
+            turn = parsed(environment, step.turn)
+            assert "invalid_calls" not in turn
+            assert len(turn["tool_calls"]) == 1
+            answer = environment.reply(row, {}, turn)
+            assert answer.over == (step.result is None)
+            assert [message["content"] for message in answer.messages] == ([step.result] if step.result else [])
+
+
 def test_a_lesson_is_what_an_episode_would_have_been(tokenizer):
     """Played again through the real environment: the same prompt, the same ids for what the world says."""
     config = load("hops_grpo")
