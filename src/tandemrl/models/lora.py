@@ -91,7 +91,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
         raise ConfigError(f"{where}: all-linear stands alone")
     settings = PeftConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft's annotation says int; it divides by the rank
+        lora_alpha=config.alpha,  # peft's annotation says int; it divides by the rank
         target_modules="all-linear" if config.targets == ("all-linear",) else list(config.targets),
     )
     head = model.get_output_embeddings()

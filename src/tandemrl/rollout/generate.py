@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +28,7 @@ from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import completion_keys
 
-Model = str | Path | PreTrainedModel
+Model: TypeAlias = str | Path | PreTrainedModel
 PromptLike = str | Sequence[int] | Sequence[Message]
 
 
@@ -104,7 +104,7 @@ def generate(
     def source(model: Model, path: str, **more: Any) -> ModelSource:
         def load() -> PreTrainedModel:
             own = isinstance(model, PreTrainedModel)
-            return prepare(model) if own else load_model(path, dtype=dtype, device=on)  # type: ignore[arg-type]  # narrowed by `own`
+            return prepare(model) if own else load_model(path, dtype=dtype, device=on)
 
         return ModelSource(path, load, **more)
 

@@ -166,7 +166,7 @@ def build_tiny_pair(
         )
 
     def untrained(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-        return new_model(tokenizer, seed).to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
+        return new_model(tokenizer, seed).to(device)
 
     with threads(base.threads):
         tokenizer = of_junior = train_tokenizer(pair, seed, vocab_size=base.vocab_size)

@@ -150,7 +150,7 @@ class TandemSampler(Sampler):
     def __init__(self, logprobs_mode: Any, vocabulary: int) -> None:
         super().__init__(logprobs_mode)
         self._draw = _Draw()
-        self.topk_topp_sampler = self._draw  # type: ignore[assignment]  # has the same forward, but is no subclass
+        self.topk_topp_sampler = self._draw  # has the same forward, but is no subclass
         self.vocabulary = vocabulary
         self.spans: Spans | None = None
         """Of the rows, if they are spans of a text that another engine goes on with (``spans``)."""

@@ -66,7 +66,7 @@ class _TandemWorker:
         model = self.vllm_config.model_config
         if model.is_multimodal_model or model.is_encoder_decoder:
             raise EngineError(f"{model.model}: tandem decoding needs a text-only model that is decoder-only")
-        options = TandemOptions(**self.vllm_config.additional_config["tandem"])  # type: ignore[index]  # a mapping
+        options = TandemOptions(**self.vllm_config.additional_config["tandem"])
         if self.device_config.device_type == "cuda":
             self.local_rank += options.device  # by which vLLM chooses the device
         super().init_device()  # type: ignore[misc]  # vLLM's worker, the other base of both classes below
@@ -152,11 +152,11 @@ class _TandemWorker:
 
 if current_platform.is_cpu():
 
-    class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # vLLM declares an attribute of the mixin
+    class TandemCPUWorker(_TandemWorker, CPUWorker):
         """The ``worker_cls`` on CPUs."""
 
 
-class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
+class TandemGPUWorker(_TandemWorker, Worker):
     """The ``worker_cls`` on CUDA devices."""
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
@@ -219,7 +219,7 @@ def _junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
         model=options.junior,
         tokenizer=options.junior,
         trust_remote_code=model.trust_remote_code,
-        dtype=options.junior_dtype or model.dtype,  # type: ignore[arg-type]  # a name; vLLM lists them, and checks
+        dtype=options.junior_dtype or model.dtype,  # a name; vLLM lists them, and checks
         quantization=options.junior_quantization,
         seed=model.seed,
         max_model_len=model.max_model_len,
