@@ -100,7 +100,8 @@ class Sample(NamedTuple):
     vocabulary that it reads in. In drift alone: surprisal (the senior's own cross-entropy), kl (KL(senior || junior) of
     the next token) and unlikely_rate (the share of tokens that the junior finds unlikely). In legibility alone:
     cross_entropy_per_byte, the junior's over a text as UTF-8, which readers of other vocabularies can be compared by;
-    and acceptance, the share of tokens that the junior also draws from the same random numbers.
+    and acceptance, the share of tokens that the junior also draws from the same random numbers. In entropy alone:
+    entropy, of the distributions that the senior drew from.
     """
 
     problem: int
@@ -136,6 +137,7 @@ class Sample(NamedTuple):
     opened: str = ""
     given: str | None = None
     places: Sequence[Mapping[str, Any]] | None = None
+    entropy: float | None = None
 
     @property
     def response(self) -> Response:
@@ -315,6 +317,11 @@ def drifted(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, 
     if rates:
         rates["excess"] = rates["cross_entropy"] - rates["surprisal"]
     return rates, counts
+
+
+def sampled(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metrics, Metrics]:
+    """The mean sampling entropy of one problem's texts, in nats per token."""
+    return _read(problem, ("entropy",))
 
 
 def _read(problem: Sequence[Sample], fields: Sequence[str]) -> tuple[Metrics, Metrics]:

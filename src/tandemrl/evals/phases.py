@@ -11,11 +11,11 @@ from typing import Any
 
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.handover import affected, handover_effects, of_all_places, unit_of
-from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible, rated
+from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible, rated, sampled
 from tandemrl.evals.probes import checkable, checked, g_mean2, intervene, monitor, monitored, moved, recover
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.readers import Reader
-from tandemrl.evals.reading import TextReader, Values, by_both, by_junior, read_texts, read_tokens
+from tandemrl.evals.reading import TextReader, Values, by_both, by_itself, by_junior, read_texts, read_tokens
 from tandemrl.evals.transfer import Grade, surprise, transfer, transferred
 from tandemrl.types import Metrics
 
@@ -101,6 +101,12 @@ def drift(texts: Texts) -> list[Sample]:
     return texts.read_by([texts.session.model, texts.session.junior], by_both)
 
 
+def entropy(texts: Texts) -> list[Sample]:
+    """The senior's texts with the entropy that it drew them with."""
+    session = texts.session
+    return texts.read_by([session.model], by_itself(session.profile.sampling))
+
+
 def junior_alone(texts: Texts) -> list[Sample]:
     """The junior's texts with their scores, as it reads them itself."""
     texts.samples = [
@@ -182,6 +188,7 @@ PHASES = {
         _of_readers("checkable", others(checkable), checked, by_name=True),
         _of_readers("monitor", others(monitor, graded=False), monitored, graded=False, by_name=True, whole=g_mean2),
         replace(_SOLO, name="intervene", read=others(intervene, itself=True), measure=moved, by_name=True, itself=True),
+        Phase("entropy", entropy, sampled, junior=False, of_solo=True, graded=False, itself=True, by_name=True),
         Phase(
             "handover-effect",
             handovers,

@@ -105,6 +105,17 @@ def by_both(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, _: Tensor) -
     }
 
 
+def by_itself(sampling: Sampling) -> Values:
+    """How sure the one model was of a text that it drew itself: the entropy of the distributions that the tokens were
+    drawn from, after temperature and truncation, without penalties."""
+
+    def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, _: Tensor) -> dict[str, Tensor]:
+        logprobs = _tempered(logits[0], sampling).log_softmax(-1)
+        return {"cross_entropy": _surprisal(logprobs, tokens), "entropy": torch.special.entr(logprobs.exp()).sum(-1)}
+
+    return values
+
+
 def read_texts(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
@@ -250,8 +261,15 @@ def _drawn(logits: Float[Tensor, "c v"], keys: Int64[Tensor, " c"], sampling: Sa
     """The tokens that an engine would draw from these logits with these keys."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
+    return draw_token(_tempered(logits, sampling).log_softmax(-1), keys)
+
+
+def _tempered(logits: Float[Tensor, "c v"], sampling: Sampling) -> Float[Tensor, "c v"]:
+    """The logits of the tokens that are kept, after the temperature; at temperature 0 those of the best one."""
+    if sampling.temperature == 0:
+        return torch.where(logits == logits.amax(-1, keepdim=True), 0.0, -torch.inf)
     logits = logits / sampling.temperature
     if sampling.truncated:
         kept = kept_tokens(logits, Truncation(sampling.top_k, sampling.top_p, sampling.min_p))
         logits = logits.masked_fill(~kept, -torch.inf)
-    return draw_token(logits.log_softmax(-1), keys)
+    return logits

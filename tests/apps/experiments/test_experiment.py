@@ -17,11 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl.apps.experiments import experiment as experiments
-from tandemrl.apps.experiments.arms import BASE, GRPO, TANDEM, Arm, Experiment, ExperimentError
+from tandemrl.apps.experiments.arms import BASE, GRPO, LIKELIHOOD, MATCHED, TANDEM, Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.experiment import PAIRS, WORDED, Job, run_experiment
 from tandemrl.apps.experiments.pair import PairError
 from tandemrl.cli.main import app
+from tandemrl.config import load
 from tandemrl.evals.compare import compare
 
 SHORT = (
@@ -129,6 +130,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
         ({"overrides": ("train.seed=7", "model={junior: null}")}, r"model\.junior, train\.seed is set for each run"),
         ({"overrides": ("selection.strategy=word",)}, r"selection\.strategy is what the arm grpo sets"),
         ({"overrides": ("train.epochs=2",)}, r"say train\.steps=N"),
+        ({"arms": (GRPO, MATCHED)}, r"the arm matched is made of tandem, which must be arms that are trained: --arms"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -157,6 +159,31 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
     assert re.fullmatch(r"\[2/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[1])
     assert re.fullmatch(r"\[4/8, \d+ s, about \d+ s left\] plain/seed-0/tandem: fine", said[3])
     assert not (tmp_path / "results.json").exists()
+
+
+def test_an_arm_made_of_others_comes_after_them_and_not_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_job(experiment: Experiment, job: Job, out: Path) -> str:
+        if str(job) == "plain/seed-1/tandem":
+            raise OSError("disk full")
+        done.append(str(job))
+        return "fine"
+
+    done: list[str] = []
+    monkeypatch.setattr(experiments, "run_job", run_job)
+    three = Experiment("three", (MATCHED, GRPO, TANDEM), pairs=("plain",), seeds=(0, 1))
+    with pytest.raises(ExperimentError, match="1 of 10 parts failed"):
+        run_experiment(three, tmp_path, workers=1, say=lambda line: None)
+    assert done[-1] == "plain/seed-0/matched"
+    assert "plain/seed-1/matched" not in done
+
+
+def test_an_arm_names_its_pair_s_junior(tmp_path: Path) -> None:
+    job = Job("plain", 3, LIKELIHOOD)
+    config = load("quickstart", experiments._run_overrides(Experiment("x", (LIKELIHOOD,)), job, job.home(tmp_path)))
+    assert config.reward.parameters["junior_likelihood"]["model"] == str(tmp_path / "plain" / "seed-3" / "pair/junior")
+    assert config.model.junior is None
 
 
 @pytest.mark.slow

@@ -16,14 +16,23 @@ class ExperimentError(RuntimeError):
 class Arm(NamedTuple):
     """One way to train.
 
-    ``overrides`` are assignments of config keys. If ``junior_steps`` is set, the arm trains with a junior whose warm
-    start took that many steps, instead of with the pair's own (evaluation keeps the pair's).
+    ``overrides`` are assignments of config keys, in which ``{junior}`` is the folder of the junior. If ``junior_steps``
+    is set, the arm trains with a junior whose warm start took that many steps, instead of with the pair's own
+    (evaluation keeps the pair's). If ``of`` is set, nothing is trained: it is that arm's model, at the temperature at
+    which its texts have the entropy of those of the arm ``matched_to`` (`sharpness`).
     """
 
     name: str
     title: str
     overrides: tuple[str, ...] = ()
     junior_steps: int | None = None
+    of: str | None = None
+    matched_to: str | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The arms that are trained before."""
+        return frozenset(name for name in (self.of, self.matched_to) if name is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +105,23 @@ JUNIOR_KL = Arm(
     "junior_kl", "GRPO, KL to the junior", ("selection.strategy=solo", "loss.kl_coef=0.05", "loss.kl_to=junior")
 )
 DISTILLED = Arm("distilled", "distillation, reward", (*JUNIOR_KL.overrides, "loss.kl_kind=k2"))
-_SHORT = "boxed + tandemrl.apps.experiments.arm_rewards:brevity"
-BREVITY = Arm("brevity", "GRPO, length penalty", (*GRPO.overrides, f"reward.scorers={{'*': '{_SHORT}'}}"))
+MATCHED = Arm("matched", "GRPO, tandem's entropy", of="grpo", matched_to="tandem")
+
+
+def _rewarded(name: str, title: str, reward: str, *overrides: str) -> Arm:
+    """GRPO whose reward is correctness and one of `arm_rewards`."""
+    total = f"reward.scorers={{'*': 'boxed + tandemrl.apps.experiments.arm_rewards:{reward}'}}"
+    return Arm(name, title, (*GRPO.overrides, total, *overrides))
+
+
+BREVITY = _rewarded("brevity", "GRPO, length penalty", "brevity")
+_BY_JUNIOR = (
+    "reward.parameters.junior_likelihood.model={junior}",
+    "reward.weights.junior_likelihood=0.1",
+    "reward.timeout_s=120",
+)
+LIKELIHOOD = _rewarded("likelihood", "GRPO, junior's likelihood", "junior_likelihood", *_BY_JUNIOR)
+PROVER = Arm("prover", "GRPO, prover", (*LIKELIHOOD.overrides, "reward.parameters.junior_likelihood.of=stated"))
 ANNEALED = Arm(
     "annealed",
     "tandem, annealed",

@@ -7,7 +7,7 @@ when it is started again.
 
     OUT/experiment.json             what was asked for
     OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
-    OUT/PAIR/seed-N/ARM/            a training run
+    OUT/PAIR/seed-N/ARM/            a training run, or the model of another arm at a temperature
     OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training, and the junior alone
     OUT/results.json                a row per pair, seed and arm; contrasts between arms; claims; the command,
                                     the date, and the commits that made them
@@ -37,6 +37,7 @@ from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.registered import paired_tests
 from tandemrl.apps.experiments.registered import stated as stated_before
+from tandemrl.apps.experiments.sharpness import FITTED, match_entropy
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
@@ -124,6 +125,11 @@ class Job(NamedTuple):
     def __str__(self) -> str:
         return f"{self.pair}/seed-{self.seed}/{self.arm.name if self.arm else 'pair'}"
 
+    @property
+    def needs(self) -> set[str]:
+        """The jobs that come before it, by name."""
+        return {f"{self.pair}/seed-{self.seed}/{name}" for name in (self.arm.needs if self.arm else ())}
+
     def home(self, out: Path) -> Path:
         """The folder of the pair and seed."""
         return out / self.pair / f"seed-{self.seed}"
@@ -187,7 +193,9 @@ def run_experiment(
             say(f"[{next(numbers)}/{total}, {seconds:.0f} s{left}] {job}: {shown}")
         return succeeded
 
-    run([job._replace(arm=arm) for job in run(jobs) for arm in arms])
+    of_arms = [job._replace(arm=arm) for job in run(jobs) for arm in arms]
+    done = {*map(str, run([job for job in of_arms if not job.needs]))}
+    run([job for job in of_arms if job.needs and job.needs <= done])
     if failed:
         raise ExperimentError(
             f"{len(failed)} of {total} parts failed ({'; '.join(failed)}); what is finished is kept: fix it and run "
@@ -221,13 +229,6 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
             raise ExperimentError(f"{home}: its runs began with a pair of another recipe; choose another folder")
         manifest = family.build(home / "pair", **recipe, device=experiment.device)
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
-    model = home / "pair" / "senior"
-    if job.arm.name != BASE:
-        overrides = (*_run_overrides(experiment, job, home), *job.arm.overrides, *experiment.overrides)
-        config = load(experiment.config, overrides)
-        model = home / job.arm.name / "hf" / f"step_{config.train.steps}"
-        if not model.is_dir():
-            train(config, quiet=True)
     settings = [
         f"model.junior={home}/pair/junior",
         f"model.device={experiment.device}",
@@ -241,6 +242,18 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     ]
     leave_out: tuple[str, ...] = () if job.arm.name == BASE else ("junior",)  # the same for all arms
     config = load(experiment.evaluation, settings)
+    if job.arm.name == BASE:
+        model = home / "pair" / "senior"
+    elif job.arm.needs:
+        of, target = (
+            _trained(experiment, job._replace(arm=arm), home)
+            for name in (job.arm.of, job.arm.matched_to)
+            for arm in experiment.arms
+            if arm.name == name
+        )
+        model = match_entropy(config, of, target, home / job.arm.name / "hf" / "matched")
+    else:
+        model = _trained(experiment, job, home)
     phases = evals.evaluate(config, model=model, out=_evaluation(job, out), leave_out=leave_out)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
@@ -331,6 +344,8 @@ def _row(job: Job, home: Path, arm: str) -> dict[str, float]:
         own = {name: ("junior", metric) for name, (p, metric) in MEASURES.items() if p in ("pass-at-k", "legibility")}
         return measured(home / BASE, own)
     found, family = measured(home / arm, MEASURES), PAIRS[job.pair]
+    fitted = home.parent / arm / "hf" / "matched" / FITTED
+    found |= json.loads(fitted.read_text()) if fitted.exists() else {}
     for phase, further in (("pass-at-k", family.solo), ("handoff", family.handoff)):
         file = evals.read_result(home / arm / f"{phase}.json")["samples"]
         texts = [each.text for each in evals.read_samples(home / arm / file)] if further else []
@@ -359,6 +374,8 @@ def _problems(experiment: Experiment) -> Iterator[str]:
     for arm in experiment.arms:
         if of_arm := sorted(stated & stated_keys(arm.overrides)):
             yield f"{', '.join(of_arm)} is what the arm {arm.name} sets; leave it out, or train other arms: --arms"
+        if missing := sorted(arm.needs - {each.name for each in experiment.arms if not each.needs}):
+            yield f"the arm {arm.name} is made of {' and '.join(missing)}, which must be arms that are trained: --arms"
 
 
 def _reserve_folder(experiment: Experiment, out: Path, command: str | None = None) -> None:
@@ -368,7 +385,7 @@ def _reserve_folder(experiment: Experiment, out: Path, command: str | None = Non
         stored = json.loads(file.read_text())
         changed = [key for key in description if key not in EXTENSIBLE and stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
-        changed += [f"arm {arm['name']}" for arm in description["arms"] if arms.get(arm["name"], arm) != arm]
+        changed += [f"arm {arm['name']}" for arm in description["arms"] if arm | arms.get(arm["name"], {}) != arm]
         if changed:
             raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
     write_text(file, json.dumps({"command": command} | description, indent=2) + "\n")
@@ -390,6 +407,16 @@ def _evaluation(job: Job, out: Path) -> Path:
     return job.home(out) / "eval" / job.arm.name
 
 
+def _trained(experiment: Experiment, job: Job, home: Path) -> Path:
+    """The model of an arm, which is trained unless it is there."""
+    assert job.arm is not None
+    config = load(experiment.config, _run_overrides(experiment, job, home))
+    model = home / job.arm.name / "hf" / f"step_{config.train.steps}"
+    if not model.is_dir():
+        train(config, quiet=True)
+    return model
+
+
 def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     assert job.arm is not None
     junior, steps = home / "pair" / "junior", job.arm.junior_steps
@@ -406,6 +433,8 @@ def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
         f"train.seed={job.seed}",
         "train.threads=1",
         f"output_dir={home}/{job.arm.name}",
+        *(each.replace("{junior}", str(junior)) for each in job.arm.overrides),
+        *experiment.overrides,
     ]
 
 
