@@ -21,8 +21,10 @@ from tandemrl.apps.experiments.arms import BASE, GRPO, LIKELIHOOD, MATCHED, TAND
 from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.experiment import PAIRS, WORDED, Job, run_experiment
 from tandemrl.apps.experiments.pair import PairError
+from tandemrl.apps.experiments.tiny import build_tiny_readers
 from tandemrl.cli.main import app
 from tandemrl.config import load
+from tandemrl.evals import read_samples
 from tandemrl.evals.compare import compare
 
 SHORT = (
@@ -59,11 +61,17 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         overrides=SHORT,
         problems=6,
         samples=2,
+        readers=2,
         evaluation_overrides=("eval.profile=custom", "eval.max_tokens=40"),
     )
+
+    def train(out: Path, *, steps: None, **options: Any) -> list[Path]:
+        return build_tiny_readers(out, steps=2, **options)
+
     out, said = tmp_path_factory.mktemp("experiment") / "small", list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        copied = WORDED._replace(build=build, identity=lambda **recipe: {"seed": 0})  # of the pair that is copied
+        identity = {"seed": 0}  # of the pair that is copied
+        copied = WORDED._replace(build=build, identity=lambda **recipe: identity, readers=train)
         patch.setitem(PAIRS, "plain", copied)
         yield Finished(small, out, run_experiment(small, out, workers=1, command="make small", say=said.append), said)
 
@@ -85,6 +93,23 @@ def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> Non
         assert row["junior_ce"] == stored["legibility"]["metrics"]["macro"]["cross_entropy"]
         assert stored["pass-at-k"]["config"]["data"] == ["synthetic:plain:heldout:6"]
     assert json.loads((out / "results.json").read_text()) == results
+
+
+def test_readers_that_no_arm_was_trained_with_read_every_arm(finished: Finished) -> None:
+    """Apart from the junior, and beside what they solve alone, which is the same for all arms of a seed."""
+    _, out, results, _ = finished
+    rows = {(row["arm"], row["seed"]): row for row in results["rows"]}
+    for arm, seed in [(arm, seed) for arm in (BASE, "grpo", "tandem") for seed in (0, 1)]:
+        samples = read_samples(out / "plain" / f"seed-{seed}" / "eval" / arm / "transfer.samples.jsonl")
+        assert {sample.arm for sample in samples} == {"junior", "reader-1", "reader-2"}
+        assert {sample.sample for sample in samples} == {0}
+        for who, names in (("seen", ["junior"]), ("unseen", ["reader-1", "reader-2"])):
+            for name, given in (("pass@1", "free/before"), ("forced/50", "forced/50"), ("free/masked", "free/masked")):
+                right = [bool(each.correct) for each in samples if each.arm in names and each.given == given]
+                assert len(right) == 6 * len(names)
+                assert rows[arm, seed][f"{who}/{name}"] == pytest.approx(sum(right) / len(right))
+            assert rows[arm, seed][f"{who}/free/0"] == rows[BASE, seed][f"{who}/free/0"]
+    assert "unseen/pass@1" not in rows["junior", 0]
 
 
 def test_contrasts_are_those_of_compare(finished: Finished) -> None:
@@ -131,6 +156,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
         ({"overrides": ("selection.strategy=word",)}, r"selection\.strategy is what the arm grpo sets"),
         ({"overrides": ("train.epochs=2",)}, r"say train\.steps=N"),
         ({"arms": (GRPO, MATCHED)}, r"the arm matched is made of tandem, which must be arms that are trained: --arms"),
+        ({"pairs": ("hops",), "readers": 1}, "there are no readers for hops; choose among plain, jargon"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

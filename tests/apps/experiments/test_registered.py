@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from tandemrl.apps.experiments.arms import EXPERIMENTS
-from tandemrl.apps.experiments.registered import REGISTERED, paired_tests, smallest_difference, stated
+from tandemrl.apps.experiments.registered import REGISTERED, paired_tests, smallest_difference, stated, verdicts
 from tandemrl.config import load
 from tandemrl.evals.stats import holm
 
@@ -37,15 +37,24 @@ def test_tests_are_paired_by_seed_and_corrected_over_the_family() -> None:
     for seed in range(5):
         for arm in ("grpo", "tandem", "brevity"):
             solo, handoff = rng.normal(0.8, 0.02), rng.normal(0.9 if arm == "tandem" else 0.6, 0.02)
-            rows.append({"pair": "jargon", "arm": arm, "seed": seed, "solo/pass@1": solo, "handoff/pass@1": handoff})
+            measures = {"solo/pass@1": solo, "handoff/pass@1": handoff, "unseen/pass@1": rng.normal(0.5, 0.02)}
+            rows.append({"pair": "jargon", "arm": arm, "seed": seed} | measures)
     found = paired_tests("frontier", list(reversed(rows)))
     assert [(each["a"], each["b"], each["measure"]) for each in found] == [
-        ("tandem", other, measure) for other in ("grpo", "brevity") for measure in ("solo/pass@1", "handoff/pass@1")
+        ("tandem", other, measure)
+        for other in ("grpo", "brevity")
+        for measure in ("solo/pass@1", "handoff/pass@1", "unseen/pass@1")
     ]
     of = {arm: [row["handoff/pass@1"] for row in rows if row["arm"] == arm] for arm in ("tandem", "grpo")}
-    assert found[1]["p"] == pytest.approx(ttest_1samp(np.subtract(of["tandem"], of["grpo"]), 0).pvalue)
+    expected = ttest_1samp(np.subtract(of["tandem"], of["grpo"]), 0)
+    assert found[1]["p"] == pytest.approx(expected.pvalue)
+    assert (found[1]["low"], found[1]["high"]) == pytest.approx(tuple(expected.confidence_interval()))
     assert [each["holm"] for each in found] == pytest.approx(holm([each["p"] for each in found]))
     assert found[1]["holm"] < 0.05 < found[0]["holm"]
+    claimed = [(each["claim"].split(" in ")[1], each["verdict"]) for each in verdicts("frontier", found)]
+    assert claimed == 2 * [("handoff/pass@1, Holm's p", "holds"), ("unseen/pass@1, Holm's p", "fails")]
+    below = [each | {"mean": -each["mean"]} for each in found]
+    assert {each["verdict"] for each in verdicts("frontier", below)} == {"fails"}
     assert paired_tests("frontier", [row for row in rows if row["seed"] == 0]) == []
     assert paired_tests("repair", rows) == stated("repair", ["grpo"], 5) == []
 
@@ -59,7 +68,7 @@ def test_what_is_stated_is_of_the_experiment_s_arms(name: str) -> None:
     first, *least = stated(name, arms, 5)
     assert first.startswith("stated beforehand: ")
     assert [line.partition(":")[0] for line in least] == [
-        f"smallest detectable difference in {measure}" for measure in ("solo/pass@1", "handoff/pass@1")
+        f"smallest detectable difference in {measure}" for measure in ("solo/pass@1", "handoff/pass@1", "unseen/pass@1")
     ]
     for arm in experiment.arms:
         load(experiment.config, [*arm.overrides, *experiment.overrides])

@@ -8,6 +8,7 @@ when it is started again.
     OUT/experiment.json             what was asked for
     OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
     OUT/PAIR/seed-N/ARM/            a training run, or the model of another arm at a temperature
+    OUT/PAIR/readers/               models that read the texts of every arm and seed, and are never in training
     OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training, and the junior alone
     OUT/results.json                a row per pair, seed and arm; contrasts between arms; claims; the command,
                                     the date, and the commits that made them
@@ -35,13 +36,14 @@ from tandemrl.apps.experiments import pretrained, tiny
 from tandemrl.apps.experiments.arms import Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.pair import PairError, read_manifest
-from tandemrl.apps.experiments.registered import paired_tests
+from tandemrl.apps.experiments.registered import paired_tests, verdicts
 from tandemrl.apps.experiments.registered import stated as stated_before
 from tandemrl.apps.experiments.sharpness import FITTED, match_entropy
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
 from tandemrl.config import load, stated_keys
 from tandemrl.evals.compare import compare, to_json
+from tandemrl.evals.transfer import SHARES, WAYS
 from tandemrl.files import versions, write_text
 from tandemrl.processes.child import cores
 from tandemrl.tasks.generated import hops
@@ -61,8 +63,19 @@ OF_TASK = (
     *("rollout.result_tokens", "rollout.tool_timeout_s", "rollout.keep_turns"),
 )
 """How the keys begin whose overrides hold for the evaluations of an experiment, too."""
-EXTENSIBLE = ("seeds", "pairs", "arms", "contrasts")
+EXTENSIBLE = ("seeds", "pairs", "arms", "contrasts", "readers")
 """What may be added to an experiment that is there."""
+READ = 128
+"""How many problems' texts the readers get at most, one of each."""
+READER_SEED = 1000
+"""Of the first reader. No pair has it."""
+READINGS = (
+    *(f"{way}/{given}" for way in WAYS for given in (*SHARES, "before")),
+    "free/step",
+    "free/masked",
+    "copy/100",
+)
+"""The conditions of transfer that are in ``results.json``."""
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs
@@ -75,7 +88,8 @@ class Family(NamedTuple):
     ``seed``, ``steps`` and ``device``. identity: what the manifest says of how a pair was built, from the first three
     of these. solo, handoff: what is measured of its solo texts and of its handoff texts beside the measures of every
     pair, each the mean of a function. evaluation_rows: how many texts an evaluation writes at once on a CPU; on a GPU,
-    eight times as many. memory_gb: what a process that builds, trains or evaluates needs at most.
+    eight times as many. memory_gb: what a process that builds, trains or evaluates needs at most. readers: trains
+    unseen readers into a folder, called with ``pair``, ``seed``, ``steps`` and ``count``; None if there are none.
     """
 
     build: Callable[..., dict[str, Any]]
@@ -84,6 +98,7 @@ class Family(NamedTuple):
     handoff: Mapping[str, Callable[[str], float]]
     evaluation_rows: int
     memory_gb: float
+    readers: Callable[..., list[Path]] | None = None
 
 
 # Of tiny models, large batches cost memory only.
@@ -94,8 +109,9 @@ WORDED = Family(
     handoff={"handoff/repairs": repairs},
     evaluation_rows=1024,
     memory_gb=1.0,
+    readers=tiny.build_tiny_readers,
 )
-AGENTS = WORDED._replace(solo={"jargon_rate": hops.uses_jargon}, handoff={})
+AGENTS = WORDED._replace(solo={"jargon_rate": hops.uses_jargon}, handoff={}, readers=None)
 PRETRAINED = Family(
     pretrained.build_pretrained_pair,
     pretrained.pretrained_identity,
@@ -193,6 +209,8 @@ def run_experiment(
             say(f"[{next(numbers)}/{total}, {seconds:.0f} s{left}] {job}: {shown}")
         return succeeded
 
+    for pair in experiment.pairs:
+        _readers(experiment, pair, out)
     of_arms = [job._replace(arm=arm) for job in run(jobs) for arm in arms]
     done = {*map(str, run([job for job in of_arms if not job.needs]))}
     run([job for job in of_arms if job.needs and job.needs <= done])
@@ -255,6 +273,13 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     else:
         model = _trained(experiment, job, home)
     phases = evals.evaluate(config, model=model, out=_evaluation(job, out), leave_out=leave_out)
+    if experiment.readers:
+        folders = [home / "pair" / "junior", *_readers(experiment, job.pair, out)]
+        settings += [f"data.eval=[synthetic:{job.pair}:heldout:{min(READ, experiment.problems)}]", "eval.samples=1"]
+        settings += ["eval.k=[1]", f"eval.readers=[{','.join(map(str, folders))}]"]
+        evals.evaluate(
+            load(experiment.evaluation, settings), model=model, out=_evaluation(job, out), phases=["transfer"]
+        )
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
@@ -290,6 +315,8 @@ def collect_results(
         for pair in experiment.pairs
         for claim in claims_of(pair, rows, contrasts, refused=len(experiment.seeds) - len(homes[pair]))
     ]
+    tests = paired_tests(experiment.name, rows)
+    claims += [{"pair": experiment.pairs[0]} | each for each in verdicts(experiment.name, tests)]
     return {
         "schema": SCHEMA,
         "experiment": experiment.to_json(),
@@ -302,7 +329,7 @@ def collect_results(
         "rows": rows,
         "contrasts": contrasts,
         "claims": claims,
-        "tests": paired_tests(experiment.name, rows),
+        "tests": tests,
     }
 
 
@@ -343,13 +370,34 @@ def _row(job: Job, home: Path, arm: str) -> dict[str, float]:
     if arm == JUNIOR:
         own = {name: ("junior", metric) for name, (p, metric) in MEASURES.items() if p in ("pass-at-k", "legibility")}
         return measured(home / BASE, own)
-    found, family = measured(home / arm, MEASURES), PAIRS[job.pair]
+    found, family = measured(home / arm, MEASURES) | _readings(home / arm / "transfer.json"), PAIRS[job.pair]
     fitted = home.parent / arm / "hf" / "matched" / FITTED
     found |= json.loads(fitted.read_text()) if fitted.exists() else {}
     for phase, further in (("pass-at-k", family.solo), ("handoff", family.handoff)):
         file = evals.read_result(home / arm / f"{phase}.json")["samples"]
         texts = [each.text for each in evals.read_samples(home / arm / file)] if further else []
         found |= {name: fmean(map(of, texts)) for name, of in further.items()}
+    return found
+
+
+def _readers(experiment: Experiment, pair: str, out: Path) -> list[Path]:
+    """The folders of the unseen readers, which are trained unless they are there."""
+    recipe = {"pair": pair, "seed": READER_SEED, "steps": experiment.pair_steps, "count": experiment.readers}
+    train_readers = PAIRS[pair].readers if experiment.readers else None
+    return [] if train_readers is None else train_readers(out / pair / "readers", **recipe)
+
+
+def _readings(file: Path) -> dict[str, float]:
+    """What readers make of an arm's texts: the junior (``seen``), and those that were never in training (``unseen``), a
+    mean over them. By condition their pass@1; without one, that of going on freely from the text before its true answer
+    appears, beside the share that is cut off then. Nothing of an experiment without readers."""
+    macro = evals.read_result(file)["metrics"]["macro"] if file.exists() else {}
+    unseen = sorted({metric.partition("/")[0] for metric in macro if metric.startswith("reader-")})
+    found: dict[str, float] = {}
+    for who, names in (("seen", [JUNIOR]), ("unseen", unseen)) if macro else ():
+        wanted = {given: f"{given}/pass@1" for given in READINGS}
+        wanted |= {"pass@1": "free/before/pass@1", "truncation_rate": "free/before/truncation_rate"}
+        found |= {f"{who}/{name}": fmean(macro[f"{each}/{of}"] for each in names) for name, of in wanted.items()}
     return found
 
 
@@ -363,6 +411,9 @@ def _problems(experiment: Experiment) -> Iterator[str]:
     for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):
         if not values or len(set(values)) != len(values):
             yield f"{what} must be one or more different ones, got {list(values)}"
+    if experiment.readers and (deaf := [pair for pair in experiment.pairs if PAIRS[pair].readers is None]):
+        known = ", ".join(pair for pair, family in PAIRS.items() if family.readers is not None)
+        yield f"there are no readers for {', '.join(deaf)}; choose among {known}"
     if taken := {BASE, JUNIOR} & {*names}:
         yield f"an arm cannot be called {taken.pop()!r}, which names a model of every experiment"
     if unknown := {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}:
