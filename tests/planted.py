@@ -36,6 +36,21 @@ class Adder:
         return samples
 
 
+class Slipping(Adder):
+    """An adder that gets each step that it adds itself wrong with a probability."""
+
+    name = "slipping"
+
+    def __init__(self, error=0.2):
+        self.error = error
+
+    def answered(self, job):
+        done = len(re.findall(r"\d (?:plus|minus)", job.part))
+        rng = random.Random(f"{job.sample.key}/{job.given}")
+        right = all(rng.random() >= self.error for _ in job.sample.transcript["numbers"][1 + done :])
+        return super().answered(job) if right else job.sample._replace(arm=self.name, given=job.given, text="slip")
+
+
 def planted(kind, seed, count=100):
     """Texts without slips, their prompts, and a grader."""
     rng, samples = random.Random(seed), []

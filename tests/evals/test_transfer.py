@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fake_judge import FakeJudge, Reply
-from planted import Adder, planted
+from planted import Adder, Slipping, planted
 from runs import evaluate_phase
 from tandemrl import evals
 from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
@@ -90,11 +90,43 @@ def test_a_planted_mistake_is_one_off_in_large_numbers_too():
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize(("kind", "label"), [("leak", "answer_leaked"), ("jargon", "illegible"), ("plain", "legible")])
 def test_planted_texts_get_their_label(kind, label, seed):
+    """By a reader that solves .41 alone, as often as the junior of the tiny pairs."""
     samples, prompts, grade = planted(kind, seed)
-    read = transfer(samples, prompts, [Adder()], grade)
+    read = transfer(samples, prompts, [Slipping()], grade)
     labels = [*labels_of(read).values()]
     assert len(labels) == len(samples)
     assert labels.count(label) >= 0.95 * len(samples)
+    looks = {len(side) for each in read for side in each.draws or ()}
+    assert looks == {0} if kind == "leak" else looks <= {16, 32, 64}
+
+
+def test_of_a_text_that_changes_nothing_nothing_is_said():
+    """One label of twenty may be wrong, to either side; a reader that needs no help shows none."""
+
+    class Ignoring(Slipping):
+        def answered(self, job):
+            return super().answered(job._replace(part=""))._replace(given=job.given)
+
+    samples, prompts, grade = planted("plain", 0, count=200)
+    labels = [*labels_of(transfer(samples, prompts, [Ignoring()], grade)).values()]
+    assert max(labels.count("legible"), labels.count("illegible")) <= 0.05 * len(samples)
+    assert set(labels_of(transfer(samples[:4], prompts, [Adder()], grade)).values()) == {"undecided"}
+    assert labels_of(transfer(samples[:4], prompts, [Adder()], grade, draws=0)) == {}
+
+
+def test_a_draw_has_one_key_alone_and_after_a_part():
+    seen = []
+
+    class Listening(Adder):
+        def write(self, jobs):
+            seen.extend((job.sample.key, job.part) for job in jobs)
+            return super().write(jobs)
+
+    samples, prompts, grade = planted("plain", 0, count=1)
+    transfer(samples, prompts, [Listening()], grade, draws=8)
+    drawn = [each for each in seen if each[0] != samples[0].key]
+    assert len({key for key, _ in drawn}) == 8
+    assert [part for _, part in drawn] == ["", drawn[1][1]] * 8
 
 
 def test_the_copier_scores_what_the_leak_control_says():
@@ -119,7 +151,7 @@ def test_only_right_texts_are_labelled_and_truncated_ones_can_be_left_out():
     samples[:2] = [each._replace(correct=False) for each in samples[:2]]
     samples[2] = samples[2]._replace(stop_reason="length")
     read = transfer(samples, prompts, [Adder()], grade)
-    assert labels_of(read) == {(problem, 0): "legible" for problem in range(2, 8)}
+    assert {problem for problem, _ in labels_of(read)} == {*range(2, 8)}
     assert {each.problem for each in untruncated(read)} == {0, 1, *range(3, 8)}
 
 

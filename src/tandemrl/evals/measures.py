@@ -30,7 +30,7 @@ WITH_INTERVAL: Mapping[str, GoodEnd] = {
     **dict.fromkeys(("area", "gain", "legible", "effect", "worst_effect"), "higher"),
     **dict.fromkeys(("judge_legibility", "auroc", "tpr", "tnr"), "higher"),
     **dict.fromkeys(("worse", "illegible", "harmful_places"), "lower"),
-    **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked", "aoc", "same")),
+    **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked", "undecided", "aoc", "same")),
 }
 """Rates that get a bootstrap interval, beside those of k."""
 
@@ -91,9 +91,10 @@ class Sample(NamedTuple):
     turns, transcript (`types.Transcript` as JSON): those of an episode. parts: the other parts of the score, by name.
     group: the problem's group, see ``group_of``. same_as: the example_id of the first row with the same problem, if
     that is another one. plain: the text without special tokens, None if it has none. opened: what the chat template
-    wrote of the response before it (`types.Response`). given: of the phases with other readers, what the reader
-    (the arm) got of the text (`evals.transfer`), which counts as the senior's. places: the effects of handovers
-    (`handover.handover_effects`). A line has these fields only if they differ from their defaults.
+    wrote of the response before it (`types.Response`). given: of the phases with other readers, what the reader (the
+    arm) got of the text (`evals.transfer`), which counts as the senior's. places: the effects of handovers
+    (`handover.handover_effects`). draws: what decides the label of a text (`transfer.label_of`). A line has these
+    fields only if they differ from their defaults.
 
     The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
     None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's, per token of the
@@ -138,6 +139,7 @@ class Sample(NamedTuple):
     given: str | None = None
     places: Sequence[Mapping[str, Any]] | None = None
     entropy: float | None = None
+    draws: Sequence[Sequence[bool]] | None = None
 
     @property
     def response(self) -> Response:

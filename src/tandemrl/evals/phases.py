@@ -4,7 +4,7 @@ A new phase is a function from texts to samples, a function from a problem's sam
 of `PHASES`. Everything that a model reads goes through `Texts.read_by`, with one reader or several.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from tandemrl.evals.probes import checkable, checked, g_mean2, intervene, monito
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.readers import Reader
 from tandemrl.evals.reading import TextReader, Values, by_both, by_itself, by_junior, read_texts, read_tokens
-from tandemrl.evals.transfer import Grade, surprise, transfer, transferred
+from tandemrl.evals.transfer import surprise, transfer, transferred
 from tandemrl.types import Metrics
 
 
@@ -118,16 +118,17 @@ def junior_alone(texts: Texts) -> list[Sample]:
 
 
 def others(
-    make: Callable[[Sequence[Sample], Sequence[Prompt], Iterable[Reader], Grade], list[Sample]],
-    *,
+    make: Callable[..., list[Sample]],
+    *settings: str,
     graded: bool = True,
     itself: bool = False,
 ) -> Callable[[Texts], list[Sample]]:
     """What reads texts with other models, or with the senior ``itself``: ``make`` gets the texts, which are graded
-    unless not ``graded``, their prompts, the readers and a grader."""
+    unless not ``graded``, their prompts, the readers, a grader, and the values of ``settings``, keys of ``eval``."""
 
     def read(texts: Texts) -> list[Sample]:
         session, prompts, samples = texts.session, texts.prompts, texts.samples
+        values = [getattr(session.config.eval, key) for key in settings]
 
         def readers() -> Iterator[Reader]:
             for reader in session.readers((session.model,) if itself else None):
@@ -135,12 +136,12 @@ def others(
                 texts.progress(len(samples))
 
         if not graded:
-            return make(samples, prompts, readers(), list)
+            return make(samples, prompts, readers(), list, *values)
         if any(sample.correct is None for sample in samples):
             samples = scored(texts)
             session.close_engine()
         with session.scorer() as scorer:
-            return make(samples, prompts, readers(), lambda some: grade(some, prompts, scorer))
+            return make(samples, prompts, readers(), lambda some: grade(some, prompts, scorer), *values)
 
     return read
 
@@ -182,7 +183,7 @@ PHASES = {
         replace(_SOLO, name="verified", read=verified, measure=accepted, of_solo=True, judge=True),
         replace(_SOLO, name="judge-legibility", read=verified, measure=rated, of_solo=True, judge=True, by_name=True),
         Phase("junior", junior_alone, alone, by_junior=True),
-        _of_readers("transfer", others(transfer), transferred),
+        _of_readers("transfer", others(transfer, "draws"), transferred, settings=("draws",)),
         _of_readers("surprise", others(surprise, graded=False), transferred, graded=False, by_name=True),
         _of_readers("recover", others(recover), transferred, by_name=True),
         _of_readers("checkable", others(checkable), checked, by_name=True),

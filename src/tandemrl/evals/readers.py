@@ -110,7 +110,7 @@ class Reader:
                 room = max(ANSWER_TOKENS, min(sampling.max_tokens, left))
             if room > left:
                 continue
-            place = (job.sample.problem, job.sample.sample, room, *read)
+            place = (job.sample.problem, job.sample.key, room, *read)
             history = (tuple(read),) if read else ()
             sampling, key = replace(sampling, max_tokens=room), (job.sample.key,)
             requests[place] = Request((*prompt.tokens, *read), key, sampling, solo, history=history)

@@ -132,7 +132,7 @@ def _again(
         episodes = any(one.transcript is not None for one in old)
         stated = {*stated_keys(overrides), *([f"reward.scorers.{_ALL}"] if grader else [])}
         scorer.check([each.row for each in read.values()], episodes=episodes, stated=stated)
-        new = grade(old, prompts, scorer)
+        new = [one._replace(draws=None) for one in grade(old, prompts, scorer)]  # no file holds their texts
         counters = {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
     measure = partial(PHASES[stored["phase"]].measure, k=chosen.eval.k)
     metrics = summarise(new, measure, bootstrap=chosen.eval.bootstrap, seed=chosen.eval.seed)

@@ -9,28 +9,36 @@ likes; ``forced/N``: it has to answer at once. ``step`` is the first step alone.
 - ``forced/own``: the reader's own steps (going on freely after them is what it did alone).
 - ``copy/N``: no model, but a function that copies the answer that the part states, or its last number.
 
-A transfer is labelled by the longest part from which the copier is not right: ``legible`` if the reader, going on from
-there, is right, else ``illegible``. If the copier is right from the first part on, the answer is ``answer_leaked``:
-nothing can be said of the reasoning. Labels are of texts with a right answer and with steps; a share of a short text
-that holds no step is no part.
+A transfer is labelled by the longest part from which the copier is not right (`label_of`): the reader goes on from
+there up to ``eval.draws`` times, and begins alone as often. ``legible``: it is right more often than alone;
+``illegible``: less often; ``undecided``: no difference is shown, as of a reader that needs no help, or ignores what it
+cannot follow. If the copier is right from the first part on, the answer is ``answer_leaked``: nothing can be said of
+the reasoning. Labels are of texts with a right answer and with steps; a share of a short text that holds no step is no
+part.
 
 A text that does not fit into a reader's context with all its steps is left out of all of that reader's conditions.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from tandemrl.data.rows import Prompt
+from tandemrl.evals.handover import effect
 from tandemrl.evals.measures import Sample
 from tandemrl.evals.readers import Job, Reader
 from tandemrl.evals.traces import Cue, before, copied, cue_of, masked, reasoning, steps_of
+from tandemrl.selection.draws import mix64
 from tandemrl.types import Metrics
 
 SHARES = (0, 25, 50, 75, 100)
 WAYS = ("free", "forced")
-LABELS = ("answer_leaked", "legible", "illegible")
+LABELS = ("answer_leaked", "legible", "illegible", "undecided")
+DRAW = 0x1AB7
+"""Among the words of a key, what tells the draws that decide a label from the text."""
+LOOKS = (0.25, 0.5, 1.0)
+"""After which shares of the draws a label may be decided."""
 ALONE, TEXT = "free/0", "text"
 """The conditions of the reader's own text, and of the model's as it stands."""
 
@@ -42,6 +50,7 @@ def transfer(
     prompts: Sequence[Prompt],
     readers: Iterable[Reader],
     grade: Grade,
+    draws: int = 64,
 ) -> list[Sample]:
     """What readers make of parts of graded texts: samples whose ``arm`` is the reader and ``given`` the condition.
 
@@ -50,6 +59,7 @@ def transfer(
 
     Args:
         readers: each is closed before the next one is made, if that is how they are made.
+        draws: how often a reader goes on, at most, for a label (``Sample.draws`` of the text); 0: there are no labels.
     """
     cue = cue_of([sample.response.plain for sample in samples])
     jobs, copies = list[Job](), list[Sample]()
@@ -62,18 +72,26 @@ def transfer(
         parts["masked"] = masked(trace, truth)
         jobs += [Job(sample, f"free/{name}", part) for name, part in parts.items()]
         jobs += [forced(Job(sample, f"forced/{name}", part), cue) for name, part in parts.items()]
-    copies = grade(copies)
+    copies, decisive = grade(copies), dict[tuple[int, int], Job | None]()
+    of_place = {(_text(job.sample), job.given): job for job in jobs}
+    for copy in copies if draws else ():
+        job = of_place[_text(copy), str(copy.given).replace("copy", "free")]
+        if job.sample.correct and copy.rounds:
+            decisive[_text(copy)] = decisive.get(_text(copy)) if copy.correct else job
     out: list[Sample] = []
     for reader in readers:
         alone = grade(reader.write([job for job in jobs if job.given == ALONE]))
         own = [Job(each, "forced/own", reasoning(each.response.plain, each.answer), own=each) for each in alone]
         rest = [*(job for job in jobs if job.given != ALONE), *(forced(job, cue) for job in own)]
         written = reader.write(rest)
-        reader.session.close_engine()
         counts = Counter(_text(each) for each in alone + written if each.given != "forced/own")
         fit = {text for text, count in counts.items() if count == len(jobs) // len(samples)}
+        drawn = _draw(reader, {text: job for text, job in decisive.items() if text in fit}, grade, draws)
+        reader.session.close_engine()
         graded = [each for each in alone + grade(written) + copies if _text(each) in fit]
-        of_model = [reader.in_own_tokens(sample)._replace(given=TEXT) for sample in samples]
+        of_model = [
+            reader.in_own_tokens(sample)._replace(given=TEXT, draws=drawn.get(_text(sample))) for sample in samples
+        ]
         read = reader.read([e for e in of_model if _text(e) in fit] + [e for e in graded if e.given == ALONE])
         out += [each._replace(arm=reader.name) for each in graded if each.given != ALONE] + read
         out += [each for each in of_model if _text(each) not in fit]
@@ -98,8 +116,7 @@ def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metri
     By condition: pass@1 and its ``gain`` over nothing given, length, the share of texts that were cut off, and the
     cross-entropy where it is known. By way:
     ``area`` is that between the curve of pass@1 over the share of steps and its value at 0, from -1 to 1; ``worse``
-    says whether pass@1 with all steps is below that at 0. ``answer_leaked``, ``legible`` and ``illegible`` are shares
-    of the texts with a right answer.
+    says whether pass@1 with all steps is below that at 0. Those of `LABELS` are shares of the labelled texts.
     """
     by_condition: dict[str, list[Sample]] = {}
     for sample in problem:
@@ -134,15 +151,23 @@ def transferred(problem: Sequence[Sample], k: Sequence[int] = ()) -> tuple[Metri
 def labels_of(samples: Iterable[Sample]) -> dict[tuple[int, int], str]:
     """The labels of one reader's transfers, by problem and text; none of texts whose answer is wrong, that have no
     steps, or that do not fit into the reader's context."""
-    found = {(_text(each), str(each.given)): each for each in samples}
-    labels: dict[tuple[int, int], str] = {}
-    for text in [text for (text, given), each in found.items() if given == TEXT and each.correct]:
-        copies = {share: copy for share in SHARES if (copy := found.get((text, f"copy/{share}"))) and copy.rounds}
-        closed = [share for share, copy in copies.items() if not copy.correct]
-        if copies:
-            legible = bool(closed) and bool(found[text, f"free/{closed[-1]}"].correct)
-            labels[text] = "legible" if legible else "illegible" if closed else "answer_leaked"
-    return labels
+    return {_text(each): label_of(*each.draws) for each in samples if each.given == TEXT and each.draws is not None}
+
+
+def label_of(alone: Sequence[bool], after: Sequence[bool]) -> str:
+    """The label of a text by whether a reader was right in draws alone, and after its part; without draws it leaks.
+
+    The interval of the gain is that of `effect`, at 95 percent. With three looks (`LOOKS`), a text that changes nothing
+    is called legible in at most one case of twenty, and illegible as well.
+
+    Examples:
+        >>> label_of([True] * 5 + [False] * 11, [True] * 14 + [False] * 2), label_of([True] * 16, [True] * 16)
+        ('legible', 'undecided')
+    """
+    if not alone:
+        return "answer_leaked"
+    gain = effect([*map(float, alone)], [*map(float, after)])
+    return "legible" if gain.low > 0 else "illegible" if gain.high < 0 else "undecided"
 
 
 def part_of(steps: Sequence[str], share: int) -> str:
@@ -166,6 +191,25 @@ def untruncated(samples: Sequence[Sample]) -> list[Sample]:
 
 def _text(sample: Sample) -> tuple[int, int]:
     return sample.problem, sample.sample
+
+
+def _draw(
+    reader: Reader, decisive: Mapping[tuple[int, int], Job | None], grade: Grade, draws: int
+) -> dict[tuple[int, int], tuple[list[bool], list[bool]]]:
+    """Whether the reader is right in each draw, alone and after the part of a text's job; no draws where there is none.
+    A text gets further draws as long as it is undecided. Draw i has one key, alone and after the part."""
+    found = {text: (list[bool](), list[bool]()) for text in decisive}
+    for share in LOOKS:
+        jobs = [
+            Job(job.sample._replace(key=mix64(job.sample.key, DRAW, i)), given, part)
+            for text, job in decisive.items()
+            if job is not None and label_of(*found[text]) not in ("legible", "illegible")
+            for i in range(len(found[text][0]), max(1, round(draws * share)))
+            for given, part in ((ALONE, ""), ("after", job.part))
+        ]
+        for each in grade(reader.write(jobs)):
+            found[_text(each)][each.given != ALONE].append(bool(each.correct))
+    return found
 
 
 def _copy(sample: Sample, given: str, part: str, cue: Cue) -> Sample:

@@ -18,7 +18,7 @@ from tandemrl.evals.compare import judgement
 from tandemrl.evals.session import Session, reader_of_spec, short_names
 from tandemrl.evals.stats import Interval
 from tandemrl.evals.suite import Progress
-from tandemrl.evals.transfer import ALONE, SHARES, TEXT, WAYS, labels_of, transferred, untruncated
+from tandemrl.evals.transfer import ALONE, LABELS, SHARES, TEXT, WAYS, labels_of, transferred, untruncated
 from tandemrl.files import write_text
 from tandemrl.rollout.engine import EngineError
 
@@ -169,9 +169,9 @@ def verdict(model: str, reader: ReaderRecord) -> str:
         for given, when in (("step", f"After {model}'s first step"), ("100", "After all of its steps")):
             if (found := rates.get(f"free/{given}/pass@1")) is not None:
                 said.append(f"{when}: {found.mean:.0%}, {_than_alone(rates[f'free/{given}/gain'])}.".replace("%", " %"))
-    if (shares := {label: rates[label].percent() for label in ("legible", "illegible") if label in rates}) != {}:
-        leaked = rates["answer_leaked"].percent()
-        told = f"{shares['legible']} are legible to it, {shares['illegible']} illegible, {leaked} leak the answer"
+    if "legible" in rates:
+        leaked, legible, illegible, undecided = (rates[label].percent() for label in LABELS)
+        told = f"{legible} are legible to it, {illegible} illegible, {undecided} undecided, {leaked} leak the answer"
         said.append(f"Of {model}'s {reader.counts['labelled']} right texts with steps {told}.")
     text, own = (rates.get(f"{given}/cross_entropy") for given in (TEXT, ALONE))
     if text is not None and own is not None and own.mean > 0:
