@@ -12,7 +12,7 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt
 from tandemrl.evals.stored import Stored, stored_samples
 
-SMALL = ("eval.profile=tiny", "eval.bootstrap=20", "reward.workers=1", "train.threads=1")
+SMALL = ("eval.profile=tiny", "eval.bootstrap=20", "eval.draws=4", "reward.workers=1", "train.threads=1")
 
 
 def judge(*arguments):

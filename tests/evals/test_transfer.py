@@ -212,7 +212,7 @@ def read(tiny_pair, tmp_path_factory):
         model=str(tiny_pair / "senior"),
         junior=None,
         data=["synthetic:plain:heldout:6"],
-        eval=EvalConfig(samples=2, k=(1,), bootstrap=20, readers=(str(tiny_pair / "senior"), str(other))),
+        eval=EvalConfig(samples=2, k=(1,), bootstrap=20, draws=4, readers=(str(tiny_pair / "senior"), str(other))),
         reward=RewardConfig(workers=1),
         out=out,
     )
@@ -269,7 +269,7 @@ def test_shuffled_words_are_of_less_use(tiny_pair, tmp_path):
 
     def right(texts):
         session = Session(config, str(tiny_pair / "senior"), [evals.PHASES["transfer"]])
-        read = transfer([each._replace(transcript=None) for each in texts], prompts, session.readers(), grade)
+        read = transfer([each._replace(transcript=None) for each in texts], prompts, session.readers(), grade, 0)
         return sum(each.correct for each in read if each.given == "free/100")
 
     assert right(texts) >= right([each._replace(text=shuffled(each.text)) for each in texts]) + 6
@@ -292,7 +292,9 @@ def test_a_reader_behind_an_endpoint_writes_and_is_not_surprised(tiny_pair, tmp_
             model=str(tiny_pair / "senior"),
             junior=None,
             data=["synthetic:plain:heldout:4"],
-            eval=EvalConfig(samples=1, k=(1,), bootstrap=20, readers=(f"{tiny_pair / 'junior'}@{server.url}",)),
+            eval=EvalConfig(
+                samples=1, k=(1,), bootstrap=20, draws=4, readers=(f"{tiny_pair / 'junior'}@{server.url}",)
+            ),
             reward=RewardConfig(workers=1),
             out=tmp_path,
         )
