@@ -82,6 +82,8 @@ def stored_samples(
                 stop_reason="length" if ends & {*CUT_OFF} else "stop",
                 group=group_of(row.extra_info),
                 same_as=same[problem],
+                plain=record.get("plain"),
+                opened=str(record.get("opened") or ""),
             )
         )
     if not samples:
