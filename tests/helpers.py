@@ -2,8 +2,12 @@
 
 import copy
 import math
+import os
+import signal
+import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -380,3 +384,16 @@ def totals_of(weights: torch.Tensor, author: torch.Tensor, sequence_ids: torch.T
     """The totals of packed tokens."""
     sums = [sequence_sum(x.double(), sequence_ids, num_sequences=num_sequences) for x in (weights, author >= 0)]
     return totals(*sums)
+
+
+@contextmanager
+def background(command: Sequence[str], log: Path) -> Iterator[None]:
+    """A context in which a command runs, with all that it starts."""
+    with open(log, "wb") as output:
+        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        process = subprocess.Popen(command, **quiet, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

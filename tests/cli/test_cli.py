@@ -115,7 +115,7 @@ def test_errors_of_the_library_are_the_users_and_others_are_bugs(monkeypatch: py
 
 
 PRESSED = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 where, log = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # of a suite in the background, it is ignored
@@ -133,11 +133,10 @@ if where == "import":
     sys.meta_path.insert(0, Finder())
 from tandemrl.cli import check
 from tandemrl.cli.main import main
-from tandemrl.processes.server import serving
 
 def load():
-    command = f"{sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'"
-    with serving(command, Path(log), key="k", error=RuntimeError):
+    code = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"  # it ends with its parent
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=open(log, "w")):
         while not Path(log).read_text().endswith("\\n"):
             time.sleep(0.01)
         try:
@@ -154,7 +153,7 @@ main()
 
 @pytest.mark.parametrize("where", ["import", "command", "twice"])
 def test_ctrl_c_at_the_start_is_one_line_and_ends_what_was_started(where: str, tmp_path: Path) -> None:
-    """While something is imported; while an engine or a judge starts; and again while that is ended."""
+    """While something is imported; while a process starts; and again while that is ended."""
     log = tmp_path / "log"
     done = subprocess.run([sys.executable, "-c", PRESSED, where, str(log)], capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")

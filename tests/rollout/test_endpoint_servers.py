@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import os
-import shlex
 import shutil
 import socket
 import subprocess
@@ -21,13 +20,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import artefacts
-from helpers import chi_square_bound, reference_distribution
+from helpers import background, chi_square_bound, reference_distribution
 from runs import config, metrics, samples
 from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.evals import evaluate
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.processes.http import Client
-from tandemrl.processes.server import serving
 from tandemrl.rollout.endpoint_partner import EndpointJunior, _answer, body_of, client_of
 from tandemrl.rollout.engine import Sampling
 from tandemrl.training.loop import train
@@ -106,8 +104,8 @@ def llama_cpp(model: Path, log: Path, **settings: Any) -> Iterator[str]:
     said = json.dumps({name.replace("__", "."): value for name, value in given.items()})
     run = ["env", f"PYTHONPATH={artefacts.llama_cpp()}", sys.executable, "-c", SERVE, said]
     url = f"http://127.0.0.1:{port}/v1"
-    with serving(shlex.join(run), log, key="llama.cpp", error=RuntimeError) as check:
-        client_of(JuniorEndpointConfig(url=url)).wait(120, check)
+    with background(run, log):
+        client_of(JuniorEndpointConfig(url=url)).wait(120)
         yield url
 
 
@@ -181,13 +179,11 @@ def test_training_and_evaluation_with_a_stock_vllm_server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     small = f"--enforce-eager --dtype float32 --max-model-len {LONGEST} --max-num-seqs 16"
-    server = (
-        f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name other {small}"
-    )
+    server = f"-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name other {small}"
     url = f"http://127.0.0.1:{port}/v1"
-    with serving(f"{server} --host 127.0.0.1 --port {port}", tmp_path / "log", key="k", error=RuntimeError) as check:
+    with background([sys.executable, *server.split(), "--host", "127.0.0.1", "--port", str(port)], tmp_path / "log"):
         endpoint = JuniorEndpointConfig(url=url)
-        client_of(endpoint).wait(600, check)
+        client_of(endpoint).wait(600)
         junior = EndpointJunior(endpoint, load_tokenizer(other_junior))
         assert (junior.model, junior.context) == ("other", LONGEST)
         prompt = junior.vocabulary.encode("First 3 plus 4")
@@ -200,7 +196,6 @@ def test_training_and_evaluation_with_a_stock_vllm_server(
         more = ["train.eval_every=0", "data.eval=[synthetic:plain:heldout:4]", "eval.samples=2", "eval.k=[1]"]
         settings = config(tiny_pair, tmp_path / "out", *knobs, *more, "selection.max_untranslatable=0.5")
         out = train(settings, quiet=True)
-        check()
         assert len(metrics(out)) == 3
         for step in metrics(out):
             assert step["mismatch/mean_abs"] < 1e-5

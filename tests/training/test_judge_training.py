@@ -3,8 +3,6 @@
 import itertools
 import json
 import random
-import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,9 @@ from fake_judge import FakeJudge, Reply
 from runs import lines
 from tandemrl.apps.experiments import tiny
 from tandemrl.apps.experiments.warm_start import WarmStart, solution_lesson, warm_start
-from tandemrl.config import Config, ConfigError, load
+from tandemrl.config import Config, load
 from tandemrl.data.rows import chat_tokens
 from tandemrl.tasks.math.prime import extract_answer
-from tandemrl.tasks.rubric.in_process import make_judge
-from tandemrl.tasks.rubric.judge import JudgeError
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import NotHereError, Preflight
@@ -178,42 +174,7 @@ def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, pr
     assert [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-SERVES = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from fake_judge import FakeJudge
-time.sleep(0.5)
-reply = lambda prompt, number: f"Total Score: {sum(prompt.encode()) % 11}/10"
-with FakeJudge(reply, models=("rrm",), port=int(sys.argv[2])):
-    print("serving", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_one_command_starts_judge_and_training(
-    tiny_pair: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "serves.py").write_text(SERVES)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, tests = f"http://127.0.0.1:{port}/v1", Path(__file__).parents[1]
-    served = [f"judge.command={sys.executable} {tmp_path / 'serves.py'} {tests} {port}", "judge.wait_s=100"]
-    out = train(policy(tiny_pair, problems, tmp_path / "out", url, "train.steps=1", *served), quiet=True)
-    assert lines(out / "metrics.jsonl")[0]["reward/judge_asked"] > 0
-    assert (out / "judge.log").read_text().startswith("serving\n")
-    with pytest.raises(OSError, match="refused"):  # it is gone
-        socket.create_connection(("127.0.0.1", port))
-
-    broken = policy(tiny_pair, problems, tmp_path / "broken", url, f"judge.command={sys.executable} -c x", served[1])
-    with pytest.raises(JudgeError, match=r"(?s)the server has ended; .*judge\.log ends with: .*NameError"):
-        train(broken, quiet=True)
-    monkeypatch.setattr("tandemrl.tasks.rubric.server.PATIENCE_S", 0.1)
-    with FakeJudge(lambda prompt, number: "") as judge, pytest.raises(JudgeError, match="something answers at"):
-        train(policy(tiny_pair, problems, tmp_path / "taken", judge.url, *served), quiet=True)
-    with pytest.raises(NotHereError, match=r"judge\.command will serve http"):  # a dry run
-        Preflight(broken, downloads=False).endpoint()
-    with pytest.raises(JudgeError, match=r"Is it running \(.* -c x\)\?"):  # an evaluation, which does not start it
-        make_judge(broken)
-    with pytest.raises(ConfigError, match=r"judge\.wait_s=0\.0: must be positive with judge\.command"):
-        policy(tiny_pair, problems, tmp_path / "out", url, served[0])
+def test_a_dry_run_does_not_wait_for_a_server(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+    waits = policy(tiny_pair, problems, tmp_path / "out", "http://127.0.0.1:9/v1", "judge.wait_s=100")
+    with pytest.raises(NotHereError, match=r"train waits for http://127.*:9/v1 up to judge\.wait_s=100"):
+        Preflight(waits, downloads=False).endpoint()

@@ -44,6 +44,6 @@ def test_what_was_passed_in_python_is_said() -> None:
 
 
 def test_no_command_line_goes_into_a_card() -> None:
-    command = "judge.command=env HF_TOKEN=hf_secret vllm serve J"
-    config = load("quickstart", [command, "judge.url=http://localhost:8000/v1", "judge.wait_s=9"])
+    agent = ["rollout.environment=agent", "rollout.agent.run=[env, KEY=hf_secret, python, agent.py]"]
+    config = load("quickstart", agent)
     assert "hf_secret" not in model_card(config, step=1, best="none", versions={})

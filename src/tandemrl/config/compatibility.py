@@ -220,9 +220,6 @@ def _train(c: Config) -> Rules:
 
 def _services(c: Config) -> Rules:
     j, e = c.judge, c.model.junior_endpoint
-    yield j.url is None and j.command is not None, "judge.command", "null without judge.url, the address that it serves"
-    must_be = "positive with judge.command: a server needs minutes to load a model, e.g. 1800"
-    yield j.command is not None and j.wait_s == 0, "judge.wait_s", must_be
     yield j.url is None and j.wait_s > 0, "judge.wait_s", "0 without judge.url: waiting requires judge.url"
     compat = c.reward.compat
     wrong = compat in ("cohlem", "tinyzero") and c.reward.countdown != compat

@@ -568,10 +568,6 @@ class JudgeConfig:
 
     url: Address | None = None
     """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
-    command: str | None = None
-    """A command that serves the judge at `url`, such as `vllm serve MODEL --port 8000`. `tandemrl train` starts it
-    (without a shell; `env NAME=VALUE vllm serve …` sets variables) and ends it with the run. Its output is in
-    output_dir/judge.log. Needs `wait_s`."""
     wait_s: NonNegativeFloat = 0.0
     """Seconds to wait at the start for an endpoint that does not answer yet, while its server loads the model."""
     model: str | None = None

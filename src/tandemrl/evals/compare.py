@@ -421,7 +421,7 @@ model and the data."""
 _NOT_ON_TEXTS = (
     *("eval.k", "eval.samples", "eval.bootstrap", "eval.train_problems", "eval.branches", "eval.handover"),
     "reward.workers",
-    *("judge.url", "judge.command", "judge.wait_s", "judge.api_key_env", "judge.concurrency", "judge.timeout_s"),
+    *("judge.url", "judge.wait_s", "judge.api_key_env", "judge.concurrency", "judge.timeout_s"),
 )
 
 

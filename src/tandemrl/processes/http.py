@@ -151,13 +151,10 @@ class Client:
 
         return self._run(all_of_them())
 
-    def wait(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    def wait(self, seconds: float) -> None:
         """Return as soon as an OpenAI-compatible endpoint answers, or after ``seconds``.
 
         If it does not answer until then, the next request fails.
-
-        Args:
-            check: called meanwhile; an exception in it ends the wait.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
@@ -167,7 +164,6 @@ class Client:
             except PermanentError:
                 return
             except RetryableError:
-                check()
                 time.sleep(min(left, POLL_S))
 
     def model(self, name: str | None) -> str:

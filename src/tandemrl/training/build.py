@@ -1,6 +1,6 @@
 """Builds a run from a config: data, models, engine and scorer."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
@@ -45,7 +45,6 @@ def build(
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     engine: EngineFactory | str | None = None,
-    check_judge: Callable[[], None] = lambda: None,
     stated: Collection[str] = (),
     accepted: Collection[str] = (),
 ) -> Run:
@@ -61,7 +60,6 @@ def build(
         reward: reward functions by name (see ``rewards.by_name``).
         environment: used instead of ``rollout.environment``.
         engine: makes the engine; used instead of ``rollout.engine``. Or its name.
-        check_judge: called while waiting for a judge's server; it raises if the server has ended.
         stated: see ``Preflight``.
         accepted: see ``check_same_identity``.
 
@@ -75,7 +73,7 @@ def build(
     passed: dict[str, Any] = dict(recipe=own, strategy=strategy, reward=reward or None, environment=environment)
     config = with_records(config, accepted=accepted, engine=engine, **passed)
     world = world or World()
-    preflight = Preflight(config, processes=world.size, check_judge=check_judge, stated=stated, **passed).require()
+    preflight = Preflight(config, processes=world.size, stated=stated, **passed).require()
     config, model, tokenizer = preflight.planned, config.model, preflight.tokenizer
     device = resolve_device(model.device)
     if device.type == "cpu":

@@ -23,7 +23,6 @@ from tandemrl.rollout.factory import EngineFactory
 from tandemrl.rollout.gateway.source import Source
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
-from tandemrl.tasks.rubric.server import judge_server
 from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config, resolve_arguments
 from tandemrl.training.async_rollouts import AsyncRollouts
@@ -114,16 +113,15 @@ def train(
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     with checkpoint.lock(config.output_dir) if world.main else nullcontext():  # before anything is started
         checkpoint.check_folder(resolve_arguments(config, recipe, strategy, engine)[0], where, accepted)
-        with judge_server(config, start=world.main) as check_judge:
-            passed = (recipe, strategy, world, by_name(reward), environment, engine)
-            run = build(config, *passed, check_judge, stated, accepted)
-            config, silent = run.setup.config, quiet or not world.main
-            with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
-                checkpoint.restore(run, where, accepted)
-                done = run.progress.step
-                with Tracker(config, done=done, console=console, quiet=silent, record=world.main) as tracker:
-                    loop(run, tracker)
-                    tracker.say(f"done: {config.output_dir}")
+        passed = (recipe, strategy, world, by_name(reward), environment, engine)
+        run = build(config, *passed, stated, accepted)
+        config, silent = run.setup.config, quiet or not world.main
+        with closing(run.models.engine), run.setup.scorer, run.setup.episode_runner or nullcontext():
+            checkpoint.restore(run, where, accepted)
+            done = run.progress.step
+            with Tracker(config, done=done, console=console, quiet=silent, record=world.main) as tracker:
+                loop(run, tracker)
+                tracker.say(f"done: {config.output_dir}")
     return Path(config.output_dir)
 
 

@@ -87,7 +87,7 @@ class Preflight:
     downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
     machine. If not, a missing one raises a ``NotHereError``. processes: how many were started; None: not
     known yet. recipe, strategy, reward, environment: what was
-    passed to ``train``. check_judge: called while waiting for a judge's server; it raises if the server has ended.
+    passed to ``train``.
     stated: dotted keys of ``reward.*`` that the user typed, so that they must be used, even without evaluation.
     """
 
@@ -98,7 +98,6 @@ class Preflight:
     strategy: StrategyFunction | None = None
     reward: Mapping[str, RewardFunction] | None = None
     environment: Environment | None = None
-    check_judge: Callable[[], None] = lambda: None
     stated: Collection[str] = ()
 
     @property
@@ -444,7 +443,7 @@ class Preflight:
         """The judge at ``judge.url``, after it has answered; None if the config has none."""
         if self.config.judge.url is None:
             return None
-        return HttpJudge(self.config.judge, self.check_judge)
+        return HttpJudge(self.config.judge)
 
     def junior_served(self) -> str:
         endpoint = self.config.model.junior_endpoint
@@ -452,11 +451,8 @@ class Preflight:
 
     def endpoint(self) -> str:
         judge = self.config.judge
-        if not self.downloads and (judge.command is not None or judge.wait_s > 0):
-            who = "judge.command" if judge.command is not None else "another process"
-            raise NotHereError(
-                f"{who} will serve {judge.url}; train waits for that up to judge.wait_s={judge.wait_s:g}"
-            )
+        if not self.downloads and judge.wait_s > 0:
+            raise NotHereError(f"train waits for {judge.url} up to judge.wait_s={judge.wait_s:g}")
         assert self.judge is not None
         return f"{self.config.judge.url} serves {self.judge.model}"
 

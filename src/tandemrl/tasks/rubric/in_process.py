@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -78,8 +77,8 @@ def make_judge(config: Config) -> Judge:
         ModelError: the model cannot be loaded.
     """
     judge = config.judge
-    if judge.url is not None:  # only train starts judge.command; to wait for it would be in vain
-        return HttpJudge(judge if judge.command is None else replace(judge, wait_s=0.0))
+    if judge.url is not None:
+        return HttpJudge(judge)
     assert judge.model is not None
     tokenizer = load_tokenizer(judge.model)
     load = partial(load_model, judge.model, dtype=config.model.dtype, device=config.model.device)

@@ -64,9 +64,6 @@ class HttpJudge:
     ``model`` is the name of the model that replies: ``judge.model``, or the first one that the endpoint lists. If the
     endpoint does not answer yet, the constructor waits for up to ``judge.wait_s``.
 
-    Args:
-        check: called while it waits; it raises if there is nothing to wait for.
-
     Raises:
         JudgeError: the endpoint is down or does not serve ``judge.model``, or ``judge.api_key_env`` is not set.
 
@@ -75,12 +72,12 @@ class HttpJudge:
         >>> judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
     """
 
-    def __init__(self, config: JudgeConfig, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: JudgeConfig) -> None:
         if config.url is None:
             raise JudgeError("judge.url is not set; give an address such as http://localhost:8000/v1")
         self.config = config
-        self._client = Client(Service.of(config, "judge", config.command or "vllm serve MODEL", JudgeError))
-        self._client.wait(config.wait_s, check)
+        self._client = Client(Service.of(config, "judge", "vllm serve MODEL", JudgeError))
+        self._client.wait(config.wait_s)
         self.model = self._client.model(config.model)
 
     def ask(self, prompts: Sequence[Messages], usable: Usable = lambda reply: True) -> list[str]:

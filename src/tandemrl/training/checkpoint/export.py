@@ -118,7 +118,8 @@ def model_card(
     if not Path(model.senior).exists():  # a name on the hub
         front["base_model"] = model.senior
     header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items())
-    shown = replace(config, judge=replace(config.judge, command=None))  # a command line may hold keys
+    agent = replace(config.rollout.agent, run=())  # a command line may hold keys
+    shown = replace(config, rollout=replace(config.rollout, agent=agent))
     facts = {
         "senior before training": model.senior,
         "junior": "none" if solo else model.junior or "the senior before training",

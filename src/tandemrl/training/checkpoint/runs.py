@@ -219,7 +219,7 @@ _FREE = {
     "rollout": "ray worker_timeout_s",
     # `train.steps` is computed from epochs
     "train": "save_every eval_every eval_first keep_checkpoints keep_exports profile log_samples wandb epochs",
-    "judge": "url command wait_s api_key_env backoff_s timeout_s concurrency max_failure_rate",
+    "judge": "url wait_s api_key_env backoff_s timeout_s concurrency max_failure_rate",
     "retrieval": " ".join(NO_PART_OF_A_SEARCH),
 }
 _FREE_TO_CHANGE = {"output_dir", *(f"{section}.{name}" for section, names in _FREE.items() for name in names.split())}
