@@ -34,7 +34,7 @@ COMMANDS = {
     "transfer": "Can other models follow the senior? Each of eval.readers gets 0 to 100 % of the steps, then answers.",
     "handover-effect": "Where the senior's solo responses stop being legible. What handing over to the junior does to "
     "the reward, step by step, against the senior with the same random numbers. Not part of all: try it with --limit.",
-    "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
+    "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url.",
 }
 
 Overrides = Annotated[list[str] | None, keys("Any config key, e.g. reward.gsm8k=tandem")]

@@ -167,8 +167,8 @@ def test_a_value_of_another_kind_is_named(key: str, value: str, expected: str, t
         ("data.prompt_suffix=Write #### and: the number.", "data.prompt_suffix", "Write #### and: the number."),
         ("data.prompt_suffix=", "data.prompt_suffix", ""),
         (r'data.prompt_suffix="\nA: #"', "data.prompt_suffix", "\nA: #"),
-        ("judge.model=null", "judge.model", None),
-        ("judge.model=007", "judge.model", "007"),
+        ("model.junior=null", "model.junior", None),
+        ("model.junior=007", "model.junior", "007"),
         ("data.train=a #b.jsonl", "data.train", ["a #b.jsonl"]),
         ("reward.scorers.mine/v1.5=boxed", "reward.scorers.mine/v1.5", "boxed"),
         ("data.template_arguments.note=x: y #z", "data.template_arguments.note", "x: y #z"),
@@ -307,9 +307,7 @@ def test_a_record_is_read_key_by_key_and_a_name_keeps_its_dots(tmp_path: Path) -
 
 def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    keys = (
-        "output_dir model.senior model.junior model.critic judge.template judge.model retrieval.index retrieval.model"
-    )
+    keys = "output_dir model.senior model.junior model.critic judge.template retrieval.index retrieval.model"
     for key in keys.split():
         config = load(overrides=[f"{key}=~/a b"] + ["loss.recipe=ppo"] * (key == "model.critic"))
         assert flatten(to_dict(config))[key] == f"{tmp_path}/a b"

@@ -376,19 +376,20 @@ def test_the_junior_alone_is_what_an_evaluation_of_it_says(phase, pair, tmp_path
     assert alone["senior_share"] == 0
 
 
-def test_without_a_junior_only_the_solo_phases_are_run(everything, pair, tmp_path):
+def test_without_a_junior_only_the_solo_phases_are_run(everything, tmp_path):
     assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
     left = evals.left_out(Config())
     assert list(left) == [name for name in evals.PHASES if name not in ("pass-at-k", "intervene")]
     readers = EvalConfig(readers=("R",))
-    pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(model="M"), eval=readers)
+    pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(url="U"), eval=readers)
     assert evals.left_out(pair_and_judge) == {"judge-legibility": "needs judge.prompt=legibility"}
-    assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(model="M", prompt="tinyv")))) == [
+    assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(url="U", prompt="tinyv")))) == [
         "verified",
         "judge-legibility",
     ]
-    judge = JudgeConfig(model=str(pair / "junior"), prompt="reasoning")
-    assert list(everything(out=tmp_path / "judged", junior=None, judge=judge)) == ["pass-at-k", "verified"]
+    with FakeJudge(lambda prompt, number: "Total Score: 5/10") as fake:
+        judge = JudgeConfig(url=fake.url, prompt="reasoning")
+        assert list(everything(out=tmp_path / "judged", junior=None, judge=judge)) == ["pass-at-k", "verified"]
     with pytest.raises(EvalError, match=r"one\.json is one file for 6 phases"):
         everything(out=tmp_path / "one.json")
 
@@ -494,17 +495,16 @@ def test_drift_reads_the_solo_texts(phase, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- verified
 
 
-def test_verified_needs_a_judge_of_reasoning(phase, pair):
+def test_verified_needs_a_judge_of_reasoning(phase):
     with pytest.raises(EvalError, match=r"phase verified needs a judge; give judge\.url="):
         phase("verified")
     with pytest.raises(EvalError, match=r"phase verified needs judge\.prompt=rubric or reasoning; tinyv"):
         phase("verified", judge=JudgeConfig(url="http://127.0.0.1:9/v1", prompt="tinyv"))
     with pytest.raises(JudgeError, match="failed 1 time"):
         phase("verified", judge=JudgeConfig(url="http://127.0.0.1:9/v1", retries=0))
-    # a judge in this process; the untrained senior is never right, so there is nothing to read
-    result = phase("verified", judge=JudgeConfig(model=str(pair / "junior"), prompt="reasoning"))
-    assert result["metrics"]["macro"]["judged"] == 0
-    assert result["config"]["judge"]["model"] == str(pair / "junior")
+    with FakeJudge(lambda prompt, number: "", models=("J",)) as fake:  # an untrained senior is never right
+        result = phase("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning"))
+    assert (result["metrics"]["macro"]["judged"], result["config"]["judge"]["model"]) == (0, "J")
 
 
 def test_verified_over_http_counts_what_the_judge_accepts(tiny_pair, tmp_path):

@@ -220,6 +220,8 @@ def _train(c: Config) -> Rules:
 
 def _services(c: Config) -> Rules:
     j, e = c.judge, c.model.junior_endpoint
+    must_be = "null without judge.url; `tandemrl serve --senior MODEL` serves a model"
+    yield j.url is None and j.model is not None, "judge.model", must_be
     yield j.url is None and j.wait_s > 0, "judge.wait_s", "0 without judge.url: waiting requires judge.url"
     compat = c.reward.compat
     wrong = compat in ("cohlem", "tinyzero") and c.reward.countdown != compat

@@ -564,14 +564,14 @@ class RewardConfig:
 @dataclass(frozen=True)
 class JudgeConfig:
     """A model that scores responses, for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
-    `tandemrl eval verified`. It is off unless `url` or `model` is set."""
+    `tandemrl eval verified`. It is off unless `url` is set."""
 
     url: Address | None = None
-    """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
+    """OpenAI-compatible endpoint such as http://localhost:8000/v1."""
     wait_s: NonNegativeFloat = 0.0
     """Seconds to wait at the start for an endpoint that does not answer yet, while its server loads the model."""
     model: str | None = None
-    """With `url`: the model's name at the endpoint, null = the first one listed. Without: HF folder or hub id."""
+    """The model's name at the endpoint; null = the first one listed."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
     prompt: Literal["rubric", "rrm", "tinyv", "reasoning", "legibility"] = "rubric"
@@ -737,7 +737,7 @@ PATHS = {
     "model": ("senior", "junior", "critic"),
     "data": ("train", "eval", "monitor"),
     "eval": ("readers",),
-    "judge": ("model", "template"),
+    "judge": ("template",),
     "retrieval": ("index", "model"),
 }
 """The keys of each section that can be paths."""

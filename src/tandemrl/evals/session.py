@@ -55,7 +55,7 @@ def grader_settings(config: Config) -> dict[str, Any]:
 def judge_settings(config: Config) -> dict[str, Any]:
     """The settings that a judge's marks depend on."""
     judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
-    return judge | {"digests": digests([each for each in (config.judge.model, config.judge.template) if each])}
+    return judge | {"digests": digests([config.judge.template] if config.judge.template else [])}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Session:
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
         self.junior = config.model.junior if any(phase.junior for phase in self.phases) else None
         self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
-        self.has_judge = config.judge.url is not None or config.judge.model is not None
+        self.has_judge = config.judge.url is not None
         self._engine: Engine | None = None
         self._unfit: str | None = None
         """Why a junior with a vocabulary of its own cannot take turns with the environment."""

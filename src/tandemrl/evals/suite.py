@@ -129,8 +129,8 @@ def left_out(config: Config) -> dict[str, str]:
             reasons[name] = "reads single responses; set rollout.environment=single"
         elif phase.junior and config.model.junior is None:
             reasons[name] = "needs a junior; give one (--junior)"
-        elif phase.judge and judge.url is None and judge.model is None:
-            reasons[name] = "needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER"
+        elif phase.judge and judge.url is None:
+            reasons[name] = "needs a judge; give judge.url=http://HOST:PORT/v1"
         elif name == "judge-legibility" and judge.prompt != "legibility" and judge.template is None:
             reasons[name] = "needs judge.prompt=legibility"
         elif phase.judge and judge.prompt in ("tinyv", "legibility") and name == "verified":

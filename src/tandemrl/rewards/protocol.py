@@ -25,7 +25,7 @@ pool that is broken (no sandbox, a judge that is down) raises; it never returns 
 
 To add one to the library, write the function and its row in ``routing.SCORERS``. To add a reward that asks a service:
 if a model grades, put a backend behind the protocol ``tasks.rubric.judge.Judge`` and make it in
-``tasks.rubric.in_process.make_judge``; anything else is a function with a client such as ``processes.http.Client``. As
+``tasks.rubric.judge.judge_pool``; anything else is a function with a client such as ``processes.http.Client``. As
 ``module:function`` in ``reward.scorers`` it runs in child processes, several at once; a call that takes longer than
 ``reward.timeout_s`` gives 0 and counts as ``timeout``, so raise that. Passed as ``train(reward=…)`` it runs in this
 process without a limit, one call after another.

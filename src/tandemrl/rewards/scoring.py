@@ -276,7 +276,7 @@ class Scorer:
             return lambda pending: judge([each.payload for each in pending])
         missing = {
             "code": "a sandbox to run programs in; give the Scorer code=…",
-            "judge": "a judge; set judge.url to an OpenAI-compatible endpoint or judge.model to a model's folder",
+            "judge": "a judge; set judge.url to an OpenAI-compatible endpoint",
         }[kind]
         raise GraderError(f"row {row.example_id}: scoring data_source {row.data_source!r} needs {missing}")
 

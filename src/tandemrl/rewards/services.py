@@ -1,5 +1,4 @@
-"""The services that scorers defer to, of whatever task they are: a sandbox for programs, and a judge. No torch here; a
-judge in this process loads it."""
+"""The services that scorers defer to, of whatever task they are: a sandbox for programs, and a judge."""
 
 from typing import Any
 
@@ -7,7 +6,7 @@ from tandemrl.config import Config
 from tandemrl.processes.names import import_object
 
 CODE = "tandemrl.tasks.code.grader:code_scorer"
-JUDGE = "tandemrl.tasks.rubric.in_process:judge_pool"
+JUDGE = "tandemrl.tasks.rubric.judge:judge_pool"
 
 
 def code_scorer(config: Config) -> Any:
@@ -23,7 +22,5 @@ def judges(config: Config, judge: Any = None) -> Any:
 
     Raises:
         JudgeError: the endpoint is down, or serves another model.
-        ModelError: the model cannot be loaded.
     """
-    none = judge is None and config.judge.url is None and config.judge.model is None
-    return None if none else import_object(JUDGE)(config, judge)
+    return None if judge is None and config.judge.url is None else import_object(JUDGE)(config.judge, judge)

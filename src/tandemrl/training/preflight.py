@@ -111,8 +111,6 @@ class Preflight:
         endpoint = model.junior_endpoint
         loaded = model.junior if endpoint.url is None else None
         models = {"model.senior": model.senior, "model.junior": loaded, "model.critic": model.critic}
-        if config.judge.url is None:
-            models["judge.model"] = config.judge.model
         acted_in = self.environment is not None or config.rollout.environment_kind.turns
         return {
             "processes": self.mesh,
@@ -416,7 +414,7 @@ class Preflight:
         asked = [*chain(prompts, *(each.prompts for each in evaluated))]
         rows = [prompt.row for prompt in asked]
         state = trainer_state(self.planned, len(prompts), 0)
-        judging = None if config.judge.url is None and config.judge.model is None else _unused
+        judging = None if config.judge.url is None else _unused
         with Scorer(config.reward, code=_unused, judge=judging, functions=functions) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
             stated = None if config.train.eval_every or not config.data.eval else self.stated

@@ -124,8 +124,8 @@ def _verdicts(answers: Sequence[tuple[Row, str]], config: Config, stated: Collec
     pool = judges(config)
     if pool is None:
         raise GraderError(
-            "verifying HardVerify-Math needs a judge; set judge.url to an OpenAI-compatible endpoint or judge.model to "
-            "a model's folder, or name a scorer without a judge, as reward.scorers.*=prime"
+            "verifying HardVerify-Math needs a judge; set judge.url to an OpenAI-compatible endpoint, or name a scorer "
+            "without a judge, as reward.scorers.*=prime"
         )
     marks = pool.marks([(row, answer, answer) for row, answer in answers])
     return [None if mark is None else mark >= config.judge.accept for mark in marks]

@@ -205,6 +205,11 @@ def grade_score(row: Row, text: str) -> Score:
     return Score((1.0 - error) ** 2, parts, f"{score:g}")
 
 
+def judge_pool(config: JudgeConfig, judge: Judge | None = None) -> "JudgePool":
+    """A judge, or else the one at ``judge.url``, as one that scores batches."""
+    return JudgePool(judge or HttpJudge(config), config)
+
+
 class JudgePool:
     """Scores whole batches with a judge. It is the ``judge`` argument of `scoring.Scorer`.
 
