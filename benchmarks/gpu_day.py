@@ -50,14 +50,13 @@ COMMANDS = {
     "train-4b-lora": Command(300, f"{SHARED} model.lora.rank=32"),
     "train-4b-offload": Command(300, f"{SHARED} parallel.offload_optimizer=true"),
     "train-4b": Command(300, "gpu_train.py"),  # about 110 GiB
-    "compile": Command(300, f"{SHARED} --senior=qwen3-0.6b model.compile=true"),
     "tests": Command(300, "-m pytest -q tests/test_cuda.py"),
 }
 STAGES: list[list[list[str]]] = [
     [["graph-check"], ["vllm-speed"]],
     [["graph-speed"]],
     [["gsm8k"], ["vllm-train", "vllm-sleep", "vllm-exact"]],
-    *([[name]] for name in ("train-4b-lora", "train-4b-offload", "compile", "tests", "train-4b")),
+    *([[name]] for name in ("train-4b-lora", "train-4b-offload", "tests", "train-4b")),
 ]
 
 

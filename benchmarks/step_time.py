@@ -90,7 +90,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    p.add_argument("--compile", action="store_true", help="model.compile")
     p.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # wait_for_turn before every step
     group = p.add_argument_group("comparison")
     group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
@@ -126,7 +125,6 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "params": sum(p.numel() for p in run.models.policy.parameters()),
         "dtype": options.dtype,
         "device": options.device,
-        "compile": options.compile,
         **{k: getattr(options, k) for k in ("group_size", "completions", "micro_batch", "max_tokens", "lengths")},
         "steps": options.steps,
         "warmup": options.warmup,
@@ -165,7 +163,6 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
             f"rollout.max_tokens={options.max_tokens}",
             f"rollout.max_rows={options.completions}",
             f"selection.strategy={options.strategy}",
-            f"model.compile={str(options.compile).lower()}",
             f"train.steps={options.steps}",
             f"train.seed={options.seed}",
             f"train.lr={options.lr}",
@@ -283,9 +280,6 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "tandem": [sys.executable, __file__, *flags, "--strategy=word"],
     }
     ours = ["solo", "tandem"]
-    if options.compile:
-        commands |= {f"{who} compiled": [*commands[who], "--compile"] for who in ours}
-        ours += [f"{who} compiled" for who in ours]
     lines: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for who, line in one_round(commands, options.steps).items():

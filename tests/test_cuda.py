@@ -17,9 +17,9 @@ from runs import SMALL, assert_same_run, config, evaluate_with, metrics, samples
 from tandemrl.evals import PHASES
 from tandemrl.models import attention
 from tandemrl.models.batching import pack
-from tandemrl.models.compile import use_liger
 from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
+from tandemrl.models.liger import use_liger
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.loop import train
@@ -191,7 +191,6 @@ KNOBS: dict[str, Sequence[str]] = {
     "activation offload": ["model.dtype=bfloat16", "model.activation_offload=true"],
     "optimiser offload": ["parallel.offload_optimizer=true"],
     "lora": ["model.lora.rank=4"],
-    "compiled": ["model.compile=true"],
     "drafts": ["rollout.draft_tokens=auto"],
     "kl": ["loss.kl_coef=0.05", "selection.strategy=solo", "model.junior=null"],
     "several updates": ["train.mini_batch_prompts=2", "loss.importance=token"],

@@ -1,6 +1,5 @@
 """``train`` on several processes is ``train`` on one: same texts, same losses, same weights, whatever the mesh."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -79,19 +78,6 @@ def test_models_of_two_vocabularies_train_what_one_process_trains(
     assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "alone"))
     run(_train, 2, str(tiny_pair), str(tmp_path / "run"), axes, *keys)
     assert_same(tmp_path / "run", tmp_path / "alone", step=2)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, g++")
-@pytest.mark.parametrize("mesh", [None, "dp_shard 2", "sp 2"])
-def test_compiled_layers_train_what_uncompiled_ones_train(tiny_pair: Path, tmp_path: Path, mesh: str | None) -> None:
-    """One update: after it Adam has turned rounding noise in gradients of 0 into weights that differ."""
-    size, axes = MESHES[mesh] if mesh else (1, "parallel.dp_shard=1")
-    once = [*EVERYTHING, "train.steps=1", "train.mini_batch_prompts=4", "train.save_every=1", "train.eval_every=1"]
-    patient = ["model.compile=true", "parallel.timeout_s=500"]
-    _train(str(tiny_pair), str(tmp_path / "alone"), *once)
-    run(_train, size, str(tiny_pair), str(tmp_path / "run"), axes, *once, *patient, timeout=600)
-    assert_same(tmp_path / "run", tmp_path / "alone", step=1)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_path: Path) -> None:

@@ -234,12 +234,8 @@ def _services(c: Config) -> Rules:
 
 
 def _model(c: Config) -> Rules:
-    m, split = c.model, c.parallel.tp > 1
-    yield m.liger and split, "model.liger", "false with parallel.tp > 1: its kernels cannot be split"
-    yield m.compile and split, "model.compile", "false with parallel.tp > 1"
-    where = f"train.async_steps=1 and rollout.engine={c.rollout.engine}"
-    both = c.train.async_steps > 0 and c.rollout.kind.in_trainer and m.compile
-    yield both, "model.compile", f"false with {where}: rollouts run in another thread meanwhile"
+    m = c.model
+    yield m.liger and c.parallel.tp > 1, "model.liger", "false with parallel.tp > 1: its kernels cannot be split"
     idle = m.lora.dropout > 0 and m.lora.rank == 0
     yield idle, "model.lora.dropout", "0 with model.lora.rank=0: there are no adapters"
     on_cpu = c.rollout.kind.package == "vllm" and not m.device.startswith("cuda")

@@ -184,6 +184,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "train.wandb_name": (None, _WANDB.format("WANDB_NAME")),
     "train.wandb_tags": ([], _WANDB.format("WANDB_TAGS")),
     "loss.kl_in_loss": (None, "the KL is in the loss, or with loss.kl_in_reward=true in the reward"),
+    "model.compile": (False, "no measurement showed a gain; on CUDA, model.liger=true"),
     "judge.command": (None, "start the server yourself, `COMMAND &`; judge.wait_s waits until it answers"),
     "judge.gates": ([], "a custom reward can refuse a response (reward.scorers=module:function); no judge needs gates"),
     "eval.select_by": (None, "train.select_by=pass@k or train.select_by=reward chooses hf/best"),

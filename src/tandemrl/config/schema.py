@@ -105,8 +105,6 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     liger: bool = False
     """CUDA: compute RMSNorm, SwiGLU and RoPE with Liger's kernels (needs the `liger` extra)."""
-    compile: bool = False
-    """torch.compile of the layers: faster updates after a first step that takes tens of seconds; not for decoding."""
     activation_offload: bool = False
     """Keep the activations that the backward pass needs in host memory."""
     lora: LoraConfig = field(default_factory=LoraConfig)

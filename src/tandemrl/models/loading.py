@@ -1,7 +1,7 @@
 """Loads models and tokenizers from folders or the hub, and connects models to the library's packed attention.
 
 A path is checked before transformers would take it for a hub id, so that the error says what is wrong with it. Nothing
-in a model is patched, unless the user asks for one of the options in ``compile``.
+in a model is patched, unless the user asks for kernels of ``liger``.
 """
 
 import os

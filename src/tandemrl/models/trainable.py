@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, ModelConfig, TrainConfig
-from tandemrl.models.compile import compile_layers, use_liger
+from tandemrl.models.liger import use_liger
 from tandemrl.models.loading import resolve_device
 from tandemrl.models.sharded_loading import Adapters, load_sharded
 from tandemrl.models.sharding import parameter_groups
@@ -32,8 +32,6 @@ def load_trained(
     adapters = Adapters(model.lora, seed) if model.lora.rank and world.size > 1 and not critic else None
     how: dict[str, Any] = {"compute": getattr(torch, model.dtype), "device": model.device}
     loaded = load_sharded(path, world, **how, adapters=adapters, critic=critic, offload=offload)
-    if critic and model.compile:
-        compile_layers(loaded)
     if model.liger and not critic:
         use_liger(loaded, name=path, device=resolve_device(model.device))
     if model.gradient_checkpointing:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from tandemrl.models.compile import eagerly
 from tandemrl.models.forward import hidden_states
 
 PREFILL_TOKENS = 16384  # tokens computed in one prefill forward
@@ -168,8 +167,7 @@ def next_hidden(
     Their keys and values are written into the cache ``layers`` at ``columns``. If a column occurs twice in a row, it
     holds the later token, so no token that is used may have to attend to the earlier one.
     """
-    with eagerly(model):
-        return hidden_states(model, tokens, columns, _DecodeLayout(layers, columns, mask))
+    return hidden_states(model, tokens, columns, _DecodeLayout(layers, columns, mask))
 
 
 # ----------------------------------------------------------------------------------------------- many tokens of a row
@@ -201,8 +199,7 @@ def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
         tokens = F.pad(tokens, (0, width - tokens.shape[1]))
         layout = _PrefillLayout(width)
         positions = torch.arange(width, device=device).expand(len(tokens), width)
-        with eagerly(model):
-            hidden_states(model, tokens.to(device), positions, layout)
+        hidden_states(model, tokens.to(device), positions, layout)
         parts.append(layout.layers)
     return {
         layer: (torch.cat([p[layer][0] for p in parts]), torch.cat([p[layer][1] for p in parts])) for layer in parts[0]
@@ -261,7 +258,6 @@ def extend(
     for some in (slice(i, i + size) for i in range(0, len(rows), size)):
         layout = _ExtendLayout(cache.layers, places[some], first[some], counts[some])
         tokens = torch.tensor([token for chunk in chunks[some] for token in chunk]).to(device)
-        with eagerly(model):
-            hidden = hidden_states(model, tokens, layout.columns, layout)
+        hidden = hidden_states(model, tokens, layout.columns, layout)
         last.append(hidden[counts[some].cumsum(0).to(device) - 1])
     return torch.cat(last)

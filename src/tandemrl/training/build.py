@@ -15,7 +15,6 @@ from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
-from tandemrl.models.compile import compile_layers
 from tandemrl.models.loading import load_configuration, load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
 from tandemrl.models.sharded_loading import load_sharded, meta_model
@@ -147,8 +146,6 @@ def build_models(
             else:
                 scope = world if sharded else World()
                 loaded = load_sharded(path, scope, compute=dtype, dtype=dtype_name, device=model.device, frozen=True)
-            if model.compile:  # the same arithmetic as the policy's
-                compile_layers(loaded)
             frozen[name] = loaded
         return frozen[name]
 
@@ -173,8 +170,6 @@ def build_models(
             of = partner if loss.kl_to == "junior" else model.senior
             own = model.lora.rank and of == model.senior
             reference = policy if own else freeze(of, "float32", sharded=True)
-        if model.compile:
-            compile_layers(policy)
         value_model = None
         if preflight.trained_recipe.critic:
             module = load_trained(model, world, critic=True, offload=config.parallel.offload_parameters)

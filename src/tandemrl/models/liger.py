@@ -1,15 +1,13 @@
-"""Options that make a prepared model faster, in place: Liger kernels and torch.compile."""
+"""Liger's kernels in place of modules of a prepared model."""
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tandemrl.config.hints import pip_install
-from tandemrl.models.attention import ModelError, PackedLayout, UlyssesLayout
+from tandemrl.models.attention import ModelError, PackedLayout
 from tandemrl.models.forward import hidden_states, with_gathered_parameters
 
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
@@ -54,36 +52,3 @@ def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.devi
     if not worst <= (1e-3 if before.dtype == torch.float32 else 0.1) * scale:
         raise ModelError(f"{name}: Liger kernels produce different hidden states (max difference {worst:.3g})")
     return model
-
-
-_COMPILED = "layers_are_compiled"
-
-
-def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreTrainedModel:
-    """Compile every decoder layer of a prepared model with ``torch.compile``, except its attention, in place.
-
-    Shapes are dynamic, so packed batches of similar lengths share graphs. The first forward and backward take tens of
-    seconds. To decode one token per row, compiled layers would be slower than eager ones: see ``eagerly``.
-
-    Args:
-        backend: the backend of ``torch.compile``. On a CPU, the default needs a C++ compiler.
-    """
-    # A graph holds for a range of sizes, such as 1025 to 2048; past the limit nothing more would be compiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    _leave_attention_out()
-    for layer in model.get_decoder().layers:
-        layer.compile(dynamic=True, backend=backend)
-    setattr(model, _COMPILED, True)
-    return model
-
-
-@cache
-def _leave_attention_out() -> None:
-    """Exclude this library's attention from compilation, where each packing would need a graph of its own."""
-    for layout in (PackedLayout, UlyssesLayout):
-        layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]  # in place, once
-
-
-def eagerly(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """A context in which compiled layers run uncompiled. It affects all models, on every thread."""
-    return torch.compiler.set_stance("force_eager") if hasattr(model, _COMPILED) else nullcontext()
