@@ -91,7 +91,7 @@ def test_what_is_installed_and_checked_follows_the_folders() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert set(settings["tool"]["setuptools"]["packages"]) == folders | {"tandemrl.configs", "tandemrl.apps.play.page"}
-    [strict] = settings["tool"]["mypy"]["overrides"]
+    [strict] = [each for each in settings["tool"]["mypy"]["overrides"] if "follow_imports" not in each]
     [typed] = re.findall(r"^TYPED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for name in [*strict["module"], *typed.split(",")]:
         assert name.removesuffix(".*") in MODULES or name == "beartype.beartype"

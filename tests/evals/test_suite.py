@@ -379,7 +379,7 @@ def test_the_junior_alone_is_what_an_evaluation_of_it_says(phase, pair, tmp_path
 def test_without_a_junior_only_the_solo_phases_are_run(everything, tmp_path):
     assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
     left = evals.left_out(Config())
-    assert list(left) == [name for name in evals.PHASES if name not in ("pass-at-k", "intervene")]
+    assert list(left) == [name for name in evals.PHASES if name not in ("pass-at-k", "intervene", "entropy")]
     readers = EvalConfig(readers=("R",))
     pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(url="U"), eval=readers)
     assert evals.left_out(pair_and_judge) == {"judge-legibility": "needs judge.prompt=legibility"}
