@@ -77,7 +77,8 @@ def _command(name: str) -> Callable[..., None]:
         from tandemrl.cli.heartbeat import progress_bars
         from tandemrl.evals import PHASES, Stored, evaluate, left_out
 
-        own, source = (model, model) if responses is None else (None, Stored(responses, model))
+        own = None if responses is not None else model
+        source = model if responses is None else Stored(responses, model)
         resolved, stated = resolved_for(own, config, overrides, data, k=k, samples=samples, profile=profile)
         resolved = replace(resolved, model=replace(resolved.model, junior=junior or resolved.model.junior))
         phases = None if name == "all" else (name,)
