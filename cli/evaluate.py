@@ -31,6 +31,7 @@ COMMANDS = {
     "monitor": "Do eval.readers see a cue that is planted in the senior's texts? TPR, TNR, and their product g_mean2.",
     "judge-legibility": "How well can correct responses be followed? A judge says, from 0 to 4.",
     "intervene": "Does the senior answer the same from a part of its own text, or after a planted mistake?",
+    "entropy": "How sharply does the senior sample? The mean entropy, in nats per token, of what it draws from.",
     "transfer": "Can other models follow the senior? Each of eval.readers gets 0 to 100 % of the steps, then answers.",
     "handover-effect": "Where the senior's solo responses stop being legible. What handing over to the junior does to "
     "the reward, step by step, against the senior with the same random numbers. Not part of all: try it with --limit.",

@@ -19,6 +19,8 @@ HANDOVER = 3
 JUNIOR_SAMPLING, JUNIOR_HANDOVER = 4, 5
 """The same two streams for a junior with a vocabulary of its own. It counts its tokens by itself, so in the senior's
 streams a token of each could come from one number, and the gradient would not be exact."""
+POOL = 6
+"""The stream that a rollout's junior is drawn from, if there are several."""
 
 _MASK = (1 << 64) - 1
 

@@ -34,7 +34,7 @@ def junior_likelihood(row: Row, texts: Sequence[str], model: str, of: Literal["t
     """
     import torch
 
-    junior, tokenizer = _loaded(model)
+    junior, tokenizer = _loaded("AutoModelForCausalLM", model)
     prompt = tokenizer.apply_chat_template([*row.messages], add_generation_prompt=True, tokenize=False)
     found = []
     for text in texts:
@@ -48,6 +48,29 @@ def junior_likelihood(row: Row, texts: Sequence[str], model: str, of: Literal["t
     return found
 
 
+def verified(row: Row, texts: Sequence[str], model: str) -> list[float]:
+    """How probably right each text is, as a trained verifier says that has not seen the truth (arXiv 2407.13692).
+
+    Args:
+        model: its folder (`makings.verifier`).
+    """
+    import torch
+
+    from tandemrl.data.templates import DEFAULT_ARGUMENTS
+
+    verifier, tokenizer = _loaded("AutoModelForTokenClassification", model)
+    asked = tokenizer.apply_chat_template(
+        [*row.messages], add_generation_prompt=True, tokenize=False, **DEFAULT_ARGUMENTS
+    )
+    begun = tokenizer.encode(asked, add_special_tokens=False)
+    found = []
+    for text in texts:
+        tokens = [*begun, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        with torch.no_grad():
+            found.append(float(verifier(torch.tensor([tokens])).logits[0, -1, 0].sigmoid()))
+    return found
+
+
 def _braced(text: str) -> str:
     """A text up to the brace that closes it."""
     depth = accumulate({"{": 1, "}": -1}.get(character, 0) for character in text)
@@ -55,7 +78,8 @@ def _braced(text: str) -> str:
 
 
 @cache
-def _loaded(model: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _loaded(kind: str, model: str) -> tuple[Any, Any]:
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval(), AutoTokenizer.from_pretrained(model)
+    own: Any = getattr(transformers, kind)
+    return own.from_pretrained(model, dtype="float32").eval(), transformers.AutoTokenizer.from_pretrained(model)

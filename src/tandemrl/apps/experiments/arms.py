@@ -16,10 +16,11 @@ class ExperimentError(RuntimeError):
 class Arm(NamedTuple):
     """One way to train.
 
-    ``overrides`` are assignments of config keys, in which ``{junior}`` is the folder of the junior. If ``junior_steps``
-    is set, the arm trains with a junior whose warm start took that many steps, instead of with the pair's own
-    (evaluation keeps the pair's). If ``of`` is set, nothing is trained: it is that arm's model, at the temperature at
-    which its texts have the entropy of those of the arm ``matched_to`` (`sharpness`).
+    ``overrides`` are assignments of config keys, in which ``{junior}`` is the folder of the junior, and each name of
+    `makings` what is built under it. If ``junior_steps`` is set, the arm trains with a junior whose warm start took
+    that many steps, instead of with the pair's own (evaluation keeps the pair's). If ``of`` is set, nothing is trained:
+    it is that arm's model, at the temperature at which its texts have the entropy of those of the arm ``matched_to``
+    (`sharpness`).
     """
 
     name: str
@@ -117,13 +118,23 @@ def _rewarded(name: str, title: str, reward: str, *overrides: str) -> Arm:
 
 
 BREVITY = _rewarded("brevity", "GRPO, length penalty", "brevity")
+_PATIENT = "reward.timeout_s=120"  # models are loaded in the processes of the scorers
 _BY_JUNIOR = (
     "reward.parameters.junior_likelihood.model={junior}",
     "reward.weights.junior_likelihood=0.1",
-    "reward.timeout_s=120",
+    _PATIENT,
 )
 LIKELIHOOD = _rewarded("likelihood", "GRPO, junior's likelihood", "junior_likelihood", *_BY_JUNIOR)
 PROVER = Arm("prover", "GRPO, prover", (*LIKELIHOOD.overrides, "reward.parameters.junior_likelihood.of=stated"))
+VERIFIED = _rewarded(
+    "verified", "GRPO, trained verifier", "verified", "reward.parameters.verified.model={verifier}", _PATIENT
+)
+IMITATION = Arm("imitation", "SFT on the junior's texts, GRPO", (*GRPO.overrides, "model.senior='{imitator}'"))
+POOL = Arm(
+    "pool",
+    "tandem, pool of juniors",
+    ("rollout.engine=tandemrl.rollout.junior_pool:JuniorPool", "rollout.engine_parameters.juniors={juniors}"),
+)
 ANNEALED = Arm(
     "annealed",
     "tandem, annealed",
@@ -198,6 +209,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         overrides=(*RECIPE, "train.steps=40", "train.eval_every=20"),
         problems=128,
         summary="The same with six arms, two seeds and half of the steps.",
+    ),
+    "frontier-more": replace(
+        FRONTIER,
+        name="frontier-more",
+        arms=(GRPO, TANDEM, POOL, LIKELIHOOD, PROVER, VERIFIED, IMITATION),
+        contrasts=tuple(
+            (arm, of) for of in ("grpo", "tandem") for arm in ("pool", "likelihood", "prover", "verified", "imitation")
+        ),
+        summary="Five further ways, by a pool of juniors, the junior's probabilities, a verifier, its own texts.",
     ),
     "quickstart": Experiment(
         "quickstart",

@@ -6,7 +6,7 @@ work is divided over processes with one thread each. What is finished is never d
 when it is started again.
 
     OUT/experiment.json             what was asked for
-    OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
+    OUT/PAIR/seed-N/pair/           senior, junior, manifest.json; beside it what arms name (`makings`)
     OUT/PAIR/seed-N/ARM/            a training run, or the model of another arm at a temperature
     OUT/PAIR/readers/               models that read the texts of every arm and seed, and are never in training
     OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training, and the junior alone
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -35,13 +35,14 @@ from tandemrl.apps import report
 from tandemrl.apps.experiments import pretrained, tiny
 from tandemrl.apps.experiments.arms import Arm, Experiment, ExperimentError
 from tandemrl.apps.experiments.claims import claims_of
+from tandemrl.apps.experiments.makings import MAKINGS, Making
 from tandemrl.apps.experiments.pair import PairError, read_manifest
 from tandemrl.apps.experiments.registered import paired_tests, verdicts
 from tandemrl.apps.experiments.registered import stated as stated_before
 from tandemrl.apps.experiments.sharpness import FITTED, match_entropy
 from tandemrl.apps.report.records import BASE, JUNIOR
 from tandemrl.apps.report.tables import MEASURES
-from tandemrl.config import load, stated_keys
+from tandemrl.config import Config, load, stated_keys
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.evals.transfer import SHARES, WAYS
 from tandemrl.files import versions, write_text
@@ -247,19 +248,8 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
             raise ExperimentError(f"{home}: its runs began with a pair of another recipe; choose another folder")
         manifest = family.build(home / "pair", **recipe, device=experiment.device)
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
-    settings = [
-        f"model.junior={home}/pair/junior",
-        f"model.device={experiment.device}",
-        f"data.eval=[synthetic:{job.pair}:heldout:{experiment.problems}]",
-        f"eval.samples={experiment.samples}",
-        f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
-        f"rollout.max_rows={family.evaluation_rows * (1 if experiment.device == 'cpu' else 8)}",
-        "train.threads=1",
-        *experiment.evaluation_overrides,
-        *(item for item in experiment.overrides if any(key.startswith(OF_TASK) for key in stated_keys([item]))),
-    ]
     leave_out: tuple[str, ...] = () if job.arm.name == BASE else ("junior",)  # the same for all arms
-    config = load(experiment.evaluation, settings)
+    config = _evaluation_config(experiment, job, home)
     if job.arm.name == BASE:
         model = home / "pair" / "senior"
     elif job.arm.needs:
@@ -275,11 +265,10 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     phases = evals.evaluate(config, model=model, out=_evaluation(job, out), leave_out=leave_out)
     if experiment.readers:
         folders = [home / "pair" / "junior", *_readers(experiment, job.pair, out)]
-        settings += [f"data.eval=[synthetic:{job.pair}:heldout:{min(READ, experiment.problems)}]", "eval.samples=1"]
-        settings += ["eval.k=[1]", f"eval.readers=[{','.join(map(str, folders))}]"]
-        evals.evaluate(
-            load(experiment.evaluation, settings), model=model, out=_evaluation(job, out), phases=["transfer"]
-        )
+        few = f"data.eval=[synthetic:{job.pair}:heldout:{min(READ, experiment.problems)}]"
+        read = (few, "eval.samples=1", "eval.k=[1]", f"eval.readers=[{','.join(map(str, folders))}]")
+        config = _evaluation_config(experiment, job, home, *read)
+        evals.evaluate(config, model=model, out=_evaluation(job, out), phases=["transfer"])
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
@@ -468,6 +457,22 @@ def _trained(experiment: Experiment, job: Job, home: Path) -> Path:
     return model
 
 
+def _evaluation_config(experiment: Experiment, job: Job, home: Path, *further: str) -> Config:
+    """The config of all evaluations of a pair and seed, with further assignments."""
+    settings = [
+        f"model.junior={home}/pair/junior",
+        f"model.device={experiment.device}",
+        f"data.eval=[synthetic:{job.pair}:heldout:{experiment.problems}]",
+        f"eval.samples={experiment.samples}",
+        f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
+        f"rollout.max_rows={PAIRS[job.pair].evaluation_rows * (1 if experiment.device == 'cpu' else 8)}",
+        "train.threads=1",
+        *experiment.evaluation_overrides,
+        *(item for item in experiment.overrides if any(key.startswith(OF_TASK) for key in stated_keys([item]))),
+    ]
+    return load(experiment.evaluation, [*settings, *further])
+
+
 def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     assert job.arm is not None
     junior, steps = home / "pair" / "junior", job.arm.junior_steps
@@ -475,6 +480,12 @@ def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
         weak = home / f"pair-{steps}"
         PAIRS[job.pair].build(weak, pair=job.pair, seed=job.seed, steps=steps, device=experiment.device)
         junior = weak / "junior"
+    named = {"{junior}": str(junior)}
+    for name, make in MAKINGS.items():
+        if any(name in each for each in job.arm.overrides):
+            made = Making(_evaluation_config(experiment, job, home), home, job.pair, job.seed, experiment.pair_steps)
+            named[name] = make(made)
+    arm = [reduce(lambda text, name: text.replace(name, named[name]), named, each) for each in job.arm.overrides]
     return [
         f"model.senior={home}/pair/senior",
         f"model.junior={junior}",
@@ -484,7 +495,7 @@ def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
         f"train.seed={job.seed}",
         "train.threads=1",
         f"output_dir={home}/{job.arm.name}",
-        *(each.replace("{junior}", str(junior)) for each in job.arm.overrides),
+        *arm,
         *experiment.overrides,
     ]
 

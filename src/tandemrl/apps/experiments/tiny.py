@@ -256,10 +256,17 @@ def train_tokenizer(
 
 
 def build_tiny_readers(
-    out: Path, *, pair: str, seed: int = 0, count: int, steps: int | None = None, progress: Progress | None = None
+    out: Path,
+    *,
+    pair: str,
+    seed: int = 0,
+    count: int,
+    steps: int | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    progress: Progress | None = None,
 ) -> list[Path]:
     """Train readers for a pair into ``out/reader-1`` …: models that learnt the base's texts alone, each of another size
-    and seed and with a tokenizer of its own (`READERS`, in turn). Those that are there are kept.
+    and seed and with a tokenizer of its own (`READERS`, in turn), or with this one. Those that are there are kept.
 
     Raises:
         DataError: the pair is unknown, or of agents.
@@ -272,12 +279,12 @@ def build_tiny_readers(
             continue
         own, (vocabulary, shape) = seed + 1 + number, READERS[number % len(READERS)]
         with threads(recipe.threads):
-            tokenizer = train_tokenizer(pair, own, vocab_size=vocabulary, part="junior")
-            model = new_model(tokenizer, own, shape)
+            read = tokenizer or train_tokenizer(pair, own, vocab_size=vocabulary, part="junior")
+            model = new_model(read, own, shape)
             note = partial(_note, progress, number * recipe.steps, count * recipe.steps)
-            warm_start(model, _lessons(tokenizer, pair, own, "base"), recipe, progress=note)
+            warm_start(model, _lessons(read, pair, own, "base"), recipe, progress=note)
         out.mkdir(parents=True, exist_ok=True)
-        write_directory(folder, partial(save, model, tokenizer))
+        write_directory(folder, partial(save, model, read))
     return folders
 
 
