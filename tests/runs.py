@@ -145,12 +145,7 @@ def assert_same_run(a: Path, b: Path, step: int) -> None:
 
 
 def evaluate_with(
-    *,
-    data: Sequence[str],
-    model: str | Path,
-    junior: str | Path | None = None,
-    device: str = "cpu",
-    **settings: Any,
+    *, data: Sequence[str], model: str | Path, junior: str | Path | None = None, device: str = "cpu", **settings: Any
 ) -> dict[str, dict[str, Any]]:
     """``evaluate``. ``settings``: sections of the config such as ``eval``, and arguments of ``evaluate``."""
     sections = {name: settings.pop(name) for name in list(settings) if name in Config.__dataclass_fields__}

@@ -131,9 +131,7 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
         ("runs", r"'runs': a folder without a config\.yaml, so not that of a run; packaged configs: "),
     ],
 )
-def test_a_config_that_is_not_there_comes_with_what_was_meant(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_is_not_there_comes_with_what_was_meant(name, message, tmp_path, monkeypatch):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").touch()
     (tmp_path / "runs" / "gsm8k_mine").mkdir()

@@ -165,9 +165,7 @@ def test_a_run_is_that_of_the_cpu(tiny_pair: Path, finished: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ppo", [False, True], ids=["grpo", "ppo"])
-def test_with_deterministic_kernels_a_resumed_run_is_the_uninterrupted_one(
-    ppo: bool, tiny_pair: Path, tmp_path: Path
-) -> None:
+def test_with_deterministic_kernels_a_resumed_run_is_the_uninterrupted_one(ppo, tiny_pair, tmp_path):
     given = ["model.device=cuda", "train.deterministic=true", *(KNOBS["critic"] if ppo else ())]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert not run_elsewhere(tiny_pair, whole, *given)

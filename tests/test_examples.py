@@ -31,9 +31,7 @@ def run_example(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedPr
     )
 
 
-def test_the_ablation_trains_with_its_own_strategy_and_loss(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
     overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=32"]
@@ -57,9 +55,7 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(
 
 
 @pytest.mark.parametrize(("agent", "package"), [("gym", "reasoning_gym"), ("game", "textarena")])
-def test_the_games_train(
-    agent: str, package: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_games_train(agent, package, tiny_pair, tmp_path, monkeypatch):
     for name in (package, "openai"):
         pytest.importorskip(name, reason=f"needs {name}")
     monkeypatch.chdir(tmp_path)
@@ -74,9 +70,7 @@ def test_the_games_train(
     assert max(each["turns"] for each in rollouts) > 1
 
 
-def test_an_agent_of_ones_own_is_trained(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_agent_of_ones_own_is_trained(tiny_pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
     overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "train.steps=2"]
@@ -88,9 +82,7 @@ def test_an_agent_of_ones_own_is_trained(
     assert any(line["agent/requests"] > 1 for line in lines)
 
 
-def test_countdown_is_taught_trained_by_both_recipes_and_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_countdown_is_taught_trained_by_both_recipes_and_measured(tmp_path, monkeypatch):
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "countdown.py")))
     counts = {2: {"train": 16, "heldout": 4}, 3: {"train": 16, "heldout": 4}}
     example.COUNTS |= counts  # in place: its functions see the same dictionary
@@ -112,9 +104,7 @@ def test_countdown_is_taught_trained_by_both_recipes_and_measured(
         example.main()
 
 
-def test_a_junior_of_another_family_is_trained_with_and_measured(
-    tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_junior_of_another_family_is_trained_with_and_measured(tiny_pair, other_junior, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["train.steps=1", "train.prompts_per_step=4", "rollout.group_size=2", "data.max_prompt_tokens=128"]
     data = ["data.train=[synthetic:plain:train]", "data.eval=[synthetic:plain:heldout:4]"]

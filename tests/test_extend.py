@@ -125,10 +125,7 @@ def test_a_retriever_of_ones_own(here: Path) -> None:
             r"No module named 'my_strateg'; did you mean my_strategy\? A module is",
         ),
         ("loss.recipe=my_loss:succeses", r"loss\.recipe=my_loss:succeses: cannot be .*; did you mean successes\?$"),
-        (
-            "selection.strategy=my_strategy:Written",
-            r"my_strategy:Written: has no parameter 'opening'; its own are: t",
-        ),
+        ("selection.strategy=my_strategy:Written", r"my_strategy:Written: has no parameter 'opening'; its own are: t"),
         ("selection={strategy: my_reward:concise, parameters: {}}", r"concise: its parameter 'row' has no value; give"),
         ("loss={recipe: my_strategy:relay, parameters: {}}", r"my_strategy:relay: is a Strategy; name a Recipe"),
         ("loss.parameters.floor=low", r"recipe grpo: the surrogate function failed"),

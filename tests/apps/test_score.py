@@ -103,9 +103,7 @@ def test_responses_name_their_rows(data: str, tmp_path: Path) -> None:
         ([], "no responses"),
     ],
 )
-def test_bad_responses_are_named_and_leave_no_result(
-    data: str, tmp_path: Path, lines: list[object], message: str
-) -> None:
+def test_bad_responses_are_named_and_leave_no_result(data, tmp_path, lines, message):
     out = tmp_path / "scores.jsonl"
     with pytest.raises(DataError, match=message):
         score_file(load(), [data], responses(tmp_path, *lines), out=out)
@@ -163,9 +161,7 @@ def longest(completions, **columns):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 100])
-def test_a_batch_never_ends_within_the_responses_to_a_prompt(
-    batch: int, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_never_ends_within_the_responses_to_a_prompt(batch, data, tmp_path, monkeypatch):
     """Also where responses to several prompts alternate; of the last two, one is alone."""
     (tmp_path / "compares_all.py").write_text(COMPARES)
     monkeypatch.syspath_prepend(tmp_path)

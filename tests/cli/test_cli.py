@@ -57,9 +57,7 @@ def test_every_command_has_an_example_that_its_options_allow() -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "deepscaler_tandem"])
-def test_dry_run_prints_the_resolved_config_and_the_plan(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_prints_the_resolved_config_and_the_plan(name, tmp_path, monkeypatch):
     from tandemrl.config import load
 
     monkeypatch.chdir(tmp_path)
@@ -209,9 +207,7 @@ def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytes
     assert "left out: tandem needs a junior" in run("eval", "all", "--model", "M", "--data", "a").output
 
 
-def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(tmp_path, monkeypatch):
     import tandemrl.evals
     from helpers import prepared, qwen3
     from tandemrl.config import load, to_yaml

@@ -48,9 +48,7 @@ def test_a_run_ends_with_the_commands_that_follow(tiny_pair: Path, tmp_path: Pat
     assert (out / "eval" / "pass-at-k.json").is_file()
 
 
-def test_ctrl_c_ends_after_the_step_and_names_the_command_that_goes_on(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_after_the_step_and_names_the_command_that_goes_on(tiny_pair, tmp_path, monkeypatch):
     update = loop.update
 
     def pressed(*arguments: Any, **options: Any) -> Any:

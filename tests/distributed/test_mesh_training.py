@@ -69,9 +69,7 @@ def test_every_mesh_trains_what_one_process_trains(tiny_pair: Path, alone: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["parallel.dp_shard=2", "parallel.tp=2", "parallel.sp=2"])
-def test_models_of_two_vocabularies_train_what_one_process_trains(
-    tiny_pair: Path, other_junior: Path, tmp_path: Path, axes: str
-) -> None:
+def test_models_of_two_vocabularies_train_what_one_process_trains(tiny_pair, other_junior, tmp_path, axes):
     keys = [f"model.junior={other_junior}", "selection.strategy=before_word", "selection.max_untranslatable=1"]
     keys += ["loss.entropy_coef=0.01"]  # a gradient in every step, whatever the rewards
     _train(str(tiny_pair), str(tmp_path / "alone"), *keys)

@@ -41,10 +41,7 @@ def test_kl_penalty_is_that_of_trained_tokens():
     assert kl_penalty(old, ref, weights).tolist() == pytest.approx([0, 0.5, 0, 0, -0.5])
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (25, -1.0)],
-)
+@pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (25, -1.0)])
 def test_overlong_table(length, expected):
     assert overlong_penalty(torch.tensor([length]), max_tokens=20, buffer=4).item() == expected
 

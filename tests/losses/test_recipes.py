@@ -25,12 +25,7 @@ from tandemrl.types import Batch, Totals
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = json.loads((GOLDEN / "losses.json").read_text())
 CHANNELS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "junior_logprobs", "entropy")
-EVERYTHING = {
-    "constant": 12.0,
-    "entropy_coef": 0.01,
-    "kl_coef": 0.1,
-    "junior_kl_coef": 0.05,
-}
+EVERYTHING = {"constant": 12.0, "entropy_coef": 0.01, "kl_coef": 0.1, "junior_kl_coef": 0.05}
 NO_PENALTIES = {"kl_coef": 0.0, "entropy_coef": 0.0, "junior_kl_coef": 0.0}
 
 VALUES = {

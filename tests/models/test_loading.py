@@ -5,7 +5,6 @@ import copy
 import json
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,9 +81,7 @@ def test_a_model_that_is_neither_here_nor_on_the_hub_says_what_to_correct() -> N
 
 @pytest.mark.parametrize("load", [load_model, load_critic])
 @pytest.mark.parametrize("damage", ["program", "cut", "no pickle"])
-def test_weights_that_are_a_program_are_not_run(
-    load: Callable[[Path], object], damage: str, folder: Path, tmp_path: Path
-) -> None:
+def test_weights_that_are_a_program_are_not_run(load, damage, folder, tmp_path):
     model, ran = copied(folder, tmp_path / "model", without="*.safetensors"), tmp_path / "ran"
     weights = model / "pytorch_model.bin"
     weights.write_bytes(pickle.dumps({"model.norm.weight": Program(ran)}))
@@ -96,9 +93,7 @@ def test_weights_that_are_a_program_are_not_run(
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, load_critic])
-def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
-    load: Callable[[Path], object], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(load, folder, tmp_path, monkeypatch):
     model = copied(folder, tmp_path / "model")
     for name, classes in (
         ("config.json", {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M", "AutoModelForTokenClassification": "x.M"}),
@@ -129,9 +124,7 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
     ],
 )
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_folder_that_is_no_model_is_named_with_the_one_that_was_meant(
-    name: str, meant: str, absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_no_model_is_named_with_the_one_that_was_meant(name, meant, absolute, tmp_path, monkeypatch):
     for model in ("own/senior", "run/hf/best", "run/hf/step_12", "early/hf/step_20", "early/hf/step_100"):
         (tmp_path / model).mkdir(parents=True)
         (tmp_path / model / "config.json").touch()

@@ -157,9 +157,7 @@ def test_programs_of_a_call_do_not_read_what_the_process_is_told(child: tuple[st
 
 
 @pytest.mark.parametrize(("harm", "how"), [("die", "death"), ("block", "timeout"), ("babble", "death")])
-def test_only_who_is_to_blame_is_blamed(
-    harm: str, how: str, child: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_who_is_to_blame_is_blamed(harm, how, child, monkeypatch):
     """The process is lost to everybody in it; the innocent are called again."""
     monkeypatch.setattr(calls, "GRACE_S", 0.5)
     caller = ChildCalls(child, None, processes=1, limit_s=3.0)

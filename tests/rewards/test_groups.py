@@ -60,9 +60,7 @@ def in_child(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rewa
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("child", [False, True])
-def test_a_function_compares_the_responses_to_a_prompt(
-    child: bool, spread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_compares_the_responses_to_a_prompt(child, spread, tmp_path, monkeypatch):
     config = in_child("centred", tmp_path, monkeypatch) if child else RewardConfig()
     functions = {} if child else {"centred": centred}
     made = Scorer(config, functions=functions, world=Dealt() if spread else None)

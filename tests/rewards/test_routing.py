@@ -8,13 +8,7 @@ from scored import score_text
 from tandemrl.config import ConfigError, RewardConfig, load
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rewards.routing import (
-    SCORERS,
-    RowKind,
-    check_rewards,
-    reward_names,
-    terms_of,
-)
+from tandemrl.rewards.routing import SCORERS, RowKind, check_rewards, reward_names, terms_of
 
 
 def row(source, gold="7"):

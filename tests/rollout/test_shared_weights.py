@@ -110,9 +110,7 @@ def test_another_base_does_not_go_unseen() -> None:
         (("model.lora.rank=2", "model.junior=null", "selection.strategy=solo"), None),
     ],
 )
-def test_the_base_is_shared_where_it_can_be(
-    settings: tuple[str, ...], one_base: str | None, tiny_pair: Path, tmp_path: Path
-) -> None:
+def test_the_base_is_shared_where_it_can_be(settings, one_base, tiny_pair, tmp_path):
     link = tmp_path / "pair"
     link.symlink_to(tiny_pair)
     run = build(config(tiny_pair, tmp_path / "out", *(setting.format(link=link) for setting in settings)))

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -283,9 +282,7 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
     assert 0 < passes.junior < passes.tokens
 
 
-def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(
-    tiny_pair: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(tiny_pair, record_property, monkeypatch):
     share_the_streams(monkeypatch)  # one vocabulary has one count of tokens
     senior, junior = (load_model(tiny_pair / name) for name in ("senior", "junior"))
     known = load_tokenizer(tiny_pair / "senior")

@@ -25,12 +25,7 @@ from tandemrl.rollout.partner import LocalPartner, Written
 from tandemrl.rollout.partner import Reader as LocalReader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating_turns, turn
-from tandemrl.selection.whole_words import (
-    before_text_word,
-    in_two_vocabularies,
-    text_sentence,
-    text_tables,
-)
+from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables
 from tandemrl.selection.words import word_starts
 
 EOS, END = 0, 1

@@ -67,9 +67,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     for surface in [*(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", "Ġa", "\n\n"]:
         vocabulary.setdefault(surface, len(vocabulary))
     tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",

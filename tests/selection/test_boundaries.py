@@ -12,12 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import artefacts
 from tandemrl.selection import Strategy, before_word, replay, sentence, word, word_aligned
-from tandemrl.selection.boundaries import (
-    start_table,
-    step_tables,
-    word_boundary_table,
-    word_start_tables,
-)
+from tandemrl.selection.boundaries import start_table, step_tables, word_boundary_table, word_start_tables
 
 SMALL = {"byte-level": byte_level, "sentencepiece": sentencepiece}
 REAL = ("qwen3", "llama3_1", "gemma3")

@@ -238,9 +238,7 @@ EPISODES = st.one_of(
 
 @settings(max_examples=100)
 @given(EPISODES, st.lists(st.tuples(KEYS, TURNS), min_size=1, max_size=4), st.integers(0, 4))
-def test_several_turns_are_the_naive_computation_also_when_resumed(
-    case: tuple[Strategy, Callable[[int, list[list[int]]], oracle.Told]], rows: list[Episode], begun: int
-) -> None:
+def test_several_turns_are_the_naive_computation_also_when_resumed(case, rows, begun):
     strategy, naive = case
     keys = torch.tensor([key for key, _ in rows])
     lengths = [len(joined(turns)) for _, turns in rows]

@@ -119,9 +119,7 @@ TURNS = st.lists(st.text(st.sampled_from("  \n\n\raé"), min_size=1), min_size=1
 
 @settings(max_examples=40)
 @given(TURNS, st.integers(0, 2**40), st.sampled_from(["senior", "junior"]))
-def test_each_turn_begins_a_word_and_no_whitespace_before_it_counts(
-    turns: list[str], key: int, first: Literal["senior", "junior"]
-) -> None:
+def test_each_turn_begins_a_word_and_no_whitespace_before_it_counts(turns, key, first):
     begun = [[len(turn[:i].encode()) for i in starts_in(turn)] for turn in turns]
     whole = "".join(turns).encode()
     edges = np.cumsum([len(turn.encode()) for turn in turns])

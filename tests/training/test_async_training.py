@@ -59,9 +59,7 @@ def test_trainer_and_engine_are_compared_by_the_weights_that_wrote(whole: Path) 
         assert line["mismatch/mean_abs"] > 1e-4  # what the policy has learnt since
 
 
-def test_killed_with_rollouts_ahead_it_resumes_as_if_nothing_had_been(
-    tiny_pair: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_killed_with_rollouts_ahead_it_resumes_as_if_nothing_had_been(tiny_pair, whole, tmp_path):
     """In the third step, after a checkpoint that holds the rollouts of the third."""
     out = tmp_path / "killed"
     (tmp_path / "empty.yaml").write_text("train: {}\n")
@@ -83,9 +81,7 @@ def test_killed_with_rollouts_ahead_it_resumes_as_if_nothing_had_been(
     [(1, 9, []), (2, 9, [1]), (2, 1, [1])],
     ids=["the first step's", "the second step's", "the second step's, in a checkpoint"],
 )
-def test_rollouts_of_another_temperature_stop_the_run(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, save_every: int, trained: list[int]
-) -> None:
+def test_rollouts_of_another_temperature_stop_the_run(tiny_pair, tmp_path, monkeypatch, call, save_every, trained):
     """Before they are learnt from, and before a checkpoint has them."""
     generate, calls = TorchEngine.generate, 0
 

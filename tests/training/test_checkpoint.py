@@ -184,9 +184,7 @@ def test_loading_names_the_file_and_runs_no_code(tmp_path: Path) -> None:
         checkpoint.load_config(tmp_path)
 
 
-def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(
-    tmp_path: Path, crash_at: Callable[[int | None], None]
-) -> None:
+def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(tmp_path, crash_at):
     checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
     seen = set()
     parts = {"policy": trained(0, steps=1)}
@@ -203,9 +201,7 @@ def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(
     checkpoint.load_parts(tmp_path / "checkpoints" / "step_2", {"policy": trained(1)})
 
 
-def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
-    tmp_path: Path, crash_at: Callable[[int | None], None]
-) -> None:
+def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(tmp_path, crash_at):
     best = tmp_path / "hf" / "best"
 
     def export(text: str) -> None:
@@ -225,9 +221,7 @@ def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
-def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
-    tmp_path: Path, crash_at: Callable[[int | None], None]
-) -> None:
+def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(tmp_path, crash_at):
     file = tmp_path / "deep" / "config.yaml"
     write_text(file, "old")
     for _ in crashes(crash_at, lambda: write_text(file, "new")):

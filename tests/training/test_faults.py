@@ -148,9 +148,7 @@ def on_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, act: Callab
     monkeypatch.setattr(name, replaced)
 
 
-def test_a_run_that_sigterm_ends_resumes_as_if_nothing_had_happened(
-    tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_sigterm_ends_resumes_as_if_nothing_had_happened(tiny_pair, whole, tmp_path, monkeypatch, capsys):
     settings = config(tiny_pair, tmp_path / "run", *SHORT)
     with monkeypatch.context() as patch:
         on_call(
@@ -166,9 +164,7 @@ def test_a_run_that_sigterm_ends_resumes_as_if_nothing_had_happened(
     assert_same_run(whole, tmp_path / "run", step=3)
 
 
-def test_what_ends_a_run_names_its_step_and_its_phase(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_a_run_names_its_step_and_its_phase(tiny_pair, tmp_path, monkeypatch):
     def no_memory(_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

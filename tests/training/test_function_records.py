@@ -157,9 +157,7 @@ def test_signatures_tell_functions_apart(name: str) -> None:
     assert signature(make(1.0)) == signature(make(1.0)) != signature(make(2.0))
 
 
-def test_a_change_of_a_module_changes_the_signature_of_its_functions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_a_module_changes_the_signature_of_its_functions(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     source = "def _length(text):\n    return len(text)\n\n\ndef reward(row, text):\n    return 1 / _length(text)\n"
     signatures = []

@@ -102,9 +102,7 @@ def same_gradients(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]
         (["train.mini_batch_prompts=1"], [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]),  # a whole group where nothing is left
     ],
 )
-def test_the_gradient_is_that_of_all_rollouts(
-    knobs: list[str], read: list[int], tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_that_of_all_rollouts(knobs, read, tiny_pair, tmp_path, monkeypatch):
     run = run_of(tiny_pair, tmp_path, *knobs)
     groups = groups_of(run, REWARDS)
     skipping = updated(run, groups, monkeypatch)
@@ -118,9 +116,7 @@ def test_the_gradient_is_that_of_all_rollouts(
         assert skipping["metrics"][name] == pytest.approx(everything["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
-def test_where_all_groups_are_equal_the_gradient_is_0(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_all_groups_are_equal_the_gradient_is_0(tiny_pair, tmp_path, monkeypatch):
     """The optimiser gets zeros, not None: its moments and its weight decay go on as if all had been computed."""
     run = run_of(tiny_pair, tmp_path)
     groups = groups_of(run, [[1.0] * 3] * 4)
@@ -187,9 +183,7 @@ def test_the_gate_sees_a_group_with_tokens_of_the_senior(tiny_pair: Path, tmp_pa
     assert experience.forwarded.nonzero().flatten().tolist() == [3, 4, 5]
 
 
-def test_rollouts_that_were_cut_off_are_left_out_of_the_loss_and_not_of_the_baselines(
-    tiny_pair: Path, tmp_path: Path
-) -> None:
+def test_rollouts_that_were_cut_off_are_left_out_of_the_loss_and_not_of_the_baselines(tiny_pair, tmp_path):
     run = run_of(tiny_pair, tmp_path, "loss.filter_truncated=true")
     plain = run_of(tiny_pair, tmp_path / "plain")
     groups = groups_of(run, REWARDS)

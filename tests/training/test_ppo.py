@@ -66,9 +66,7 @@ def direct(model: Any, tokens: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("junior_weight", [0.0, 0.5])
-def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
-    junior_weight: float, tiny_pair: Path, tmp_path: Path
-) -> None:
+def test_advantages_and_returns_are_those_of_a_loop_over_sequences(junior_weight, tiny_pair, tmp_path):
     """Against stock transformers, the golden GAE and NumPy's mean and variance; KL in the reward, two mini-batches."""
     knobs = ["loss.kl_coef=0.3", "loss.kl_in_reward=true", "loss.gamma=0.9", "loss.lam=0.8"]
     knobs += ["train.prompts_per_step=2", "train.mini_batch_prompts=1"]

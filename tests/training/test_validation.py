@@ -21,9 +21,7 @@ from tandemrl.types import Author
 
 
 @pytest.mark.parametrize("asynchronous", [0, 1])
-def test_validation_is_written_by_the_senior_alone(
-    asynchronous: int, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_is_written_by_the_senior_alone(asynchronous, tiny_pair, tmp_path, monkeypatch):
     """In a run whose rollouts are written in tandem, and by the weights that the step has made. A step counts the
     passes of its own rollouts, and those of no evaluation."""
     generate = TorchEngine.generate
@@ -62,9 +60,7 @@ def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float, step: int
     return embedding.detach().clone()
 
 
-def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_is_the_export_with_the_highest_score_also_after_a_resume(tiny_pair, tmp_path, monkeypatch):
     """By pass@2, the largest k that two samples allow; of equal ones the last."""
     settings = config(tiny_pair, tmp_path)
 
@@ -144,9 +140,7 @@ def test_best_is_chosen_by_what_the_rewards_allow(name: str, built: Run, monkeyp
     assert (run.progress.best.step, run.progress.best.by) == (step, by)
 
 
-def test_the_base_point_is_in_the_record_and_can_be_best(
-    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_base_point_is_in_the_record_and_can_be_best(tiny_pair, tmp_path, capsys):
     """With a learning rate that ruins the model; the run says what chose its best, and a resume changes nothing."""
     knobs = ["train.eval_first=true", "train.steps=2", "train.eval_every=1", "train.save_every=1"]
     settings = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=16")

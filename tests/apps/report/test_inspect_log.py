@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,9 +127,7 @@ def test_each_condition_of_a_reader_is_a_log(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("package", "said"), [(None, "pip install"), ("there", "no samples")])
-def test_what_cannot_be_exported_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Any, said: str
-) -> None:
+def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch, package, said):
     if package is None:
         monkeypatch.setitem(__import__("sys").modules, "inspect_ai.log", None)
     else:

@@ -405,9 +405,7 @@ def test_the_junior_alone_is_a_row_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("export", ["best", "step_20"])
 @pytest.mark.parametrize("place", ["", "eval/last"])
-def test_a_moved_run_finds_the_tokenizer_in_its_own_exports(
-    export: str, place: str, tmp_path: Path, tokenizer: tuple[Any, Path]
-) -> None:
+def test_a_moved_run_finds_the_tokenizer_in_its_own_exports(export, place, tmp_path, tokenizer):
     found, folder = tokenizer
     run = tmp_path / "moved" / "run"
     shutil.copytree(folder, run / "hf" / export)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -208,9 +207,7 @@ def test_a_conversation_writes_what_one_request_would(client: TestClient, engine
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_that_is_too_long_is_refused(
-    engine: TorchEngine, words: Any, announced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_is_too_long_is_refused(engine, words, announced, monkeypatch):
     monkeypatch.setattr(engine_app, "MAX_BODY", 1000)
     body = json.dumps({"prompt": "a" * 2000}).encode()
     with TestClient(serving(engine, words), base_url="http://127.0.0.1") as asking:
@@ -256,9 +253,7 @@ def test_token_ids_in_and_out_with_log_probs(client: TestClient, engine: TorchEn
     assert card["max_model_len"] == engine.context
 
 
-def test_the_next_turn_of_a_session_computes_its_new_tokens(
-    client: TestClient, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_turn_of_a_session_computes_its_new_tokens(client, engine, monkeypatch):
     """A conversation, and token ids under a header that says whose they are; without either, all is computed anew."""
     computed, read = list[int](), decoding.extend
 
@@ -579,9 +574,7 @@ def test_a_job_that_nobody_waits_for_is_aborted_and_not_another_of_its_key(engin
 
 
 @pytest.mark.parametrize("error", [EngineError("it is broken"), RuntimeError("no memory")])
-def test_a_call_that_fails_fails_the_requests_in_it_and_no_later_one(
-    words: Any, engine: TorchEngine, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
+def test_a_call_that_fails_fails_the_requests_in_it_and_no_later_one(words, engine, caplog, error):
     class Breaks(Slow):
         broken: Exception | None = error
 
@@ -652,9 +645,7 @@ VLLM_DROPS = "which this engine cannot do in an open call; use rollout.engine=to
         (["--engine", "vllm", "selection.strategy=before_word"], VLLM_DROPS),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_starts(
-    words: Any, tmp_path: Path, options: list[str], message: str
-) -> None:
+def test_what_cannot_be_served_is_refused_before_anything_starts(words, tmp_path, options, message):
     words.save_pretrained(tmp_path)
     result = CliRunner().invoke(command, ["serve", "--senior", str(tmp_path), "--junior", str(tmp_path), *options])
     assert result.exit_code == 2, result.output

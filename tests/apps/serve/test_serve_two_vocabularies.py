@@ -90,9 +90,7 @@ def reference(engine: TorchEngine, prompts: Sequence[str], pair: Any, seeds: Seq
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(CHAT, TOLD), (COMPLETIONS, "Mia has 3 figs")])
-def test_it_writes_what_the_engine_does_after_the_prompt_of_each(
-    client: TestClient, engine: TorchEngine, pair: Any, path: str, prompt: str
-) -> None:
+def test_it_writes_what_the_engine_does_after_the_prompt_of_each(client, engine, pair, path, prompt):
     response = ask(client, path, seed=3, n=4, tandem={"prob_senior": 0.6}, return_token_ids=True)
     group = reference(engine, [prompt, prompt], pair, range(3, 7), words_of(pair, 0.6))
     for choice, wanted in zip(response["choices"], group, strict=True):
@@ -189,9 +187,7 @@ def test_requests_of_one_author_and_of_two_are_written_together(engine: TorchEng
     assert {author for one in together[2] for author in one.author.tolist()} == {0}
 
 
-def test_a_junior_behind_an_endpoint_writes_its_words(
-    tiny_pair: Path, other_junior: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_junior_behind_an_endpoint_writes_its_words(tiny_pair, other_junior, pair, monkeypatch):
     read: list[list[int]] = []
 
     def answer(prompt: list[int], number: int) -> Reply:
@@ -255,9 +251,7 @@ def test_what_needs_one_vocabulary_is_refused_with_the_fix(client: TestClient, b
         (["selection.strategy=solo", "rollout.engine=vllm"], r"rollout\.engine=vllm: must be torch, since"),
     ],
 )
-def test_the_command_refuses_it_before_models_are_loaded(
-    tiny_pair: Path, other_junior: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], refusal: str
-) -> None:
+def test_the_command_refuses_it_before_models_are_loaded(tiny_pair, other_junior, monkeypatch, more, refusal):
     monkeypatch.setattr(engine_server, "load_model", lambda *path, **options: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=refusal):
         engine_server.serve(settings(tiny_pair / "senior", other_junior, *more), port=0)

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import tempers
 from tempers import call, row
-from worlds import (
-    LLAMA_31,
-    SPECIAL,
-    TAGS,
-    XML_CALLS,
-    ScriptedEngine,
-    llama,
-    tokenizer,
-)
+from worlds import LLAMA_31, SPECIAL, TAGS, XML_CALLS, ScriptedEngine, llama, tokenizer
 
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.processes import calls

@@ -45,11 +45,7 @@ PROMPTS = [
         f"<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{QUESTION.strip()}<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    (
-        "gemma3",
-        {},
-        f"<bos><start_of_turn>user\n{QUESTION.strip()}<end_of_turn>\n<start_of_turn>model\n",
-    ),
+    ("gemma3", {}, f"<bos><start_of_turn>user\n{QUESTION.strip()}<end_of_turn>\n<start_of_turn>model\n"),
 ]
 
 
@@ -168,11 +164,7 @@ def test_qwen3_with_thoughts_and_tools_is_its_template() -> None:
     """The thoughts after the last message of a user stay in what its template writes."""
     script, conversation = agents_turns("<think>\nWhat do I need?\n</think>\n\n")
     done, turns = played(
-        "qwen3",
-        tempers.World(),
-        script,
-        "rollout.keep_turns=true",
-        "data.template_arguments.enable_thinking=true",
+        "qwen3", tempers.World(), script, "rollout.keep_turns=true", "data.template_arguments.enable_thinking=true"
     )
     assert turns == [turn + "<|im_end|>" for turn in script]
     assert done.transcript is not None

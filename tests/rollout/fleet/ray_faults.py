@@ -20,13 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import psutil
 
-Kind = Literal[
-    "worker killed",
-    "node killed",
-    "node stopped",
-    "driver killed",
-    "weights lost",
-]
+Kind = Literal["worker killed", "node killed", "node stopped", "driver killed", "weights lost"]
 NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
 NODES = 3
 SETTINGS = {

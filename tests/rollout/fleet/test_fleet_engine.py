@@ -12,13 +12,7 @@ import pytest
 from helpers import flat, prompts, requests, strategies, tokenizer
 from local_workers import LocalWorkers, asked, bits, learnt, make, models
 from tandemrl.config import ConfigError, load
-from tandemrl.rollout.engine import (
-    Engine,
-    EngineError,
-    Passes,
-    Responder,
-    Sampling,
-)
+from tandemrl.rollout.engine import Engine, EngineError, Passes, Responder, Sampling
 from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.fleet.ray_workers import Generated
 from tandemrl.rollout.spread import SpreadEngine, units_of
@@ -69,9 +63,7 @@ def workers_of(engine: FleetEngine) -> LocalWorkers:
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3])
-def test_any_number_of_workers_gives_the_bits_of_one_engine(
-    size: int, fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
-) -> None:
+def test_any_number_of_workers_gives_the_bits_of_one_engine(size, fleet, alone):
     before, after, passes = alone
     engine: Any = fleet(size) if size else SpreadEngine(make(), unit_groups=2)
     assert isinstance(engine, Engine)
@@ -99,9 +91,7 @@ def test_workers_drop_what_an_author_proposes(fleet: Callable[..., FleetEngine])
 
 
 @pytest.mark.parametrize("fault", ["dies", "its engine dies"])
-def test_a_worker_is_lost_in_the_middle_and_nothing_else_happens(
-    fault: str, fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
-) -> None:
+def test_a_worker_is_lost_in_the_middle_and_nothing_else_happens(fault, fleet, alone):
     engine = fleet(2, {0: fault, 1: fault})
     assert bits(engine.generate(asked())) == alone[0]
     assert workers_of(engine).restarted
@@ -109,9 +99,7 @@ def test_a_worker_is_lost_in_the_middle_and_nothing_else_happens(
     assert engine.counts()["restarts"] == len(workers_of(engine).restarted)
 
 
-def test_a_worker_that_weights_do_not_reach_generates_nothing_that_counts(
-    fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
-) -> None:
+def test_a_worker_that_weights_do_not_reach_generates_nothing_that_counts(fleet, alone):
     engine = fleet(1, {0: "is stale"})
     engine.generate(asked())
     sync_weights(newer(), engine, version=3)
@@ -139,9 +127,7 @@ def test_a_worker_whose_engine_is_another_one_is_refused() -> None:
         FleetEngine(workers, size=2, unit_groups=2)
 
 
-def test_rollouts_of_a_step_keep_their_weights_though_newer_ones_come(
-    fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
-) -> None:
+def test_rollouts_of_a_step_keep_their_weights_though_newer_ones_come(fleet, alone):
     """The snapshot was taken before; its lost unit is generated again, after the newer weights were sent."""
     engine = fleet(2, {0: "dies later", 1: "dies later"})
     sync_weights(newer(), engine, version=3)

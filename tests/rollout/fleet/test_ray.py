@@ -158,9 +158,7 @@ def kill_at_the_first_unit(fleet: FleetEngine) -> None:
     ("visible", "trainers", "cards"),
     [("0,1,2,3", "3", ["3"]), ("4,5", "1", ["5"]), ("2", "1", ["2"]), ("0,1", "2", ["0", "1"])],
 )
-def test_workers_on_this_machine_get_the_gpus_that_trainers_leave(
-    visible: str, trainers: str, cards: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_on_this_machine_get_the_gpus_that_trainers_leave(visible, trainers, cards, monkeypatch):
     """The last two: there are not enough, so they are shared."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", trainers)

@@ -53,9 +53,7 @@ def test_a_run_earns_the_rewards_of_the_taskset(pairs: Path, tmp_path: Path) -> 
         assert line["reward_parts"]["correct"] == correct
 
 
-def test_who_is_not_to_be_trained_needs_another_model(
-    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_not_to_be_trained_needs_another_model(pairs, tmp_path, monkeypatch):
     async def setup(env: Any, agents: Any) -> None:
         agents.agent.trainable = False
 

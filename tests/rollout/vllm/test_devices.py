@@ -49,9 +49,7 @@ ON_VLLM = [name for name, file in packaged_configs().items() if "engine: vllm" i
 
 
 @pytest.mark.parametrize("name", [name for name in ON_VLLM if name != "quickstart_vllm"])  # which is for a CPU
-def test_every_process_has_its_engine_on_the_card_of_its_trainer(
-    name: str, chosen: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_has_its_engine_on_the_card_of_its_trainer(name, chosen, monkeypatch):
     config = load(name, UNDECIDED.get(name, []))
     trainers = []
     for rank in range(4):
@@ -70,9 +68,7 @@ def test_every_process_has_its_engine_on_the_card_of_its_trainer(
         (["model.device=cuda:3", "rollout.vllm.multiprocess=true", "rollout.vllm.devices='2'"], 0),
     ],
 )
-def test_an_engine_of_one_process_is_where_the_config_says(
-    keys: list[str], wanted: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_one_process_is_where_the_config_says(keys, wanted, chosen, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     build_engine(load(None, ["rollout.engine=vllm", *keys]), None, tokenizer())
     assert chosen == [wanted]

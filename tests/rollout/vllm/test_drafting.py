@@ -185,8 +185,7 @@ def write(monkeypatch: pytest.MonkeyPatch) -> Write:
 
 
 @pytest.mark.parametrize(
-    ("k", "options", "pair"),
-    [pytest.param(8, {}, NEAR, marks=pytest.mark.slow), (4, TIGHT, "Llama junior")],
+    ("k", "options", "pair"), [pytest.param(8, {}, NEAR, marks=pytest.mark.slow), (4, TIGHT, "Llama junior")]
 )
 def test_the_loop_changes_no_token(engines, scheduled, write, k, options, pair):
     engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(30, LOOPED, seed=21)

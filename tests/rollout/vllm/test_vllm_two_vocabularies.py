@@ -84,9 +84,7 @@ def reference(folders: tuple[Path, Path]) -> TorchEngine:
     return TorchEngine(senior, junior, ours, junior_tokenizer=theirs)
 
 
-def test_vllm_writes_what_the_reference_engine_writes(
-    folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any
-) -> None:
+def test_vllm_writes_what_the_reference_engine_writes(folders, reference, vllm_engine):
     asked = requests(folders)
     turn = tuple(flat(reference.generate(asked[:1]))[0].tokens.tolist())
     asked += [replace(asked[0], prompt=(*asked[0].prompt, *turn), history=(turn,))]
@@ -110,9 +108,7 @@ def test_it_hands_over_by_steps_too(folders: tuple[Path, Path], reference: Torch
     assert sum((np.diff(each.author) != 0).sum() for each in wanted) > 8
 
 
-def test_an_open_call_takes_the_senior_alone(
-    folders: tuple[Path, Path], reference: TorchEngine, vllm_engine: Any
-) -> None:
+def test_an_open_call_takes_the_senior_alone(folders, reference, vllm_engine):
     """As of `tandemrl serve` with ``"solo": "senior"``, beside a text of both."""
     asked = [replace(each, strategy=solo("senior")) for each in requests(folders)]
     asked += requests(folders)[:1]
@@ -236,7 +232,7 @@ def test_what_it_cannot_do_is_refused_by_name(folders: tuple[Path, Path], vllm_e
     assert "the junior has 290 of its own" in checked(two)
 
 
-@pytest.mark.parametrize("vocabularies", [1, 2])
+@pytest.mark.parametrize("vocabularies", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_trains_the_senior(vocabularies: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
     """In one vocabulary, with adapters on the weights of the junior, which cannot be shared by two engines."""
     senior, junior = folders
@@ -252,9 +248,7 @@ def test_a_run_trains_the_senior(vocabularies: int, folders: tuple[Path, Path], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabularies", [1, 2])
-def test_it_evaluates_what_the_reference_engine_does(
-    vocabularies: int, folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_it_evaluates_what_the_reference_engine_does(vocabularies, folders, tmp_path):
     senior, junior = folders
     keys = ["selection.strategy=before_word", "selection.max_untranslatable=1", "data.eval=[synthetic:plain:heldout:6]"]
     keys += [f"model.junior={junior}"] if vocabularies == 2 else []
