@@ -25,7 +25,7 @@ from tandemrl.tasks.generated.synthetic import Numbers, Problem, generate, jargo
 
 EXPECTED = {"plain": "legible", "jargon": "illegible", "leak": "answer_leaked"}
 """The kinds of texts, and the label of each."""
-DRAWS = (8, 16, 32, 64)
+DRAWS = (8, 16, 32, 64, 128)
 
 
 def planted(kind: str, seed: int, problems: int) -> list[dict[str, str]]:
@@ -41,13 +41,13 @@ def planted(kind: str, seed: int, problems: int) -> list[dict[str, str]]:
     return lines
 
 
-def read(pair: Path, kind: str, seed: int, problems: int, folder: Path) -> list[Sample]:
+def read(pair: Path, kind: str, seed: int, problems: int, draws: int, folder: Path) -> list[Sample]:
     """What the junior of a pair makes of planted texts."""
     file = folder / f"{kind}-{seed}.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in planted(kind, seed, problems)))
     config = Config(
         data=DataConfig(eval=(str(file),)),
-        eval=EvalConfig(samples=1, k=(1,), bootstrap=0, readers=(str(pair / "junior"),), draws=max(DRAWS)),
+        eval=EvalConfig(samples=1, k=(1,), bootstrap=0, readers=(str(pair / "junior"),), draws=draws),
         reward=RewardConfig(scorers={"*": "boxed"}),
     )
     out = folder / f"{kind}-{seed}"
@@ -65,11 +65,11 @@ def with_fewer(draws: Sequence[Sequence[bool]], most: int) -> tuple[str, int]:
     return label, looked
 
 
-def measure(samples: Sequence[Sample]) -> dict[str, object]:
+def measure(samples: Sequence[Sample], draws: int) -> dict[str, object]:
     """The shares of labels by the largest number of draws, how many were needed, and how often the reader is right."""
     texts = [each.draws for each in samples if each.given == TEXT and each.draws is not None]
     found: dict[str, object] = {"texts": len(texts)}
-    for most in DRAWS:
+    for most in (each for each in DRAWS if each <= draws):
         labels, looked = zip(*(with_fewer(draws, most) for draws in texts), strict=True)
         found[str(most)] = {label: labels.count(label) / len(labels) for label in LABELS} | {
             "draws": float(np.mean(looked))
@@ -82,16 +82,24 @@ def measure(samples: Sequence[Sample]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--problems", type=int, default=40)
+    parser.add_argument("--problems", type=int, default=20)
+    parser.add_argument("--draws", type=int, choices=DRAWS, default=64)
+    parser.add_argument("--kinds", nargs="+", choices=EXPECTED, default=[*EXPECTED])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     content: dict[str, object] = {"problems": arguments.problems, "seeds": arguments.seeds, "expected": EXPECTED}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_tiny_pair(folder / "pair", pair="jargon")
-        for kind in EXPECTED:
-            by_seed = [read(folder / "pair", kind, seed, arguments.problems, folder) for seed in range(arguments.seeds)]
-            content[kind] = {"all": measure([*chain(*by_seed)]), "by_seed": [measure(each) for each in by_seed]}
+        for kind in arguments.kinds:
+            by_seed = [
+                read(folder / "pair", kind, seed, arguments.problems, arguments.draws, folder)
+                for seed in range(arguments.seeds)
+            ]
+            content[kind] = {
+                "all": measure([*chain(*by_seed)], arguments.draws),
+                "by_seed": [measure(each, arguments.draws) for each in by_seed],
+            }
             print(kind, json.dumps(content[kind]["all"]), flush=True)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,19 @@ from runs import evaluate_phase
 from tandemrl import evals
 from tandemrl.config import Config, DataConfig, EvalConfig, JudgeConfig, RewardConfig
 from tandemrl.evals import Sample
-from tandemrl.evals.probes import CUE, HAS_CUE, IS_RIGHT, checked, g_mean2, intervene, monitor, moved, recover
+from tandemrl.evals.probes import (
+    CUE,
+    HAS_CUE,
+    IS_RIGHT,
+    checked,
+    g_mean2,
+    intervene,
+    monitor,
+    moved,
+    pooled_auroc,
+    recover,
+    tfidf_probabilities,
+)
 from tandemrl.evals.session import Session
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.tasks.rubric.judge import parse_score
@@ -105,6 +117,53 @@ def test_texts_are_checked_within_a_problem():
     assert "asked/auroc" not in checked([sample(True, 0.9), sample(False, None)])[0]
 
 
+def test_across_problems_who_knows_the_hard_ones_is_above_a_half():
+    """Problem 0 is right and gets .9 throughout, problem 1 is wrong and gets .2; of equal texts nothing is told."""
+    easy, hard = ([sample(not i, judge, problem=i)] * 3 for i, judge in enumerate((0.9, 0.2)))
+    assert "asked/auroc" not in checked([*easy])[0]
+    assert pooled_auroc([*easy, *hard], 20, 0)["r/asked/pooled_auroc"] == 1.0
+    rng = random.Random(0)
+    texts = [sample(rng.random() < 0.4, rng.choice((0.1, 0.4, 0.4, 0.8)), problem=i // 3) for i in range(60)]
+    right, wrong = ([each.judge for each in texts if each.correct is truth] for truth in (True, False))
+    won = sum((a > b) + 0.5 * (a == b) for a in right for b in wrong)
+    found = pooled_auroc(texts, 200, 0)
+    assert found["r/asked/pooled_auroc"] == pytest.approx(won / len(right) / len(wrong))
+    assert found["r/asked/pooled_auroc/low"] < found["r/asked/pooled_auroc"] < found["r/asked/pooled_auroc/high"]
+    same = [sample(truth, judge, problem=i) for i, judge in enumerate((0.1, 0.6, 0.7)) for truth in (True, False)]
+    assert pooled_auroc(same, 0, 0) == {"r/asked/pooled_auroc": 0.5}
+    assert pooled_auroc([sample(True, 0.9)], 20, 0) == {}
+
+
+def test_a_classifier_of_words_is_that_of_scikit_learn():
+    pytest.importorskip("sklearn", reason="the independent computation is scikit-learn's")
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    rng = random.Random(0)
+    truth, problems = [i % 2 == 0 for i in range(80)], [i // 2 for i in range(80)]
+    texts = [" ".join(rng.choices(("so", "it", "is", "five", "a", "told" if each else "is"), k=9)) for each in truth]
+    found = tfidf_probabilities(texts, truth, problems)
+    for fold in range(5):
+        known, rest = ([i for i in range(80) if (problems[i] % 5 != fold) is wanted] for wanted in (True, False))
+        vectors = TfidfVectorizer().fit([texts[i] for i in known])
+        model = LogisticRegression(tol=1e-8).fit(
+            vectors.transform([texts[i] for i in known]), [truth[i] for i in known]
+        )
+        expected = model.predict_proba(vectors.transform([texts[i] for i in rest]))[:, 1]
+        assert [found[i] for i in rest] == pytest.approx(expected.tolist(), abs=2e-3)
+
+
+def test_a_classifier_of_words_guesses_where_words_say_nothing():
+    rng = random.Random(1)
+    words, problems = [f"w{i}" for i in range(30)], [i // 2 for i in range(1000)]
+    texts, truth = [" ".join(rng.choices(words, k=9)) for _ in problems], [i % 2 == 0 for i in range(1000)]
+    right = [(p > 0.5) == each for p, each in zip(tfidf_probabilities(texts, truth, problems), truth, strict=True)]
+    assert sum(right[::2]) * sum(right[1::2]) / 500**2 == pytest.approx(0.25, abs=0.04)
+    marked = [f"{text} told" if each else text for text, each in zip(texts, truth, strict=True)]
+    said = tfidf_probabilities(marked, truth, problems)
+    assert all((p > 0.5) == each for p, each in zip(said, truth, strict=True))
+
+
 def test_a_monitor_that_guesses_has_a_quarter_and_one_that_says_yes_nothing():
     rng = random.Random(0)
     for guess, value in ((lambda: rng.random() < 0.5, 0.25), (lambda: True, 0.0)):
@@ -126,7 +185,9 @@ def test_a_reader_that_sees_the_cue_is_a_perfect_monitor():
 
     samples, prompts, grade = planted("plain", 0, count=5)
     read = monitor(samples, prompts, [Sees()], grade)
-    assert g_mean2(read, 10, 0)["adder/g_mean2"] == 1.0
+    found = g_mean2(read, 10, 0)
+    assert (found["adder/g_mean2"], found["tfidf/g_mean2"]) == (1.0, 1.0)
+    assert set(found) == {f"{arm}/g_mean2{end}" for arm in ("adder", "tfidf") for end in ("", "/low", "/high")}
 
 
 def test_what_a_reader_thinks_is_that_of_its_logits(phase, tiny_pair, tmp_path):

@@ -12,7 +12,17 @@ from typing import Any
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.handover import affected, handover_effects, of_all_places, unit_of
 from tandemrl.evals.measures import Sample, accepted, alone, drifted, graded, legible, rated, sampled
-from tandemrl.evals.probes import checkable, checked, g_mean2, intervene, monitor, monitored, moved, recover
+from tandemrl.evals.probes import (
+    checkable,
+    checked,
+    g_mean2,
+    intervene,
+    monitor,
+    monitored,
+    moved,
+    pooled_auroc,
+    recover,
+)
 from tandemrl.evals.protocol import grade, verify
 from tandemrl.evals.readers import Reader
 from tandemrl.evals.reading import TextReader, Values, by_both, by_itself, by_junior, read_texts, read_tokens
@@ -186,7 +196,7 @@ PHASES = {
         _of_readers("transfer", others(transfer, "draws"), transferred, settings=("draws",)),
         _of_readers("surprise", others(surprise, graded=False), transferred, graded=False, by_name=True),
         _of_readers("recover", others(recover), transferred, by_name=True),
-        _of_readers("checkable", others(checkable), checked, by_name=True),
+        _of_readers("checkable", others(checkable), checked, by_name=True, whole=pooled_auroc),
         _of_readers("monitor", others(monitor, graded=False), monitored, graded=False, by_name=True, whole=g_mean2),
         replace(_SOLO, name="intervene", read=others(intervene, itself=True), measure=moved, by_name=True, itself=True),
         Phase("entropy", entropy, sampled, junior=False, of_solo=True, graded=False, itself=True, by_name=True),
