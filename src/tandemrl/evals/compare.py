@@ -447,8 +447,8 @@ def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, A
     def content(source: str) -> str:
         return digests.get(str(Path(source)), source)
 
-    own = ("model", "digests", "device", "dtype", "engine", "draw", "endpoint", "authors", "limit", "responses")
-    own = (*own, "response_digests")
+    own = {*("model", "digests", "device", "dtype", "engine", "draw", "endpoint", "authors", "limit")}
+    own |= {"responses", "response_digests"}
     common = {key: value for key, value in config.items() if key not in own and key not in varied}
     common["eval"] = {key: value for key, value in config["eval"].items() if key not in ("k", "bootstrap")}
     common["data"] = [content(source) for source in config["data"]]
