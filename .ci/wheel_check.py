@@ -19,7 +19,7 @@ BELONGS = (
     "configs/quickstart.yaml",
 )  # fmt: skip
 PACKAGED = (
-    *("py.typed", "configs/quickstart.yaml", "apps/play/page/play.js"),
+    *("py.typed", "configs/quickstart.yaml", "apps/play/page/play.js", "apps/planning/architectures.json"),
     *(f"apps/experiments/pairs/{pair}-0.tar.xz" for pair in ("plain", "jargon", "hops", "calculator")),
 )
 MOST_BYTES = 7_000_000
@@ -62,6 +62,7 @@ def main(folder: Path, torch: str, index: str) -> None:
         pair = [f"model.{who}=tiny/{who}" for who in ("senior", "junior")]
         two_steps = ["train.steps=2", "train.eval_every=0", "output_dir=run"]
         run("tandemrl", "train", "--config", "quickstart", *pair, *two_steps)
+        run("tandemrl", "plan", "--config", "quickstart")
         run("tandemrl", "report", "run")
         if not (Path(place) / "run" / "report.html").stat().st_size:
             sys.exit("the report is empty")

@@ -49,10 +49,6 @@ Profile = Annotated[
 Settings = Annotated[
     str | None, typer.Option("--config", help="Take all else from this config or run; default: the model's own run.")
 ]
-Responses = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Judge these texts: JSONL with response or text, and example_id or index."),
-]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")]
 Out = Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")]
 
@@ -61,11 +57,10 @@ app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_
 
 def _command(name: str) -> Callable[..., None]:
     def command(
-        model: Annotated[str, typer.Option(help="The senior: HF folder or hub id; with --responses any name.")],
+        model: Annotated[str, typer.Option(help="The senior: HF folder or hub id.")],
         overrides: Overrides = None,
         junior: Annotated[str | None, typer.Option(help="The junior, where one is needed; default: the run's.")] = None,
         data: Data = None,
-        responses: Responses = None,
         config: Settings = None,
         k: K = None,
         samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
@@ -76,16 +71,14 @@ def _command(name: str) -> Callable[..., None]:
         from rich.console import Console
 
         from tandemrl.cli.heartbeat import progress_bars
-        from tandemrl.evals import PHASES, Stored, evaluate, left_out
+        from tandemrl.evals import PHASES, evaluate, left_out
 
-        own = None if responses is not None else model
-        source = model if responses is None else Stored(responses, model)
-        resolved, stated = resolved_for(own, config, overrides, data, k=k, samples=samples, profile=profile)
+        resolved, stated = resolved_for(model, config, overrides, data, k=k, samples=samples, profile=profile)
         resolved = replace(resolved, model=replace(resolved.model, junior=junior or resolved.model.junior))
         phases = None if name == "all" else (name,)
         with progress_bars("loading", err=True) as progress:
             results = evaluate(
-                resolved, model=source, out=out, phases=phases, limit=limit, stated=stated, progress=progress
+                resolved, model=model, out=out, phases=phases, limit=limit, stated=stated, progress=progress
             )
         settings = f"profile {resolved.eval.profile}, {resolved.eval.samples} samples per problem"
         if name == "all":

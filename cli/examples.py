@@ -4,6 +4,7 @@ import typer
 
 EXAMPLES = {
     "train": "--config quickstart train.steps=5 output_dir=runs/first",
+    "plan": "--config deepscaler_grpo --ranks 8 --device h100 parallel.tp=2",
     "eval all": "--model runs/first/hf/best --config runs/first",
     "eval pass-at-k": "--model runs/first/hf/best --config runs/first --samples 8",
     **dict.fromkeys(
@@ -44,6 +45,7 @@ EXAMPLES = {
     "serve": "--senior runs/first/hf/best --junior runs/tiny/junior",
     "play": "--senior runs/first/hf/best --junior runs/tiny/junior",
     "score": "--data data/gsm8k/test.parquet --responses responses.jsonl --out scores.jsonl",
+    "regrade": "runs/first --grader math_verify",
     "report": "runs/first",
     "export inspect": "runs/first",
     "config": "rollout",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tandemrl.cli.evaluate import Data, Limit, Overrides, Profile, Responses, Settings, resolved_for
+from tandemrl.cli.evaluate import Data, Limit, Overrides, Profile, Settings, resolved_for
 
 
 def legibility(
@@ -17,7 +17,13 @@ def legibility(
         typer.Option(help="A model that reads: HF folder or hub id, or MODEL@URL of an endpoint; repeatable."),
     ] = None,
     data: Data = None,
-    responses: Responses = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Judge these texts: JSONL with response and example_id or index. Rows without --data: its own.",
+        ),
+    ] = None,
     match: Annotated[
         str | None,
         typer.Option(metavar="truncation", help="Leave out texts that were cut off, or whose reader was, alone."),

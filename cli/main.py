@@ -20,12 +20,13 @@ with interruptible():
         legibility,
         model,
         play,
+        regrade,
         report,
         score,
         serve,
     )
     from tandemrl.cli.examples import add_examples
-    from tandemrl.cli.train import train
+    from tandemrl.cli.train import plan, train
 
 
 class ErrorBoundary(TyperGroup):
@@ -78,6 +79,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train)
+app.command("plan")(plan)
 app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
 app.add_typer(experiment.app, name="experiment")
@@ -87,6 +89,7 @@ app.command("serve")(serve.serve)
 app.command("play")(play.play)
 app.command("score")(score.score)
 app.command("legibility")(legibility.legibility)
+app.command("regrade")(regrade.regrade)
 app.command("report")(report.report)
 app.add_typer(report.exports, name="export")
 app.command("config")(config.config)

@@ -1,4 +1,4 @@
-"""``tandemrl train``."""
+"""``tandemrl train`` and ``tandemrl plan``."""
 
 import shlex
 from collections.abc import Callable, Collection
@@ -61,6 +61,32 @@ def train(
         raise
     if rank() == 0:
         typer.echo("\n".join(("next:", *(f"  {command}" for command in _next(resolved)))))
+
+
+def plan(
+    config: ConfigName = None,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="How many processes, one per device, which need not be here.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="The device, e.g. h100; default: h100, or cpu with model.device=cpu.")
+    ] = None,
+    times_of: Annotated[
+        str | None, typer.Option(help="The folder of a run; its measured steps say how many hours this one takes.")
+    ] = None,
+) -> None:
+    """Plan a run on other machines: the memory of a process, and its hours. This machine is not checked."""
+    from tandemrl.apps.planning.plan import hours_of
+    from tandemrl.apps.planning.plan import plan as planned
+    from tandemrl.cli.lines import echo
+    from tandemrl.config import batch_plan
+
+    resolved = _loaded(config, overrides)
+    typer.echo(f"{batch_plan(resolved)}\n")
+    found = planned(resolved, ranks, device or ("cpu" if resolved.model.device == "cpu" else "h100"))
+    echo(str(found), indent=8)
+    if times_of is not None:
+        echo(hours_of(resolved, times_of), indent=8)
+    found.require_fit()
 
 
 def _loaded(config: str | None, overrides: list[str] | None) -> "Config":

@@ -21,7 +21,7 @@ losses models
 rollout
 evals tasks
 training
-apps.report apps.score apps.serve
+apps.report apps.planning apps.score apps.serve
 apps.experiments apps.play
 cli
 """

@@ -4,6 +4,7 @@ import shlex
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import Result
@@ -113,3 +114,20 @@ def test_a_step_without_any_score_stops_and_names_the_function(tiny_pair: Path, 
     with pytest.raises(TrainError, match=r"^step 2, score: silent_from_step_two gave none of the 16 responses a score"):
         loop.train(given, reward=silent_from_step_two, quiet=True)
     assert [line["step"] for line in metrics(tmp_path)] == [1]
+
+
+def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 90}\n{"step": 2, "time/step": 36}\n')
+    result = run("plan", "-c", "quickstart", "train.steps=500", "--device", "h200", "--times-of", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    batches, _, page = result.stdout.partition("\n\n")
+    assert batches.startswith("batch plan per step: 16 prompts -> ")
+    assert page.startswith("plan of 1 process(es) on h200, ")
+    assert page.strip().endswith("time: 500 steps of 36 s (median of 1) are 5 hours")
+
+
+def test_a_plan_is_of_as_many_processes_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Mock()
+    monkeypatch.setattr("tandemrl.apps.planning.plan.plan", planned)
+    assert run("plan", "-c", "quickstart", "--ranks", "2", "--device", "h200").exit_code == 0
+    assert planned.call_args.args[1:] == (2, "h200")

@@ -92,8 +92,12 @@ def write_result(
     result: EvalResult,
     *,
     seeds: Mapping[str, int],
+    about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write the samples, then the result that names their file, each atomically.
+
+    Args:
+        about: what the result file says beside.
 
     Raises:
         EvalError: a number is not finite. Nothing is written then.
@@ -107,6 +111,7 @@ def write_result(
         "seeds": seeds,
         "metrics": result.metrics,
         "samples": samples.name,
+        **(about or {}),
     }
     try:
         text = json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -157,15 +157,46 @@ def init_world(config: ParallelConfig, device: torch.device) -> World:
                 f"process {rank()} of {size} found no others within parallel.timeout_s="
                 f"{config.timeout_s:g}: {str(error).splitlines()[0]}. Start every process with torchrun"
             ) from None
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    world = _world_of(axes, device.type, config.timeout_s)
+    assert world.mesh is not None
+    for axis in (*axes, "data", "fsdp"):  # their own default is half an hour
+        dist.distributed_c10d._set_pg_timeout(timeout, world.mesh[axis].get_group())
+    return world
+
+
+@contextmanager
+def imagined_world(config: ParallelConfig, size: int) -> Iterator[World]:
+    """A context with rank 0 of a world of ``size`` processes, of which the others do not exist.
+
+    Its meshes and shapes are real, but its collectives return at once, with whatever is in memory. Where something
+    cannot be divided evenly, rank 0 has the most.
+
+    Raises:
+        ConfigError: the product of the axes is not ``size``.
+        ParallelError: this process already has a process group.
+    """
+    axes = axes_of(config, size)
+    if size == 1:
+        yield World()
+        return
+    if dist.is_initialized():
+        raise ParallelError("this process belongs to a process group; imagine another one in a fresh process")
+    dist.init_process_group("fake", rank=0, world_size=size)
+    try:
+        yield _world_of(axes, "cpu", config.timeout_s)
+    finally:
+        dist.destroy_process_group()
+
+
+def _world_of(axes: dict[str, int], device_type: str, timeout_s: float) -> World:
+    """This process's place in a mesh over the default process group."""
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     # Of ("dp_replicate", "fsdp"), for which FSDP has no other way yet.
     warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     mesh["dp_replicate", "dp_shard"]._flatten("data")
     mesh["dp_shard", "sp"]._flatten("fsdp")
-    for axis in (*axes, "data", "fsdp"):  # their own default is half an hour
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
     data = mesh["data"]
-    return World(dist.get_rank(), dist.get_world_size(), data.get_local_rank(), data.size(), mesh, config.timeout_s)
+    return World(dist.get_rank(), dist.get_world_size(), data.get_local_rank(), data.size(), mesh, timeout_s)
 
 
 def launched() -> int:
