@@ -1,7 +1,7 @@
 """Draw the results of the committed experiments: docs/images/results/NAME.svg from docs/NAME.json. `make figures`.
 
 One picture for each experiment: a row for each arm, a panel for each measure. A small dot is a seed, the large one the
-mean, the line its 95 % interval (Student's t over seeds).
+mean, the line its 95 % interval (Student's t over seeds). The pictures of the frontier are those of its report.
 """
 
 import json
@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 
+from tandemrl.apps.report import read_results
+from tandemrl.apps.report.figures import matrix, plane, shares, style
+from tandemrl.apps.report.tables import UNSEEN
 from tandemrl.evals.stats import seed_interval
+from tandemrl.files import write_text
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
@@ -141,6 +145,23 @@ def headline() -> None:
     save(figure, "headline")
 
 
+def frontier(file: Path) -> None:
+    """Solo against transfer, transfer by shares of the steps, and the matrix of schedules."""
+    [setting] = read_results(file)
+    arms = [(arm, style(number)) for number, arm in enumerate(setting.arms)]
+    pictures = {
+        "": plane(arms, "frontier", UNSEEN),
+        "_shares": shares(arms, "shares"),
+        "_matrix": matrix(arms, "matrix"),
+    }
+    for name, picture in pictures.items():
+        assert picture is not None, file
+        opening, rest = str(picture.svg).split(">", 1)
+        opening = opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+        look = f"<style>text {{ fill: {INK}; font-family: sans-serif }}</style>"
+        write_text(OUT / f"{file.stem}{name}.svg", f"{opening}>{look}{rest}")
+
+
 def save(figure: Any, name: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT / f"{name}.svg", transparent=True, metadata={"Date": None})
@@ -150,6 +171,7 @@ def save(figure: Any, name: str) -> None:
 def main() -> None:
     plt.rcParams |= {"svg.hashsalt": "tandemrl", "svg.fonttype": "none", "font.family": "sans-serif"}
     headline()
+    frontier(DOCS / "frontier.json")
     for plot in PLOTS:
         draw(plot)
 

@@ -18,13 +18,23 @@ from typing import Any
 
 from tandemrl.apps.experiments.experiment import SCHEMA
 from tandemrl.apps.report import read_results
-from tandemrl.apps.report.tables import JUNIOR_CE, JUNIOR_FIRST, SENIOR_FIRST, SOLO, headline_table, markdown_table
+from tandemrl.apps.report.tables import (
+    JUNIOR_CE,
+    JUNIOR_FIRST,
+    SENIOR_FIRST,
+    SOLO,
+    UNSEEN,
+    headline_table,
+    markdown_table,
+)
+from tandemrl.evals.compare import show_interval
+from tandemrl.evals.stats import Interval
 from tandemrl.files import read_json_lines, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BENCHMARKS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", DOCS / "speed.md")
+PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "speed.md")
 PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
     ("quickstart", ("jargon",)): "quickstart_three_seeds.json",
@@ -32,6 +42,7 @@ PUBLISHED = {
     ("two-tokenizers", ("jargon_two_tokenizers",)): "two_tokenizers.json",
     ("ablations", ("jargon",)): "ablations.json",
     ("repair", ("repair",)): "repair.json",
+    ("frontier", ("jargon",)): "frontier.json",
     ("hops", ("hops",)): "hops.json",
     ("hops", ("hops_jargon",)): "hops_jargon.json",
     ("smollm2", ("word_problems",)): "smollm2.json",
@@ -61,6 +72,22 @@ def headline(name: str) -> str:
         f"means over {len(seeds)} seeds, with 95 % intervals; {asked['problems']} held-out problems × "
         f"{asked['samples']} samples: [{name}](docs/{name}).\n"
     )
+
+
+def transfer_tests() -> str:
+    """For the results: what tandem's transfer differs by from each other arm's, and Holm's p."""
+    content = content_of("frontier.json")
+    titles = {arm["name"]: arm["title"] for arm in content["experiment"]["arms"]}
+    rows = [
+        [
+            titles[each["b"]],
+            f"{show_interval(Interval(each['mean'], each['low'], each['high']))}",
+            f"{each['holm']:.2g}",
+        ]
+        for each in content["tests"]
+        if each["measure"] == UNSEEN.measure
+    ]
+    return markdown_table(["tandem minus …", "transfer", "Holm’s p"], rows)
 
 
 def smollm2_sentence() -> str:
@@ -150,6 +177,7 @@ def speed() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "readme-claims": lambda: headline("paper_claims_jargon.json"),
     "readme-smollm2": smollm2_sentence,
+    "transfer": transfer_tests,
     "speed-sentence": speed_sentence,
     "speed": speed,
 }

@@ -16,7 +16,7 @@ import tandemrl
 from tandemrl.config import Config, expected, leaves
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/speed.md")
+PAGES = ("README.md", "docs/results.md", "docs/speed.md")
 HEADLINE = {
     "solo pass@1": "solo/pass@1",
     "tandem pass@1": "tandem/pass@1",

@@ -122,6 +122,11 @@ def test_readers_that_no_arm_was_trained_with_read_every_arm(finished: Finished)
                 assert rows[arm, seed][f"{who}/{name}"] == pytest.approx(sum(right) / len(right))
             assert rows[arm, seed][f"{who}/free/0"] == rows[BASE, seed][f"{who}/free/0"]
     assert "unseen/pass@1" not in rows["junior", 0]
+    page = (out / "report.html").read_text()
+    for title in ("Solo against transfer", "What readers make of parts of the texts", "Trained one way, evaluated"):
+        assert f"<figcaption>{title}" in page
+    mean = sum(rows["grpo", seed]["seen/free/step"] for seed in (0, 1)) / 2
+    assert f">{mean:.2f}</tspan>" in page or f">{mean:.2f}<" in page
 
 
 def test_contrasts_are_those_of_compare(finished: Finished) -> None:

@@ -266,7 +266,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     if experiment.readers:
         folders = [home / "pair" / "junior", *_readers(experiment, job.pair, out)]
         few = f"data.eval=[synthetic:{job.pair}:heldout:{min(READ, experiment.problems)}]"
-        read = (few, "eval.samples=1", "eval.k=[1]", f"eval.readers=[{','.join(map(str, folders))}]")
+        read = (few, "eval.samples=1", "eval.k=[1]", "eval.draws=0", f"eval.readers=[{','.join(map(str, folders))}]")
         config = _evaluation_config(experiment, job, home, *read)
         evals.evaluate(config, model=model, out=_evaluation(job, out), phases=["transfer"])
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"

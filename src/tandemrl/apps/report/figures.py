@@ -15,7 +15,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
 from tandemrl.apps.report.records import BASE, JUNIOR, ArmRecord, RunRecord
-from tandemrl.apps.report.tables import SENIOR_FIRST, SOLO, estimate
+from tandemrl.apps.report.tables import READERS_ALONE, SCHEDULES, SENIOR_FIRST, SOLO, UNSEEN, Column, Estimate, estimate
+from tandemrl.evals.transfer import SHARES
 
 POINTS = 150
 """How many points a learning curve has at most. A longer run is averaged over blocks of consecutive records."""
@@ -82,20 +83,24 @@ def style(number: int) -> Style:
     return Style(COLOURS[hue], line, _MARKERS[number % len(_MARKERS)])
 
 
-def plane(arms: Styled, name: str) -> Figure | None:
-    """Solo against handoff: a point for each arm, with an arrow from the model before training if it was evaluated, a
-    small dot for each seed, and a line at what the junior solves alone. None without an arm that has both values."""
+def plane(arms: Styled, name: str, legible: Column = SENIOR_FIRST) -> Figure | None:
+    """Solo against handoff, or transfer: a point for each arm, with an arrow from the model before training if it was
+    evaluated, its interval over seeds or, in the plane of handoff, a small dot for each seed, and a line at what the
+    junior, or the unseen readers, solve alone. None without an arm that has both values."""
     points = [
         (arm, look, solo, handoff)
         for arm, look in arms
-        if (solo := estimate(arm, SOLO)) is not None and (handoff := estimate(arm, SENIOR_FIRST)) is not None
+        if (solo := estimate(arm, SOLO)) is not None and (handoff := estimate(arm, legible)) is not None
     ]
     if not points:
         return None
     start = next(((solo.mean, handoff.mean) for arm, _, solo, handoff in points if arm.name == BASE), None)
     with axes(name, height=3.5) as (canvas, ax):
         for arm, look, solo, handoff in points:
-            if len(seeds := [seed for seed in solo.by_seed if seed in handoff.by_seed]) > 1:
+            if legible is UNSEEN:
+                for along, of, at in (("x", solo, handoff), ("y", handoff, solo)):
+                    _bar(ax, along, of, at.mean, look)
+            elif len(seeds := [seed for seed in solo.by_seed if seed in handoff.by_seed]) > 1:
                 dots = ([each.by_seed[seed].mean for seed in seeds] for each in (solo, handoff))
                 ax.plot(*dots, ".", color=look.colour, alpha=0.45)
             end = solo.mean, handoff.mean
@@ -103,14 +108,64 @@ def plane(arms: Styled, name: str) -> Figure | None:
             if start is not None and arm.name != BASE:
                 arrow = {"arrowstyle": "->", "color": look.colour, "lw": 1.3, "shrinkA": 4, "shrinkB": 5}
                 ax.annotate("", end, start, arrowprops=arrow)
+        who, column = (BASE, READERS_ALONE) if legible is UNSEEN else (JUNIOR, SOLO)
         for arm, look in arms:
-            if arm.name == JUNIOR and (alone := estimate(arm, SOLO)) is not None:
-                ax.axhline(alone.mean, color=look.colour, linestyle=look.line, linewidth=1.2, label=arm.title)
+            if arm.name == who and (alone := estimate(arm, column)) is not None:
+                title = column.title if legible is UNSEEN else arm.title
+                ax.axhline(alone.mean, color=look.colour, linestyle=look.line, linewidth=1.2, label=title)
         ax.margins(0.14)
         ax.locator_params(nbins=6)
-        ax.set(xlabel=f"{SOLO.title}: the senior alone", ylabel=SENIOR_FIRST.title)
+        ax.set(xlabel=f"{SOLO.title}: the senior alone", ylabel=legible.title)
         caption = "top right: good alone and good to work with" + ("; arrows: training" if start is not None else "")
-        return Figure("Solo against handoff", caption, draw(canvas, "Solo against handoff pass@1 of each arm"))
+        title = f"Solo against {'transfer' if legible is UNSEEN else 'handoff'}"
+        return Figure(title, caption, draw(canvas, f"{title}, pass@1 of each arm"))
+
+
+def shares(arms: Styled, name: str) -> Figure | None:
+    """What unseen readers make of growing parts of each arm's texts; None if there were no readers."""
+    with axes(name) as (canvas, ax):
+        for arm, look in arms:
+            points = [(share, estimate(arm, Column("", "", "", f"unseen/free/{share}"))) for share in SHARES]
+            known = [(share, value) for share, value in points if value is not None]
+            for share, value in known:
+                _bar(ax, "y", value, share, look)
+            if known:
+                line = ([share for share, _ in known], [value.mean for _, value in known])
+                ax.plot(*line, look.marker, color=look.colour, linestyle=look.line, label=arm.title, markersize=4)
+        if not ax.lines:
+            return None
+        ax.set(xlabel="share of the steps that they get, %", ylabel="pass@1 of unseen readers")
+        title = "What readers make of parts of the texts"
+        return Figure(title, "the last step holds the answer; 95 % intervals over seeds", draw(canvas, title))
+
+
+def matrix(arms: Styled, name: str) -> Figure | None:
+    """Schedules at evaluation by arms, with intervals; None if there were no readers."""
+    cells = {arm.title: [estimate(arm, column) for column in SCHEDULES] for arm, _ in arms}
+    rows = {title: [value for value in found if value is not None] for title, found in cells.items()}
+    rows = {title: found for title, found in rows.items() if len(found) == len(SCHEDULES)}
+    if not rows:
+        return None
+    with axes(name, height=0.9 + 0.42 * len(rows)) as (canvas, ax):
+        canvas.set_size_inches(7.2, 0.9 + 0.42 * len(rows))
+        shade = np.array([[(0.23, 0.61, 0.84, 0.7 * value.mean) for value in row] for row in rows.values()])
+        ax.imshow(shade, aspect="auto")
+        for y, row in enumerate(rows.values()):
+            for x, value in enumerate(row):
+                ends = "" if value.low is None else f"\n[{value.low:.2f}, {value.high:.2f}]"
+                ax.text(x, y, f"{value.mean:.2f}{ends}", ha="center", va="center", fontsize=7.5)
+        ax.set_xticks(range(len(SCHEDULES)), [column.title for column in SCHEDULES])
+        ax.set_yticks(range(len(rows)), [*rows])
+        ax.grid(visible=False)
+        title = "Trained one way, evaluated another"
+        return Figure(title, "pass@1; rows: arms, columns: how the authors change", draw(canvas, title))
+
+
+def _bar(ax: Axes, along: str, value: Estimate, at: float, look: Style) -> None:
+    """The interval of a value along an axis, where the other one is ``at``."""
+    if value.low is not None and value.high is not None:
+        ends, other = (value.low, value.high), (at, at)
+        ax.plot(*((ends, other) if along == "x" else (other, ends)), "-", color=look.colour, linewidth=1, alpha=0.6)
 
 
 def curves(arms: Styled, prefix: str) -> list[Figure]:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tandemrl.apps.report import provenance, tables
-from tandemrl.apps.report.figures import Style, curves, plane, style
+from tandemrl.apps.report.figures import Style, curves, matrix, plane, shares, style
 from tandemrl.apps.report.records import (
     FIRST_ARMS,
     JUNIOR,
@@ -21,7 +21,7 @@ from tandemrl.apps.report.records import (
     with_junior,
 )
 from tandemrl.apps.report.samples import Gallery, galleries
-from tandemrl.apps.report.tables import HEADLINE, Column, estimate
+from tandemrl.apps.report.tables import HEADLINE, UNSEEN, Column, estimate
 from tandemrl.config import ConfigError
 from tandemrl.evals import PHASES, EvalError
 from tandemrl.evals.compare import UNDECIDED, CompareError, InTraining, compare, judgement, last_texts
@@ -116,7 +116,9 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, Style], shown: l
     """The variables with which the template shows a setting."""
     measured = _measured(setting)
     drawn = curves([(arm, looks[arm.name]) for arm in setting.arms], f"s{number}")
-    first = plane([(arm, looks[arm.name]) for arm in (measured or setting.arms)], f"s{number}-plane")
+    styled = [(arm, looks[arm.name]) for arm in (measured or setting.arms)]
+    first = plane(styled, f"s{number}-plane")
+    read = (plane(styled, f"s{number}-transfer", UNSEEN), shares(styled, f"s{number}-shares"))
     every = tables.columns_of(measured, tables.COLUMNS)
     headline = [column for column in HEADLINE if column in every] or every
     return {
@@ -132,6 +134,7 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, Style], shown: l
         "claims": setting.claims,
         "configs": provenance.differing_keys(setting),
         "figures": [*filter(None, (first, *drawn))],
+        "read": [*filter(None, (*read, matrix(styled, f"s{number}-matrix")))],
         "galleries": shown,
     }
 

@@ -98,6 +98,22 @@ JUNIOR_CE = Column(
     "cross-entropy of the senior's solo responses under the junior: how surprised the junior is",
     *("nats/token", nats, inf),
 )
+_READS = "fraction of correct answers when {} from the senior's solo text before its true answer appears"
+UNSEEN = Column(*("transfer, unseen readers", "", "", "unseen/pass@1"), _READS.format("unseen readers go on freely"))
+SEEN = Column(*("transfer, junior", "", "", "seen/pass@1"), _READS.format("the junior goes on freely"))
+READERS_ALONE = Column("unseen readers alone", "", "", "unseen/free/0")
+TANDEM = Column(
+    *("tandem pass@1", "tandem", "pass@1", "tandem/pass@1"),
+    meaning="fraction of correct responses when both generate, as in training",
+)
+SCHEDULES = (
+    TANDEM._replace(title="by words"),
+    SENIOR_FIRST._replace(title="by steps,\nsenior first"),
+    JUNIOR_FIRST._replace(title="by steps,\njunior first"),
+    Column("once, after\none step", "", "", "seen/free/step"),
+    Column("the same,\nunseen readers", "", "", "unseen/free/step"),
+)
+"""How the authors change when arms are evaluated; steps are paragraphs."""
 HEADLINE = (SOLO, SENIOR_FIRST, JUNIOR_CE)
 """The three columns that a report begins with."""
 COLUMNS = (
@@ -112,13 +128,12 @@ COLUMNS = (
     Column("solo F1", "pass-at-k", "f1", meaning="overlap of the words of answer and ground truth, from 0 to 1"),
     Column("retrieval recall", "pass-at-k", "recall", meaning="fraction of the supporting documents that were found"),
     Column("citation recall", "pass-at-k", "citation", meaning="fraction of the supporting documents that are cited"),
-    Column(
-        *("tandem pass@1", "tandem", "pass@1", "tandem/pass@1"),
-        meaning="fraction of correct responses when both generate, as in training",
-    ),
+    TANDEM,
     SENIOR_FIRST,
     JUNIOR_FIRST,
     *_BY_TURNS,
+    UNSEEN,
+    SEEN,
     JUNIOR_CE,
     Column(
         *("acceptance", "legibility", "acceptance", "acceptance"),
