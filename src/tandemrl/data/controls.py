@@ -24,7 +24,7 @@ class Controls:
         self._normalise: Callable[[str], str] = normaliser.normalize_str if normaliser else str
         texts = {text for text in controls.values() if len(text) > 1}
         texts |= {text for text in map(self._normalise, texts) if len(text) > 1}
-        self._texts = [text for text in texts if not any(other in text for other in texts if other != text)]
+        self._texts = [text for text in texts if not any(part in texts for part in _parts(text))]
         self._pattern = re.compile(f"(?={'|'.join(map(re.escape, self._texts)) or '(?!)'})")
         self._begins = {text[:end] for text in self._texts for end in range(1, len(text))}
         self._ends = {text[start:] for text in self._texts for start in range(1, len(text))}
@@ -80,6 +80,12 @@ def _controls(tokenizer: Any, template: str) -> Mapping[int, str]:
     holds = re.compile("|".join(map(re.escape, signs)))
     found = [index for token, index in tokenizer.get_vocab().items() if holds.search(token)]
     return {index: tokenizer.decode([index], skip_special_tokens=False) for index in found}
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What is inside of a text, but the text itself. Some tokenizers have thousands of control tokens, all short."""
+    ends = range(1, len(text) + 1)
+    return (text[start:end] for end in ends for start in range(end) if end - start < len(text))
 
 
 def _is_markup(text: str) -> bool:
