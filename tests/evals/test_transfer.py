@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tandemrl import evals
 from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
 from tandemrl.config import Config, DataConfig, EvalConfig, RewardConfig
 from tandemrl.evals import Sample, traces
+from tandemrl.evals.readers import Reader
 from tandemrl.evals.session import Session
 from tandemrl.evals.transfer import LABELS, TEXT, labels_of, transfer, transferred, untruncated
 from tandemrl.models.loading import load_tokenizer
@@ -251,6 +253,31 @@ def test_a_reader_with_another_vocabulary_gets_the_text(read):
         assert each.stop_reason == "eos" or each.length >= 16  # its own tokens do not cost it the room for an answer
     assert result["metrics"]["macro"][f"{name}/text/cross_entropy_per_byte"] > 0
     assert result["config"]["readers"][0].endswith("senior")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "count"),
+    [
+        (["17", "?\n\n", "####", " 27"], 2),
+        (["17", "}\n", "\n", "Question"], 2),
+        (["\n", "4", "2", "\n", "</answer>", "\n", "Next"], 5),
+        (["17", "."], 2),
+        (["\n", "\n"], 2),
+        ([], 0),
+    ],
+)
+def test_an_answer_that_was_begun_ends_with_its_line(pieces, count):
+    """A base model goes on with another problem, and a grader takes the last answer of a text."""
+    reader = Reader("base", None)
+    reader.vocabulary = SimpleNamespace(pieces={i: piece.encode() for i, piece in enumerate(pieces)})
+    assert reader._answer(range(len(pieces))) == count
+
+
+def test_at_once_is_one_line_of_a_reader_that_does_not_stop(read):
+    _, samples = read
+    said = [e for e in samples if (e.arm, e.given) == ("other", "forced/0")]
+    assert len(said) == 12
+    assert not any("\n" in each.text.rpartition("\\boxed{")[2].strip() for each in said)
 
 
 def test_shuffled_words_are_of_less_use(tiny_pair, tmp_path):

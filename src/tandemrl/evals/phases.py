@@ -64,13 +64,15 @@ class Phase:
 @dataclass
 class Texts:
     """The texts that a phase reads. session: the `Session`, whose module imports this one. progress: called with the
-    number of texts that models have read. counters: what the result counts beside its measures."""
+    number of texts that models have read. counters: what the result counts beside its measures. meter: makes a callback
+    that adds up amounts, of what they are and of their total."""
 
     session: Any
     samples: list[Sample]
     prompts: Sequence[Prompt]
     progress: Callable[[int], None]
     counters: Metrics
+    meter: Callable[[str, int], Callable[[int], None]]
 
     def read_by(self, models: Sequence[str | None], values: Values, reader: TextReader | None = None) -> list[Sample]:
         """The samples with what models say of their texts (see ``reading.read_texts``)."""
@@ -142,6 +144,7 @@ def others(
 
         def readers() -> Iterator[Reader]:
             for reader in session.readers((session.model,) if itself else None):
+                reader.meter = texts.meter
                 yield reader
                 texts.progress(len(samples))
 

@@ -5,7 +5,8 @@ text that it reads, at the same places. So a reader that is the model itself wri
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,6 +28,7 @@ from tandemrl.types import Author
 
 ANSWER_TOKENS = 16
 """How many tokens a reader has to end an answer that is begun for it."""
+_ANSWER = re.compile(rb"\s*\S[^\n]*(?:\s*</answer>)?")
 
 
 class Job(NamedTuple):
@@ -47,12 +49,14 @@ class Job(NamedTuple):
 @dataclass
 class Reader:
     """A model that reads. session: in which it is the model. model_tokenizer: that of the model whose texts it reads,
-    or None if that is not known. endpoint: where the reader is served; it then writes, and says nothing of surprise."""
+    or None if that is not known. endpoint: where the reader is served; it then writes, and says nothing of surprise.
+    meter: see ``phases.Texts``."""
 
     name: str
     session: Any
     model_tokenizer: Any = None
     endpoint: EndpointJunior | None = None
+    meter: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda done: None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -85,9 +89,17 @@ class Reader:
         wanted, whole = part.encode(), b"".join(pieces)
         return sum(end <= len(wanted) for end in accumulate(map(len, pieces))) if whole.startswith(wanted) else None
 
+    def _answer(self, tokens: Sequence[int]) -> int:
+        """How many tokens an answer has that was begun: those of the first line that is not empty. A model that does
+        not stop goes on, as with another problem, whose answer is not meant."""
+        pieces = [self.vocabulary.pieces.get(token, b"") for token in tokens]
+        found, starts = _ANSWER.match(b"".join(pieces)), accumulate(map(len, pieces[:-1]), initial=0)
+        return len(tokens) if found is None else sum(start < found.end() for start in starts)
+
     def write(self, jobs: Sequence[Job]) -> list[Sample]:
         """What the reader makes of parts of texts, not graded, in one call of the engine. A sample is the part and what
-        follows. Jobs that do not fit into the reader's context are left out; equal ones are done once.
+        follows; after a cue only the line. Jobs that do not fit into the reader's context are left out; equal ones are
+        done once.
 
         The part counts towards the limit on tokens only if it is in the model's own."""
         session, profile = self.session, self.session.profile
@@ -121,6 +133,8 @@ class Reader:
         written = []
         for job, place in places:
             read, (own, stop_reason) = [*place[3:]], found[place]
+            if job.cue and (answer := self._answer(own)) < len(own) - (stop_reason == "eos"):
+                own, stop_reason = own[:answer], "stop"
             response = response_reader.of_turns([[*read, *own]], [*read, *own])
             who = np.array([Author.SENIOR] * len(read) + [Author.JUNIOR] * len(own), dtype=np.int8)
             written.append(
@@ -143,7 +157,10 @@ class Reader:
     def _complete(self, engine: Any, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
         """The tokens that follow each prompt, and why they end. Those of an endpoint are the tokens of its text."""
         if self.endpoint is None:
-            completions, _ = generate_verified(engine, requests, requests[0].strategy) if requests else ([], None)
+            if not requests:
+                return []
+            meter = self.meter(f"{self.name}: tokens", sum(each.sampling.max_tokens for each in requests))
+            completions, _ = generate_verified(engine, requests, requests[0].strategy, progress=meter)
             return [(completion.tokens.tolist(), completion.stop_reason) for [completion] in completions]
         said = self.endpoint.complete([(each.prompt, each.sampling, each.keys[0]) for each in requests])
         eos = self.session.tokenizer.eos_token_id

@@ -168,8 +168,8 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         counters["failed"] = ends.count("failed")
     if phase.of_solo:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
-    reads = len(samples) * (len(settings.readers) if phase.readers else 1)
-    texts = Texts(session, samples, prompts, _meter(progress, f"{phase.name}: texts", reads), counters)
+    reads, meter = len(samples) * (len(settings.readers) if phase.readers else 1), partial(_meter, progress)
+    texts = Texts(session, samples, prompts, meter(f"{phase.name}: texts", reads), counters, meter)
     samples = phase.read(texts)
     measure = partial(phase.measure, k=settings.k)
     metrics = summarise(samples, measure, bootstrap=settings.bootstrap, seed=settings.seed)
