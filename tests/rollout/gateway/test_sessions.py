@@ -192,13 +192,49 @@ def test_rewritten_history_is_context(asker: Asker, words: Any) -> None:
     assert len({w.completion.key for w in (main, rewritten, other)}) == 3
 
 
-def test_parallel_requests_differ_and_each_has_its_branch(asker: Asker) -> None:
+def test_parallel_requests_differ_and_each_has_its_branch(client: TestClient, server: Server) -> None:
+    asker = Asker(client, server, limits=Limits(72, 8, 12, 400))
     with ThreadPoolExecutor(6) as pool:
         told = [*pool.map(lambda i: asker.ask([{"role": "user", "content": f"ab {i % 3}"}])["token_ids"], range(6))]
     branches = asker.branches
     assert sorted(own for _, own in branches) == sorted(told)
     assert len({key for key, _ in branches}) == 6
     assert sum(key == 5 for key, _ in branches) == 1
+
+
+def test_parallel_requests_share_the_tokens_of_their_session(client: TestClient, server: Server) -> None:
+    """Each is as alone if all together fit, though each might have taken everything; else what is written is less."""
+    bodies = [{"messages": [{"role": "user", "content": f"ab {i}"}], "seed": i, "max_tokens": 24} for i in range(4)]
+    wide = Limits(400, 8, None, 400)
+    alone = [Asker(client, server, limits=wide).post(CHAT, body).json()["choices"][0]["token_ids"] for body in bodies]
+    enough = sum(map(len, alone))
+    for tokens, turn in ((enough, None), (enough - 1, None), (enough - 1, 5), (enough + 24 * 3, None)):
+        asker = Asker(client, server, limits=Limits(tokens, 8, turn, 400))
+        with ThreadPoolExecutor(4) as pool:
+            responses = [*pool.map(lambda body: asker.post(CHAT, body), bodies)]  # noqa: B023
+        assert sum(len(own) for _, own in asker.branches) <= tokens
+        found = [each.json()["choices"][0]["token_ids"] if each.status_code == 200 else [] for each in responses]
+        assert found == [each[:turn] for each in alone] or tokens < enough
+        assert all(own == whole[: len(own)] for own, whole in zip(found, alone, strict=True))
+
+
+def test_seeds_give_parallel_requests_keys_that_no_arrival_changes(client: TestClient, server: Server) -> None:
+    """First requests, equal ones, and those that go on from one answer; what has the seed of the request before, goes
+    on from it. What has none is as it is without them."""
+    told = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        asker, answers = Asker(client, server, limits=Limits(200, 9, 12, 400)), dict[Any, Any]()
+        for i in order:
+            answers[i] = asker.ask(**({} if i == 2 else {"seed": i}))
+        assert asker.ask(seed=0, headers={"x-stainless-retry-count": "1"}) == answers[0]
+        for i in order:
+            answers["on", i] = asker.ask([*ASKED, answers[2]["message"], *ASKED], **({} if i == 2 else {"seed": i}))
+        asker.ask([*ASKED, answers[0]["message"], *ASKED], seed=0)
+        told.append((sorted(asker.branches), {i: each["token_ids"] for i, each in answers.items()}))
+        lengths = {w.completion.key: len(w.completion.turns) for w in asker.session.written()}
+        assert (lengths[5], sorted(lengths.values())) == (2, [1, 1, 1, 2, 2])
+    assert told[0] == told[1]
+    assert "expected a whole number from 0" in asker.post(CHAT, {"messages": ASKED, "seed": "x"}).text
 
 
 def test_a_retry_gets_the_same_answer_and_is_no_branch(asker: Asker) -> None:

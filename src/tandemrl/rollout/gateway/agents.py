@@ -283,8 +283,10 @@ class _Loop:
 
 
 def _episode(session: Session, outcome: Outcome, failure: str | None, key: int, engine: Engine) -> Completion:
-    """The completion of an episode: that of the branch that was written last, with the others."""
-    branches = sorted(session.written(), key=lambda each: each.asked[0].branch is not session.last)
+    """The completion of an episode: that of the branch that was written last, with the others by their keys."""
+    branches = sorted(
+        session.written(), key=lambda each: (each.asked[0].branch is not session.last, each.completion.key)
+    )
     counts: dict[str, float] = {"agent/requests": sum(len(each.roles) for each in branches)}
     counts |= {"agent/forks": max(0, len(branches) - 1), "agent/failed": failure is not None, **outcome.counts}
     score, messages = outcome.score, [] if not branches else branches[0].messages

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,7 +157,15 @@ class Server:
                 exchange = self._begin(body, form, request.headers.get("x-session-id"))
             else:
                 again = request.headers.get("x-stainless-retry-count", "0") != "0"  # as OpenAI's clients say it
-                exchange = _Exchange(self, *session.begin(body, form, retry=again), session)
+                begun = session.begin(body, form, retry=again)
+                while isinstance(begun, Future):  # until others of the session have ended
+                    await asyncio.wrap_future(begun)
+                    begun = session.begin(body, form)
+                try:
+                    exchange = _Exchange(self, *begun, session)
+                except EngineError:
+                    session.drop(begun[1])
+                    raise
         if exchange.asked.wants("stream"):
             return _Stream(exchange)
         gone = asyncio.create_task(_left(request))
@@ -249,8 +258,10 @@ class _Exchange:
         """What was written.
 
         Raises:
-            EngineError: the engine failed.
+            EngineError: the engine failed, or the request was given up.
         """
+        if self.written.cancelled():
+            raise EngineError("this request was given up: its session is closed, or it was sent again")
         asked, completions = self.asked, self.written.result()
         choices = [self._server.speaker.choice(asked, index, one) for index, one in enumerate(completions)]
         read = sum(len(request.prompt) for request in asked.requests)

@@ -6,15 +6,22 @@ CONTEXT. A prompt that goes on from nothing recorded, or from where another requ
 begins a further branch, and the branches before it are kept.
 
 Draws: the first request has the key of the session, and so has whatever first goes on from it. A branch has the key
-(key of the session, ids of its first prompt, how many branches begin with it), so it depends on no other branch. Which
-of two requests at once is the first, their arrival says. A request whose client left before the answer was there is
-forgotten, and so is one that is sent again as a retry; what comes instead has the same key, and so the same tokens.
+(key of the session, ids of its first prompt, seed, how many branches begin with these), so it depends on no other
+branch. Which of two requests at once is the first, their arrival says, since a program with one alone must get what an
+environment gets. A ``seed`` other than that of the request before (-1 without one) begins a branch whatever arrives: a
+program that gives its parallel requests seeds has the same keys each time. A request whose client left before the
+answer was there is forgotten, and so is one that is sent again as a retry; what comes instead has the same key, and so
+the same tokens.
+
+Tokens: while a request is written, all that it may write is kept from the others. One that finds too little left waits
+until another has ended. So a request is cut short by the limit of the session only if the answers reach it together.
 """
 
 import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -53,6 +60,7 @@ class Asking:
     branch: "Branch"
     parent: "Asking | None"
     role: str | None
+    seed: int = -1
     tools: Any = None
     completion: Completion | None = None
     messages: Sequence[Message] = ()
@@ -110,13 +118,15 @@ class Session:
         self.last: Branch | None = None
         """The branch that was written last."""
         self._lock = threading.Lock()
+        self._waiting: list[Future[None]] = []
 
     @property
     def _asked(self) -> list[Asking]:
         return [each for branch in self._branches for each in branch.asked]
 
-    def begin(self, body: Mapping[str, Any], form: Form, *, retry: bool = False) -> tuple[Asked, Asking]:
-        """Read a request, and find what it goes on from.
+    def begin(self, body: Mapping[str, Any], form: Form, *, retry: bool = False) -> tuple[Asked, Asking] | Future[None]:
+        """Read a request, and find what it goes on from. A future: begin again once it is done (and as no retry), since
+        requests that are being written may leave less than this one needs.
 
         Args:
             retry: whether the client says that it sends the request again, not having got an answer.
@@ -130,6 +140,9 @@ class Session:
             raise Refused("tandem, n: the run decides who writes, and a request of a session has one answer; leave out")
         if stated is not None and (type(stated) is not int or stated < 1):
             raise Refused(f"max_tokens: expected a whole number above 0, got {stated!r:.50}")
+        seed = -1 if own.get("seed") is None else own["seed"]
+        if type(seed) is not int or seed < -1:
+            raise Refused(f"seed: expected a whole number from 0, got {seed!r:.50}")
         own = {name: value for name, value in own.items() if name not in {*_DECIDED, *_LENGTH}} | {"max_tokens": 1}
         plain = {"sampling_params": own, "token_ids": body.get("token_ids")} if form == "ids" else own
         plain |= {"seed": 0} | ({"tandem": {"solo": role}} if role in ROLES else {})
@@ -140,7 +153,12 @@ class Session:
         with self._lock:
             if self.closed:
                 raise Refused("this session is closed")
-            asking = self._place(asked.requests[0], stated, role if role in ROLES else None, retry=retry)
+            if retry:
+                self._withdraw(tuple(asked.requests[0].prompt), seed)
+            asking = self._place(asked.requests[0], stated, role if role in ROLES else None, seed)
+            if asking is None:
+                self._waiting.append(Future())
+                return self._waiting[-1]
         asking.tools = plain.get("tools") or None
         return replace(asked, requests=(asking.request,), seed=asking.branch.key), asking
 
@@ -161,10 +179,8 @@ class Session:
                     return None
         return None
 
-    def _place(self, request: Request, stated: int | None, role: str | None, *, retry: bool) -> Asking:
+    def _place(self, request: Request, stated: int | None, role: str | None, seed: int) -> Asking | None:
         prompt, limits = tuple(request.prompt), self.limits
-        if retry:
-            self._withdraw(prompt)
         asked = self._asked
         left = limits.tokens - sum(len(each.completion.tokens) for each in asked if each.completion is not None)
         room = limits.context - len(prompt)
@@ -175,25 +191,28 @@ class Session:
         }
         if key := next((key for key, used in used_up.items() if used), None):
             raise Refused(f"context_length_exceeded: this session has used up {key}; end the episode here, or raise it")
+        longest = min(limits.tokens, room, stated or room, limits.turn_tokens or room)
+        kept = sum(each.request.sampling.max_tokens for each in asked if each.completion is None)
+        if kept and longest > left - kept:
+            return None
         parents = [each for each in asked if each.completion is not None and len(each.text) < len(prompt)]
         parents = [each for each in parents if prompt[: len(each.text)] == each.text]
-        children = {each.parent for each in asked}
+        children = {each.parent for each in asked if each.seed == _seed_of(each.parent)}
         parent = max(parents, key=lambda each: (len(each.text), each not in children), default=None)
         history: tuple[tuple[int, ...], ...] = ()
-        if parent in children:  # a first prompt has the parent None
+        if parent in children or seed != _seed_of(parent):  # a first prompt has the parent None
             taken = {branch.key for branch in self._branches if branch.asked}
-            keys = (mix64(self.key, _digest(prompt), ordinal) for ordinal in count())
+            keys = (mix64(self.key, _digest(prompt), seed, ordinal) for ordinal in count())
             branch = self._branch(next(key for key in keys if key not in taken))
         elif parent is None:
             branch = self._branch(self.key)
         else:
             assert parent.completion is not None
             branch, history = parent.branch, (*parent.request.history, tuple(parent.completion.tokens.tolist()))
-        longest = min(left, room, stated or left, limits.turn_tokens or left)
         stop, ids = request.sampling.stop, request.sampling.stop_token_ids
-        sampling = replace(self.sampling, max_tokens=longest, stop=stop, stop_token_ids=ids)
+        sampling = replace(self.sampling, max_tokens=min(left, longest), stop=stop, stop_token_ids=ids)
         about: dict[str, Any] = {"history": history, "session": f"{self.name}/{branch.number}"}
-        asking = Asking(replace(request, keys=(branch.key,), sampling=sampling, **about), branch, parent, role)
+        asking = Asking(replace(request, keys=(branch.key,), sampling=sampling, **about), branch, parent, role, seed)
         branch.asked.append(asking)
         return asking
 
@@ -203,19 +222,28 @@ class Session:
         self._branches.append(Branch(number, key))
         return self._branches[-1]
 
-    def _withdraw(self, prompt: tuple[int, ...]) -> None:
-        """Forget the last request with this prompt, unless another goes on from it."""
+    def _withdraw(self, prompt: tuple[int, ...], seed: int) -> None:
+        """Forget the last request with this prompt and seed, unless another goes on from it."""
         parents = {each.parent for each in self._asked}
-        same = [each for each in self._asked if tuple(each.request.prompt) == prompt and each not in parents]
-        for each in same[-1:]:
+        same = [each for each in self._asked if (tuple(each.request.prompt), each.seed) == (prompt, seed)]
+        for each in [each for each in same if each not in parents][-1:]:
             each.branch.asked.remove(each)
             each.cancel()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Let those that wait for what others leave begin again."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if each.set_running_or_notify_cancel():
+                each.set_result(None)
 
     def record(self, asking: Asking, completion: Completion, body: Mapping[str, Any], said: Message | None) -> None:
         """Record an answer, before its client can go on from it. said: its message, if it is that of a chat."""
         with self._lock:
             if not self.closed and asking in asking.branch.asked and completion.stop_reason != "abort":
                 asking.completion, self.last = completion, asking.branch
+                self._go_on()
                 if said is not None:
                     asking.messages = messages_of(sound([*body["messages"], said]), "the answer", "messages")
 
@@ -224,6 +252,7 @@ class Session:
         with self._lock:
             if asking.completion is None and asking in asking.branch.asked:
                 asking.branch.asked.remove(asking)
+                self._go_on()
 
     def close(self) -> None:
         """Refuse further requests, and give up those that are being answered."""
@@ -231,6 +260,7 @@ class Session:
             self.closed = True
             for each in self._asked:
                 each.cancel()
+            self._go_on()
 
     def written(self) -> list[Written]:
         """The branches, in the order in which they began."""
@@ -258,6 +288,10 @@ def _written(key: int, asked: Sequence[Asking], *, drops: bool) -> Written:
     reason, version = last.stop_reason, last.policy_version
     completion = Completion(key, tokens, author, logprobs, reason, version, None, handovers if drops else None)
     return Written(tuple(asked[0].request.prompt), completion, asked)
+
+
+def _seed_of(parent: Asking | None) -> int:
+    return -1 if parent is None else parent.seed
 
 
 def _digest(ids: Sequence[int]) -> int:
