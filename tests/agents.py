@@ -72,7 +72,8 @@ def record(out: Path, *, after: int = 0) -> tuple[list[dict[str, Any]], list[dic
     ]
     samples = [line for line in runs.samples(out) if line["step"] > after]
     of_engine = ("behaviour_logprobs", "handover_logprobs")
-    logprobs = np.concatenate([line.pop(name) for line in samples for name in of_engine if name in line])
+    texts = [each for line in samples for each in (line, *line.get("branches", ()))]
+    logprobs = np.concatenate([each.pop(name) for each in texts for name in of_engine if name in each])
     return metrics, samples, logprobs
 
 

