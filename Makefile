@@ -82,8 +82,11 @@ fleet-check: .venv/.dev
 	@$(BIN)/pip install $(PIP_FLAGS) -e ".[ray]" "ray[default]"
 	$(TEST_ENV) $(BIN)/python -m pytest tests/rollout/fleet tests/training/test_train_workers.py
 
-# What needs verifiers and inspect-ai, which cannot be installed beside vllm.
+# What needs openenv, or verifiers and inspect-ai, which cannot be installed beside vllm, nor beside each other.
 agents-check: .venv-core/.core
+	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[openenv]"
+	$(TEST_ENV) $(CORE_BIN)/python -m pytest tests/rollout/of_openenv
+	@$(CORE_BIN)/pip uninstall $(PIP_FLAGS) -y openenv fastmcp fastmcp-slim
 	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[verifiers,inspect]" textarena==0.7.4
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest tests/rollout/of_verifiers tests/apps/report/test_inspect_log.py \
 		tests/rollout/gateway/test_never_retokenised.py tests/test_examples.py

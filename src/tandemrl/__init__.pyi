@@ -36,6 +36,7 @@ from tandemrl.rollout.envs.environment import BrokenEnvironmentError as BrokenEn
 from tandemrl.rollout.envs.environment import Environment as Environment
 from tandemrl.rollout.envs.environment import Opening as Opening
 from tandemrl.rollout.gateway.mcp_source import mcp_tools as mcp_tools
+from tandemrl.rollout.gateway.openenv_source import openenv as openenv
 from tandemrl.rollout.gateway.source import AgentFailedError as AgentFailedError
 from tandemrl.rollout.gateway.source import Endpoint as Endpoint
 from tandemrl.rollout.gateway.source import Outcome as Outcome

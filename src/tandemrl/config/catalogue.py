@@ -63,6 +63,7 @@ TASKS: dict[str, Task] = {
     "minerva": _task("Minerva: 272 problems", _BENCHMARK, sets=("minerva",)),
     "olympiad": _task("Olympiad: 581 problems, from a file", _BENCHMARK, sets=("olympiad",)),
     "eval-all": _task("the sets of the five above", _BENCHMARK),
+    "openenv": Task("seeds for OpenEnv: a source openenv:N[:FIRST]", rows="tandemrl.tasks.openenv.rows:rows"),
     "verifiers": Task("tasksets of verifiers: a source verifiers:NAME:N", rows="tandemrl.tasks.verifiers.rows:rows"),
     "gym": Task(_ABOUT_GYM, rows=f"{_GYM}.rows:rows", grader=f"{_GYM}.grader:gym", graded=("gym/*",)),
 }

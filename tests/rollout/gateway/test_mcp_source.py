@@ -11,7 +11,7 @@ import pytest
 
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import ConfigError, load
-from tandemrl.rollout.gateway.mcp_source import converse, mcp_tools
+from tandemrl.rollout.gateway.mcp_source import calling, converse, mcp_tools
 from tandemrl.training.loop import train
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_calculator.py"))]
@@ -51,9 +51,8 @@ def test_a_chat_ends_where_its_session_has_used_up_a_limit() -> None:
     """As an environment's does: it is scored, or models learn to go on for ever."""
     openai = pytest.importorskip("openai", reason="needs openai: the extra mcp")
     httpx = pytest.importorskip("httpx")
-    call = SimpleNamespace(id="1", function=SimpleNamespace(name="add", arguments="{}"))
-    said = {"role": "assistant", "tool_calls": [{"id": "1"}]}
-    answer = SimpleNamespace(tool_calls=[call], model_dump=lambda exclude_none: said)
+    said = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}]}
+    answer = SimpleNamespace(model_dump=lambda exclude_none: said)
     told: list[Any] = [SimpleNamespace(choices=[SimpleNamespace(message=answer)])]
 
     async def create(**given: Any) -> Any:
@@ -69,10 +68,11 @@ def test_a_chat_ends_where_its_session_has_used_up_a_limit() -> None:
 
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     tools = [{"function": {"name": "add"}}]
-    found = asyncio.run(converse(client, [{"role": "user", "content": "x"}], tools, result))
+    reply = calling(tools, result)
+    found = asyncio.run(converse(client, [{"role": "user", "content": "x"}], reply, tools))
     assert [each["role"] for each in found] == ["user", "assistant", "tool"]
     with pytest.raises(openai.BadRequestError):  # not even one answer
-        asyncio.run(converse(client, [{"role": "user", "content": "x"}], tools, result))
+        asyncio.run(converse(client, [{"role": "user", "content": "x"}], reply, tools))
 
 
 def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,29 +57,28 @@ class _Tools(Source):
                     {"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in listed
                 ]
                 tools = [{"type": "function", "function": each} for each in about]
-                await converse(client, [*messages, *map(dict, row.messages)], tools, call)
+                await converse(client, [*messages, *map(dict, row.messages)], calling(tools, call), tools)
         except OSError as error:
             raise BrokenEnvironmentError(f"mcp_tools({self.server!r}): {error}") from error
         return Outcome()
 
 
+Reply = Callable[[Any], Awaitable[list[Any]]]
+"""What answers a turn of the assistant: further messages; none end the chat."""
+
+
 async def converse(
-    client: Any,
-    messages: list[Any],
-    tools: Sequence[Any],
-    call: Callable[[str, Any], Awaitable[Any]],
-    model: str = "pair",
+    client: Any, messages: list[Any], reply: Reply, tools: Sequence[Any] = (), model: str = "pair"
 ) -> list[Any]:
-    """Chat until a turn calls no tool, or the session has used up a limit, and return all messages.
+    """Chat until a turn has no reply, or the session has used up a limit, and return all messages.
 
     Args:
-        client: an ``openai.AsyncOpenAI``. call: what a tool of this name answers to these arguments.
+        client: an ``openai.AsyncOpenAI``.
     """
     from openai import BadRequestError
 
-    known, asked = {tool["function"]["name"] for tool in tools}, len(messages)
+    asked, given = len(messages), {"tools": tools} if tools else {}
     while True:
-        given = {"tools": tools} if tools else {}
         try:
             answer = (await client.chat.completions.create(model=model, messages=messages, **given)).choices[0].message
         except BadRequestError as error:
@@ -87,9 +86,21 @@ async def converse(
                 raise
             return messages  # that an episode went on for too long earns what it earns
         messages.append(answer.model_dump(exclude_none=True))
-        if not (calls := answer.tool_calls or []):
+        if not (further := await reply(messages[-1])):
             return messages
-        for each in calls:
-            name, arguments = each.function.name, json.loads(each.function.arguments or "{}")
-            text = await call(name, arguments) if name in known else f"Error: no tool {name!r}"
-            messages.append({"role": "tool", "tool_call_id": each.id, "name": name, "content": text})
+        messages += further
+
+
+def calling(tools: Sequence[Any], call: Callable[[str, Any], Awaitable[Any]]) -> Reply:
+    """Replies with the results of the calls of a turn. call: what a tool of this name answers to these arguments."""
+    known = {tool["function"]["name"] for tool in tools}
+
+    async def result(each: Any) -> Any:
+        name, arguments = each["function"]["name"], json.loads(each["function"]["arguments"] or "{}")
+        text = await call(name, arguments) if name in known else f"Error: no tool {name!r}"
+        return {"role": "tool", "tool_call_id": each["id"], "name": name, "content": text}
+
+    async def reply(message: Any) -> list[Any]:
+        return [await result(each) for each in message.get("tool_calls") or ()]
+
+    return reply

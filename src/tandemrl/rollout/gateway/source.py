@@ -92,6 +92,14 @@ class Source(Environment):
         return runner(self, tokenizer, config, **how)
 
 
+class ScoredSource(Source):
+    """A source whose episodes give their reward (``Outcome.score``)."""
+
+    def score(self, row: Row, transcript: Transcript) -> Any:
+        found = (transcript.state or {}).get("score")
+        return Score(**found) if isinstance(found, Mapping) else found
+
+
 def openai_agent(run: Callable[..., Any] | Sequence[str], *, scores: bool = False) -> Source:
     """A source of a program that asks a server of OpenAI's interface.
 
@@ -163,14 +171,10 @@ class _Program(Source):
         return Outcome(**{name: value for name, value in known.items() if value is not None})
 
 
-class _ScoredProgram(_Program):
+class _ScoredProgram(ScoredSource, _Program):
     """The same, of one that ends with its score."""
 
     scored = True
-
-    def score(self, row: Row, transcript: Transcript) -> Any:
-        found = (transcript.state or {}).get("score")
-        return Score(**found) if isinstance(found, Mapping) else found
 
 
 async def _call(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> Any:

@@ -20,7 +20,7 @@ from tandemrl.data.templates import template_of
 from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.parsing import call_format_of, parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
-from tandemrl.rollout.gateway.mcp_source import converse
+from tandemrl.rollout.gateway.mcp_source import calling, converse
 from tandemrl.rollout.gateway.source import client_of
 
 HARNESS = "tandem"
@@ -67,7 +67,7 @@ class Loop(vf.Harness[LoopConfig]):
             async def call(name: str, arguments: Any) -> Any:
                 return await call_mcp(connected, dispatch, name, arguments)
 
-            await converse(client, messages, tools, call, ctx.model)
+            await converse(client, messages, calling(tools, call), tools, ctx.model)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

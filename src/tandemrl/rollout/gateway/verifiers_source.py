@@ -16,7 +16,7 @@ from tandemrl.data.rows import Row
 from tandemrl.rewards.calls import is_metric
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Opening
-from tandemrl.rollout.gateway.source import AgentFailedError, Endpoint, Outcome, Source
+from tandemrl.rollout.gateway.source import AgentFailedError, Endpoint, Outcome, ScoredSource, Source
 
 KEPT = 10_000
 """How many traces are kept until they are scored."""
@@ -68,7 +68,7 @@ def verifiers(
     return (_Compared if compares else _Verifiers)(made, renderer)
 
 
-class _Verifiers(Source):
+class _Verifiers(ScoredSource):
     """See `verifiers`."""
 
     def __init__(self, env: Any, renderer: Mapping[str, Any] | None) -> None:
@@ -112,11 +112,6 @@ class _Verifiers(Source):
                 del self._traces[next(iter(self._traces))]
         counts = {f"vf/{name}": x for trace in traces for name, x in trace.metrics.items() if x is not None}
         return Outcome(_score(traces), counts=counts, state=traces[0].id)
-
-    def score(self, row: Row, transcript: Transcript) -> Score | None:
-        """The sum of the rewards of the trace; the mean over several of an episode."""
-        found = (transcript.state or {}).get("score")
-        return None if found is None else Score(found["value"], dict(found["parts"]), found["answer"])
 
     def _task(self, row: Row) -> Any:
         kind = type(self.env.taskset).task_type()
@@ -175,7 +170,7 @@ class _Compared(_Verifiers):
 
 
 def _score(traces: Sequence[Any]) -> Score:
-    """The score of traces that are trained on together."""
+    """The score of traces that are trained on together: the mean over them of the sum of rewards."""
     value = sum(trace.reward for trace in traces) / len(traces)
     given = {name: each.score for trace in traces for name, each in trace.rewards.items() if each is not None}
     parts = {f"vf_{name}" if is_metric(name) or name == "acc" else name: float(x) for name, x in given.items()}
