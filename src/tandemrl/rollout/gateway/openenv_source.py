@@ -34,7 +34,8 @@ def openenv(
     """A source of episodes in an environment behind a server of OpenEnv. The reward is the sum of what its steps gave.
 
     The environment is reset with ``extra_info.reset`` of the row, e.g. {seed: 3}, as the rows ``openenv:512`` have it.
-    The prompt is that of the row, and the first observation after it. If the server is full, an episode waits.
+    The prompt is that of the row, and the first observation after it. If the server is full or too busy,
+    an episode waits for it.
 
     Args:
         server: its address, such as http://localhost:8000; or a function that makes an ``EnvClient``.
@@ -76,9 +77,9 @@ class _OpenEnv(ScoredSource):
         if "reset" not in row.extra_info:
             fix = "give it what the environment is reset with, {seed: 3} or {}, or use data.train=[openenv:512]"
             raise ConfigError(f"openenv: row {row.example_id} has no extra_info.reset; {fix}")
+        played = _Played(self.connect(), self)
         try:
-            async with self.connect() as env, client_of(*endpoint) as client:
-                played = _Played(env, self)
+            async with client_of(*endpoint) as client:
                 first = await played.begin(row.extra_info["reset"])
                 messages = [] if self.system is None else [{"role": "system", "content": self.system}]
                 messages += map(dict, row.messages)
@@ -87,6 +88,8 @@ class _OpenEnv(ScoredSource):
                 await converse(client, messages, played.heard if self.act else played.called(tools), tools)
         except ConnectionError as error:
             raise BrokenEnvironmentError(f"openenv: {error}; start its server") from error
+        finally:
+            await played.env.close()
         if played.over and not played.rewards:
             raise AgentFailedError("the environment gave no reward")
         return Outcome(float(sum(played.rewards)))
@@ -96,22 +99,22 @@ class _Played:
     """An environment in which an episode is played."""
 
     def __init__(self, env: Any, source: _OpenEnv) -> None:
-        self._env, self._source = env, source
+        self.env, self._source = env, source
         self.rewards, self.over = list[float](), False
 
     async def begin(self, how: Mapping[str, Any]) -> str:
         """Begin an episode, and return the first observation."""
         while True:
             try:
-                return self._source.show((await self._env.reset(**how)).observation)
-            except RuntimeError as error:
-                if "CAPACITY_REACHED" not in str(error):
+                return self._source.show((await self.env.reset(**how)).observation)
+            except (RuntimeError, ConnectionError) as error:
+                if "CAPACITY_REACHED" not in str(error) and not isinstance(error.__cause__, TimeoutError):
                     raise
-            await self._env.disconnect()
-            await asyncio.sleep(0.1)
+            await self.env.disconnect()
+            await asyncio.sleep(0.25)
 
     async def _step(self, action: Any) -> Any:
-        result = await self._env.step(action)
+        result = await self.env.step(action)
         self.rewards += [] if result.reward is None else [float(result.reward)]
         self.over = self.over or result.done
         return result.observation
