@@ -45,7 +45,6 @@ from tandemrl.rollout.engine import (
     check_authors,
     check_completion,
 )
-from tandemrl.rollout.kv_cache import prefill
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, chunk, solo
 from tandemrl.selection.draws import request_key
@@ -301,30 +300,6 @@ def eos_first(model: PreTrainedModel) -> PreTrainedModel:
     head.bias.data[IDS[EOS]] = 100.0
     model.lm_head = head
     return model
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_what_prompts_begin_with_in_common_is_computed_once(alone):
-    """The keys of each are those that transformers computes for it alone. ``alone``: with nothing in common."""
-    examples = list(range(10, 30))
-    ends = [[1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [7], [], [1, 2, 3, 9, 9, 9]]
-    prompts_ = [[40 + i if alone else 8, *examples, *each] for i, each in enumerate(ends)]
-    model, counted = llama(), list[int]()
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
-    embedding = model.get_input_embeddings()
-    embedding.register_forward_pre_hook(lambda _, given: counted.append(given[0].numel()))
-    with torch.inference_mode():
-        layers = prefill(model, [*prompts_, [6]])
-        for i, prompt in enumerate(prompts_):
-            cache = plain(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
-            for layer, pair_ in layers.items():
-                kept = cache.layers[layer]
-                for found, wanted in zip(pair_, (kept.keys, kept.values), strict=True):
-                    torch.testing.assert_close(found[i, :, : len(prompt) - 1], wanted[0], atol=1e-5, rtol=1e-5)
-    width = max(map(len, prompts_)) - 1
-    # Of the last prompts all tokens but the last: 21 in common, then 1 2 | 4 | 3 9 9.
-    assert counted == [7 * width if alone else 27]
 
 
 def test_eos_ends_a_completion_unless_ignored():

@@ -10,7 +10,6 @@ still count as computed; the blocks behind them are overwritten, too.)
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from tandemrl.models.attention import PackedLayout
 from tandemrl.models.forward import hidden_states
 
 PREFILL_TOKENS = 16384  # tokens computed in one prefill forward
@@ -189,68 +187,20 @@ class _PrefillLayout:
         return out.transpose(1, 2).contiguous()
 
 
-class _SharedLayout(PackedLayout):
-    """As `_PrefillLayout`, but the prompts are packed, and what they begin with in common is there once."""
-
-    def __init__(self, spans: Sequence[np.ndarray], device: torch.device) -> None:
-        super().__init__(spans, device)
-        self.layers: Layers = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        self.layers[layer] = key, value
-        return super().attend(layer, query, key, value, scaling)
-
-
-def shared_beginnings(texts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int], list[int]]:
-    """The tokens of texts, those that several begin with only once.
-
-    Returns:
-        for each text the places of its tokens; for each place its token, and its position in the texts.
-
-    Examples:
-        >>> shared_beginnings([[5, 6, 7], [5, 6, 8]])
-        ([[0, 1, 2], [0, 1, 3]], [5, 6, 7, 8], [0, 1, 2, 2])
-    """
-    known, places = dict[tuple[int, int], int](), [list[int]() for _ in texts]
-    for text, own in zip(texts, places, strict=True):
-        at = -1
-        for token in text:
-            at = known.setdefault((at, token), len(known))
-            own.append(at)
-    position = {at: i for own in places for i, at in enumerate(own)}
-    return places, [token for _, token in known], [position[at] for at in known.values()]
-
-
 def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
-    """The keys and values of all prompt tokens but the last one, which the first decoding step reads.
-
-    Where sharing saves half of the tokens, equal beginnings (instructions, tools, examples) are computed once.
-    """
+    """The keys and values of all prompt tokens but the last one, which the first decoding step reads."""
     device = model.get_output_embeddings().weight.device
     width = max(1, *(len(p) - 1 for p in prompts))
     parts: list[Layers] = []
     size = max(1, PREFILL_TOKENS // width)
     for start in range(0, len(prompts), size):
-        own = [[*prompt[:-1]] for prompt in prompts[start : start + size]]
-        places, packed, positions_of = shared_beginnings(own)
-        if 2 * len(packed) <= len(own) * width and packed:
-            layout = _SharedLayout([np.array(each) for each in places if each], device)
-            hidden_states(model, torch.tensor(packed).to(device), torch.tensor(positions_of).to(device), layout)
-            rows = torch.tensor([each + [0] * (width - len(each)) for each in places]).to(device)
-            parts.append(
-                {
-                    layer: (k[0, :, rows].transpose(0, 1), v[0, :, rows].transpose(0, 1))
-                    for layer, (k, v) in layout.layers.items()
-                }
-            )
-            continue
-        texts = [torch.tensor(each, dtype=torch.int64) for each in own]
+        texts = [torch.tensor([*prompt[:-1]], dtype=torch.int64) for prompt in prompts[start : start + size]]
         tokens = pad_sequence(texts, batch_first=True)
         tokens = F.pad(tokens, (0, width - tokens.shape[1]))
-        padded = _PrefillLayout(width)
+        layout = _PrefillLayout(width)
         positions = torch.arange(width, device=device).expand(len(tokens), width)
-        hidden_states(model, tokens.to(device), positions, padded)
-        parts.append(padded.layers)
+        hidden_states(model, tokens.to(device), positions, layout)
+        parts.append(layout.layers)
     return {
         layer: (torch.cat([p[layer][0] for p in parts]), torch.cat([p[layer][1] for p in parts])) for layer in parts[0]
     }

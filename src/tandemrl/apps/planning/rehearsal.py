@@ -84,7 +84,7 @@ def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompt
         give_storage(model, fake)
         with fake, Ledger() as ledger, torch.no_grad():
             ledger.disregard([*model.parameters(), *model.buffers()])
-            prefill(model, [[i] * length for i in range(prompts)])  # none begins as another does
+            prefill(model, [[0] * length] * prompts)
         return (ledger.peak,)
 
     [peak] = _extrapolated(run, configuration)
