@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the lines to this file, as a list")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    agents.EngineThread = Timed  # type: ignore[misc]
+    agents.EngineThread = Timed  # type: ignore[misc]  # a class in a class's place: only to time it
     folders = models.build(options.name, options.models)
     tokenizer = load_tokenizer(folders[0])
     tokenizer.chat_template = TEMPLATE
