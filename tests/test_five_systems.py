@@ -143,7 +143,8 @@ def test_every_system_has_its_commands() -> None:
 def test_a_system_s_workflow_on_its_own_columns(commands: list[str], here: Path) -> None:
     assert len(commands) <= 3
     with FakeJudge(lambda prompt, number: "Total Score: 7/10") as judge:
-        *builds, train = [shlex.split(each[each.index("tandemrl") :])[1:] for each in commands]
+        ours = [each[each.index("tandemrl") :] for each in commands if "tandemrl" in each]  # a judge's server is not
+        *builds, train = [shlex.split(each)[1:] for each in ours]
         name = train[2]
         whole = load(name, [word for word in ("train.steps=1", "model.senior=SFT") if name.startswith("rrm")])
         if not builds:  # the row above has built it

@@ -125,8 +125,21 @@ def test_rows_and_rewards_of_other_libraries(reader: Path) -> None:
     assert [each["verl_length"] for each in parts] == [11, 9]
 
 
+OWN_TOOL = """\
+from tandemrl.tasks.countdown.grader import evaluate
+
+def calculator(expression: str) -> str:
+    \"""Work out an expression.
+
+    Args:
+        expression: Whole numbers, + - * / and brackets.
+    \"""
+    return f"{float(evaluate(expression)):g}"
+"""
+
+
 def test_a_custom_tool_in_place_of_the_tiny_agents(reader: Path) -> None:
-    blocks("tools", "python")
+    Path("my_tools.py").write_text(OWN_TOOL)
     build, training = (
         [words for words in commands("tools") if word in words] for word in ("calculator", "output_dir=runs/my-tool")
     )

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.engine import Completion, EngineError, Request, Responder, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.junior_pool import JuniorPool
 from tandemrl.rollout.sync import fingerprint
@@ -74,7 +75,7 @@ def test_each_rollout_has_one_of_the_juniors(tiny_pair: Path, juniors: list[str]
     assert written(again) != found
     assert engine.fingerprint("junior") != pool(senior, juniors[1], juniors[:1]).fingerprint("junior")
     with pytest.raises(EngineError, match=r"single responses; use rollout\.engine=torch"):
-        engine.generate(requests, responder=object())  # type: ignore[arg-type]
+        engine.generate(requests, responder=Mock(spec=Responder))
 
 
 def test_a_pool_that_cannot_be_is_refused(tiny_pair: Path, juniors: list[str], other_junior: Path) -> None:
