@@ -132,6 +132,8 @@ def test_across_problems_who_knows_the_hard_ones_is_above_a_half():
     same = [sample(truth, judge, problem=i) for i, judge in enumerate((0.1, 0.6, 0.7)) for truth in (True, False)]
     assert pooled_auroc(same, 0, 0) == {"r/asked/pooled_auroc": 0.5}
     assert pooled_auroc([sample(True, 0.9)], 20, 0) == {}
+    again = [each._replace(problem=each.problem + 20, same_as=each.example_id, example_id="again") for each in texts]
+    assert pooled_auroc([*texts, *again], 200, 0) == pooled_auroc(texts + texts, 200, 0)  # two rows of one problem
 
 
 def test_a_classifier_of_words_is_that_of_scikit_learn():

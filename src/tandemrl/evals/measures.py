@@ -30,7 +30,7 @@ WITH_INTERVAL: Mapping[str, GoodEnd] = {
     **dict.fromkeys(("area", "gain", "legible", "effect", "worst_effect"), "higher"),
     **dict.fromkeys(("judge_legibility", "auroc", "tpr", "tnr"), "higher"),
     **dict.fromkeys(("worse", "illegible", "harmful_places"), "lower"),
-    **dict.fromkeys(("surprisal", "excess", "kl", "answer_leaked", "undecided", "aoc", "same")),
+    **dict.fromkeys(("surprisal", "excess", "kl", "entropy", "answer_leaked", "undecided", "aoc", "same")),
 }
 """Rates that get a bootstrap interval, beside those of k."""
 

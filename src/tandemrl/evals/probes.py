@@ -167,7 +167,7 @@ def g_mean2(samples: Sequence[Sample], resamples: int, seed: int) -> Metrics:
     return found
 
 
-def tfidf_probabilities(texts: Sequence[str], truth: Sequence[bool], problems: Sequence[int]) -> list[float]:
+def tfidf_probabilities(texts: Sequence[str], truth: Sequence[bool], problems: Sequence[Any]) -> list[float]:
     """P(true) of each text, by a classifier that was trained on the texts of other problems.
 
     Logistic regression on TF-IDF of words of two letters or more, with the defaults of scikit-learn (smoothed IDF, rows
@@ -208,10 +208,15 @@ def tfidf_probabilities(texts: Sequence[str], truth: Sequence[bool], problems: S
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def _problem(sample: Sample) -> str:
+    """What tells problems apart: several rows may have the same one."""
+    return sample.same_as or sample.example_id
+
+
 def _by_problem(samples: Sequence[Sample]) -> list[list[Sample]]:
-    found: dict[int, list[Sample]] = {}
+    found: dict[str, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(sample.problem, []).append(sample)
+        found.setdefault(_problem(sample), []).append(sample)
     return [*found.values()]
 
 
@@ -242,11 +247,11 @@ def _auroc_of(rows: np.ndarray) -> float:
 
 def _by_words(samples: Sequence[Sample]) -> list[Sample]:
     """What the classifier of words sees in the texts that one reader was asked about; of one problem nothing."""
-    if len({sample.problem for sample in samples}) < 2:
+    if len({*(problems := [*map(_problem, samples)])}) < 2:
         return []
     planted = [sample.given == "planted" for sample in samples]
     texts = [_with_cue(sample, cue) for sample, cue in zip(samples, planted, strict=True)]
-    said = tfidf_probabilities(texts, planted, [sample.problem for sample in samples])
+    said = tfidf_probabilities(texts, planted, problems)
     return [
         sample._replace(arm=TFIDF, judge=p, correct=(p > 0.5) == cue)
         for sample, cue, p in zip(samples, planted, said, strict=True)

@@ -107,11 +107,12 @@ def by_both(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, _: Tensor) -
 
 def by_itself(sampling: Sampling) -> Values:
     """How sure the one model was of a text that it drew itself: the entropy of the distributions that the tokens were
-    drawn from, after temperature and truncation, without penalties."""
+    drawn from, after temperature and truncation, without penalties. The cross-entropy is at temperature 1: a token may
+    be truncated here that rounding kept when it was drawn."""
 
     def values(logits: Sequence[Float[Tensor, "c v"]], tokens: Tensor, _: Tensor) -> dict[str, Tensor]:
-        logprobs = _tempered(logits[0], sampling).log_softmax(-1)
-        return {"cross_entropy": _surprisal(logprobs, tokens), "entropy": torch.special.entr(logprobs.exp()).sum(-1)}
+        found = {"cross_entropy": _surprisal(logits[0].log_softmax(-1), tokens)}
+        return found | {"entropy": torch.special.entr(_tempered(logits[0], sampling).softmax(-1)).sum(-1)}
 
     return values
 

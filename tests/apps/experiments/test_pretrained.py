@@ -164,6 +164,8 @@ def test_every_row_is_learnt_once_in_every_epoch() -> None:
     firsts = [lesson.tokens[0] for lesson in itertools.islice(stream, 12)]
     assert sorted(firsts[:6]) == sorted(firsts[6:]) == list(range(6))
     assert firsts[:6] != firsts[6:]
+    with pytest.raises(DataError, match="no text to learn from"):
+        next(shuffled([], 0))
 
 
 def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Sampling entropy against distributions that transformers gives, and its match against a temperature that is known."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from tandemrl.apps.experiments.arms import ExperimentError
 from tandemrl.apps.experiments.sharpness import FITTED, match_entropy, temper
 from tandemrl.config import Config, load
 from tandemrl.data.rows import Row
+from tandemrl.evals.measures import is_headline
+from tandemrl.evals.reading import by_itself
 from tandemrl.evals.session import Session
+from tandemrl.rollout.engine import Sampling
 
 
 def settings(*overrides: str) -> Config:
@@ -40,6 +44,14 @@ def test_the_entropy_is_that_of_what_was_drawn_from(tiny_pair: Path, tmp_path: P
     assert isinstance(prompts[0].row, Row)
     mean = sum(sample.entropy or 0 for sample in samples) / 3
     assert found["entropy"]["metrics"]["macro"]["entropy"] == pytest.approx(mean)
+    assert is_headline("entropy")
+
+
+def test_a_token_that_rounding_has_truncated_is_read() -> None:
+    logits, drawn = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([1])
+    found = by_itself(Sampling(temperature=0.0))([logits], drawn, drawn)
+    assert found["entropy"].item() == 0
+    assert found["cross_entropy"].item() == pytest.approx(math.log(1 + math.e + 1 / math.e))
 
 
 def test_a_model_is_brought_to_the_entropy_of_another_one(tiny_pair: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.models.loading import load_tokenizer
+from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.gateway.address import listen, url_of
 from tandemrl.rollout.gateway.openenv_source import openenv, shown
@@ -219,6 +220,14 @@ def test_a_client_may_be_made(pair: Path, tmp_path: Path) -> None:
         assert asked == ["Agai"] * 2
         assert re.search(r"\n\nWhat(?! is)", line["prompt"])
         assert line["reward"] in (pytest.approx(3 / 9 + 0.3), pytest.approx(3 / 9 + 0.36))
+
+
+def test_only_what_the_models_wrote_wrong_is_told_to_them(pair: Path, tmp_path: Path) -> None:
+    """A fault of `show` fails the episode: it is none of the models'."""
+    with served(Lengths, Length, Said, places=8) as url:
+        source = openenv(url, act, show=lambda o: o["text"] if o["text"].startswith("What") else str(int(o["text"])))
+        with pytest.raises(EngineError, match=r"8 of 8 episodes failed.*invalid literal"):
+            train(config_of(pair, tmp_path), rollouts=source, quiet=True)
 
 
 def test_observations_are_shown() -> None:

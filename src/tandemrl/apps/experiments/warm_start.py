@@ -185,7 +185,13 @@ def solved_rows(
 
 
 def shuffled(lessons: Sequence[Lesson], seed: int) -> Iterator[Lesson]:
-    """Yield lessons without end, in a new order in every epoch."""
+    """Yield lessons without end, in a new order in every epoch.
+
+    Raises:
+        DataError: there are none.
+    """
+    if not lessons:
+        raise DataError("there is no text to learn from: the model that was to write them solved none; train it longer")
     rng = random.Random(f"warm-start/{seed}")
     while True:
         yield from rng.sample(lessons, len(lessons))

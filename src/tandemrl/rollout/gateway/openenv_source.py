@@ -123,9 +123,13 @@ class _Played:
         """Act as a turn says, and return the observation as a message; none if the episode is over."""
         assert self._source.act is not None
         try:
-            text = self._source.show(await self._step(self._source.act(message["content"] or "")))
-        except (ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
+            action = self._source.act(message["content"] or "")
+        except ValueError as error:
+            return [{"role": "user", "content": f"Error: {error}"}]
+        try:
+            text = self._source.show(await self._step(action))
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" not in str(error):
                 raise
             text = f"Error: {error}"
         return [] if self.over else [{"role": "user", "content": text}]
