@@ -144,6 +144,9 @@ def test_responses_belong_to_rows_by_name_index_or_place(tmp_path):
     found = stored(tmp_path, *({"text": "a b", "stop_reason": end, "length": "many"} for end in ends))
     assert [each.stop_reason for each in found] == ["stop", "length", "length", "length"]
     assert {each.length for each in found} == {2}
+    told = [{"plain": True, "opened": 3}, {"plain": "a"}, {"text": None, "response": "b", "plain": "a"}]
+    read = [stored(tmp_path, {"text": "a</s>"} | one)[0].response for one in told]
+    assert [(each.plain, each.opened) for each in read] == [("a</s>", ""), ("a", ""), ("b", "")]
 
 
 @pytest.mark.parametrize(

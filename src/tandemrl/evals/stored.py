@@ -12,6 +12,8 @@ from tandemrl.evals.protocol import same_problems
 from tandemrl.selection.draws import request_key
 
 TEXT_KEYS = ("response", "text")
+_OF_SAMPLES = ("plain", "opened")
+"""What lines of samples have beside their ``text``; beside a ``response`` they are something of the user's."""
 CUT_OFF = ("length", "max_tokens", "max_output_tokens", "model_length")
 """How APIs call it that a limit cut a response off."""
 
@@ -82,8 +84,11 @@ def stored_samples(
                 stop_reason="length" if ends & {*CUT_OFF} else "stop",
                 group=group_of(row.extra_info),
                 same_as=same[problem],
-                plain=record.get("plain"),
-                opened=str(record.get("opened") or ""),
+                **{
+                    key: record[key]
+                    for key in _OF_SAMPLES
+                    if "response" not in record and isinstance(record.get(key), str)
+                },
             )
         )
     if not samples:

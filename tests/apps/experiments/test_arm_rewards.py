@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandemrl.apps.experiments.arm_rewards import junior_likelihood
+from tandemrl.apps.experiments.arm_rewards import _asked, junior_likelihood
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
@@ -45,6 +45,12 @@ def test_the_true_answer_is_read_after_the_steps_alone(junior: str) -> None:
     whole, open_ended = junior_likelihood(row, [steps + each for each in answers], model=junior, of="stated")
     assert whole == pytest.approx(by_hand(junior, prompt, steps, answers[0]), abs=1e-4)
     assert open_ended != whole
+
+
+def test_prompts_are_rendered_as_training_renders_them(junior: str) -> None:
+    [row], tokenizer = load_rows(["synthetic:jargon:heldout:1"]), load_tokenizer(junior)
+    tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    assert _asked(row, tokenizer).endswith("assistant\n<think></think>")
 
 
 def test_it_is_a_term_of_a_sum_in_a_config(junior: str) -> None:

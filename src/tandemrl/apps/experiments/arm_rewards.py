@@ -35,7 +35,7 @@ def junior_likelihood(row: Row, texts: Sequence[str], model: str, of: Literal["t
     import torch
 
     junior, tokenizer = _loaded("AutoModelForCausalLM", model)
-    prompt = tokenizer.apply_chat_template([*row.messages], add_generation_prompt=True, tokenize=False)
+    prompt = _asked(row, tokenizer)
     found = []
     for text in texts:
         steps, sign, end = text.rpartition(ANSWER)
@@ -56,19 +56,21 @@ def verified(row: Row, texts: Sequence[str], model: str) -> list[float]:
     """
     import torch
 
-    from tandemrl.data.templates import DEFAULT_ARGUMENTS
-
     verifier, tokenizer = _loaded("AutoModelForTokenClassification", model)
-    asked = tokenizer.apply_chat_template(
-        [*row.messages], add_generation_prompt=True, tokenize=False, **DEFAULT_ARGUMENTS
-    )
-    begun = tokenizer.encode(asked, add_special_tokens=False)
+    begun = tokenizer.encode(_asked(row, tokenizer), add_special_tokens=False)
     found = []
     for text in texts:
         tokens = [*begun, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         with torch.no_grad():
             found.append(float(verifier(torch.tensor([tokens])).logits[0, -1, 0].sigmoid()))
     return found
+
+
+def _asked(row: Row, tokenizer: Any) -> str:
+    """The prompt, as training renders it."""
+    from tandemrl.data.templates import DEFAULT_ARGUMENTS as given
+
+    return tokenizer.apply_chat_template([*row.messages], add_generation_prompt=True, tokenize=False, **given)
 
 
 def _braced(text: str) -> str:
