@@ -29,6 +29,7 @@ def play(
     except ImportError as error:
         raise ConfigError(f"tandemrl play: {error.name} is missing; {pip_install('play')}") from None
     from tandemrl.apps.play.duo import Duo
+    from tandemrl.apps.play.episodes import EpisodeDuo
     from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.apps.serve.engine_server import open_pair
     from tandemrl.cli.heartbeat import heartbeat
@@ -36,6 +37,7 @@ def play(
     from tandemrl.data.rows import DataError
     from tandemrl.models.loading import context_of
     from tandemrl.rewards.protocol import GraderError
+    from tandemrl.rollout.envs.episodes import make_episode_runner
 
     config = config_of(overrides, READ, ["rollout.vllm.multiprocess=true"])
     if senior is None and junior is not None:
@@ -49,22 +51,28 @@ def play(
             build_tiny_pair(folder, pair="jargon")
         senior, junior = str(folder / "senior"), str(folder / "junior")
     try:
-        problems = Problems(*known_problems(senior))
+        known, rows, environment = known_problems(senior)
+        problems = Problems(known, rows, environment)
     except (ConfigError, DataError, GraderError) as error:
         typer.echo(f"the page offers none of the pair's own problems: {error}")
-        problems = Problems(load(), [EXAMPLE])
+        problems, environment = Problems(load(), [EXAMPLE]), None
     config = replace(config, model=replace(config.model, senior=senior, junior=junior or senior))
     engine, tokenizer, other, ends, load_junior = open_pair(config, longest)
     reader = load_junior()
-    duo = Duo(
-        engine,
-        reader,
-        tokenizer,
-        longest=min(longest, engine.context, context_of(reader.config)),
-        template_arguments=config.data.template_arguments,
-        junior_tokenizer=other,
-        ends=ends,
-    )
+    how = {
+        "longest": min(longest, engine.context, context_of(reader.config)),
+        "template_arguments": config.data.template_arguments,
+        "ends": ends,
+    }
+    if environment is not None and other is None:
+        acting = replace(known, model=config.model)
+        runner = make_episode_runner(acting, tokenizer, environment=environment, eos_token_ids=ends)
+        assert runner is not None
+        duo: Duo = EpisodeDuo(engine, reader, tokenizer, runner=runner, config=acting, rows=problems.rows, **how)
+        stated = any(each.startswith("selection.") for each in overrides or ())
+        config = config if stated else replace(config, selection=known.selection)
+    else:
+        duo = Duo(engine, reader, tokenizer, junior_tokenizer=other, **how)
     about = {"senior": senior, "junior": junior or senior}
     with listening:
         typer.echo(f"open {url_of(HOST, listening)} (Ctrl-C ends it)")

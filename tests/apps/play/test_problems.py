@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from tandemrl.apps.play.problems import EXAMPLE, Problems, Verdict, known_problems
+from tandemrl.apps.play.problems import Problems, Verdict, known_problems
 from tandemrl.config import load, to_yaml
+from tandemrl.rollout.envs.multihop import MultihopEnvironment
 
 
 def test_a_run_asks_its_held_out_problems_and_grades_as_it_trained(tmp_path: Path) -> None:
@@ -28,7 +29,9 @@ def test_a_run_asks_its_held_out_problems_and_grades_as_it_trained(tmp_path: Pat
 
     acting = [*mine, "rollout.environment=multihop"]
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(overrides=acting)))
-    assert known_problems(str(model))[1] == [EXAMPLE]
+    _, rows, environment = known_problems(str(model))
+    assert [row.ground_truth for row in rows] == ["4", "4"]  # in turns, it can ask all
+    assert isinstance(environment, MultihopEnvironment)
 
 
 def test_other_models_get_an_example() -> None:

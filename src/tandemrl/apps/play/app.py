@@ -39,13 +39,12 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-STRATEGIES = tuple(name for name, kind in KINDS.items() if not kind.by_turns)
 DEFAULT = SelectionConfig()
 _WHOLE = whole(0, 2**53)
 _DRAFT = {
     "prompt": Kind(lambda text: isinstance(text, str) and bool(text.strip()) and is_unicode(text), "a text"),
     "tokens": fields.list_of(_WHOLE),
-    "authors": fields.list_of(whole(0, 1)),
+    "authors": fields.list_of(whole(-1, 1)),
     **{"seed": _WHOLE, "given": _WHOLE, "temperature": fields.NUMBER, "selection": fields.OBJECT},
 }
 
@@ -80,7 +79,7 @@ def application(
         return endpoint
 
     def draft(body: Mapping[str, Any]) -> Draft:
-        return draft_of(body, begin_with, apart=duo.apart)
+        return draft_of(body, begin_with, apart=duo.apart, turns=duo.turns)
 
     def write(body: Mapping[str, Any]) -> dict[str, Any]:
         fields.check({"count": 0, **body}, {"count": whole(1, AT_ONCE)})
@@ -93,11 +92,15 @@ def application(
 
     def grade(body: Mapping[str, Any]) -> dict[str, Any]:
         written = draft(body)
-        verdict = problems.verdict(written.prompt, duo.response(written))
+        answered = duo.answered(written)
+        verdict = None if answered is None else problems.verdict(written.prompt, *answered)
         return {"verdict": None if verdict is None else verdict._asdict()}
 
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:
-        offered = {"strategies": strategies_of(begin_with, apart=duo.apart), "problems": problems.prompts}
+        offered = {
+            "strategies": strategies_of(begin_with, apart=duo.apart, turns=duo.turns),
+            "problems": problems.prompts,
+        }
         defaults = asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}
         return {**about, **offered, "defaults": defaults}
 
@@ -139,21 +142,23 @@ async def _body(request: Request) -> Mapping[str, Any]:
     return fields.stated(await json_object(request))
 
 
-def strategies_of(begin_with: SelectionConfig, *, apart: bool = False) -> tuple[str, ...]:
-    """The strategies that the page offers: those of one turn, and the one that it begins with.
+def strategies_of(begin_with: SelectionConfig, *, apart: bool = False, turns: bool = False) -> tuple[str, ...]:
+    """The strategies that the page offers, and the one that it begins with.
 
     Args:
         apart: whether the models have two vocabularies, so that only some strategies work.
+        turns: whether texts have several turns, so that those by turns work.
     """
-    able = [name for name in STRATEGIES if not apart or KINDS[name].by_text is not None]
+    kinds = ((name, kind) for name, kind in KINDS.items() if turns or not kind.by_turns)
+    able = [name for name, kind in kinds if not apart or kind.by_text is not None]
     return tuple(dict.fromkeys((*able, begin_with.strategy)))
 
 
-def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, apart: bool = False) -> Draft:
+def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, **able: bool) -> Draft:
     """The text that a question brings along.
 
     Args:
-        apart: see ``strategies_of``.
+        able: see ``strategies_of``.
 
     Raises:
         ValueError: a field is of another type, or out of range; names it.
@@ -162,8 +167,8 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, *, 
     tokens, authors, given = body.get("tokens") or (), body.get("authors") or (), body.get("given") or 0
     if len(tokens) != len(authors) or given > len(tokens):
         raise Refused("authors: expected 0 or 1 for each of the tokens, and given within them")
-    selected, able = fields.stated(body.get("selection") or {}), strategies_of(begin_with, apart=apart)
-    fields.check(selected, {"strategy": fields.one_of(*able), **fields.SELECTION}, "selection.", only=True)
+    selected, offered = fields.stated(body.get("selection") or {}), strategies_of(begin_with, **able)
+    fields.check(selected, {"strategy": fields.one_of(*offered), **fields.SELECTION}, "selection.", only=True)
     selection = fields.with_selected(replace(DEFAULT, strategy=begin_with.strategy), selected)
     if selection.strategy == begin_with.strategy:
         selection = replace(selection, parameters=begin_with.parameters)

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import SelectionConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
@@ -39,8 +40,9 @@ from tandemrl.types import Author, Response
 class Draft:
     """A text that is being written.
 
-    tokens: the tokens after the prompt. authors: the author of each of them (1 senior, 0 junior). given: where what a
-    person inserted last ends. With two vocabularies, the models go on from there with new draws.
+    tokens: the tokens after the prompt. authors: the author of each of them (1 senior, 0 junior; in an episode, -1 for
+    what neither wrote). given: where what a person inserted last ends. With two vocabularies, the models go on from
+    there with new draws.
     """
 
     prompt: str
@@ -159,6 +161,11 @@ class Duo:
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
         self._special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
+    @property
+    def turns(self) -> bool:
+        """Whether a text has several turns."""
+        return False
+
     def write(self, draft: Draft, count: int) -> Piece:
         """Write the next ``count`` tokens, or fewer if the text ends. With two vocabularies, a piece ends with a word.
 
@@ -187,15 +194,15 @@ class Duo:
         longer = draft.begun.longer(text.tokens[:end], text.authors[:end])
         return Piece(self._read(longer, len(draft.tokens), prompt, over=stop is not None), stop)
 
-    def response(self, draft: Draft) -> Response:
-        """The text of a draft, as scorers read it.
+    def answered(self, draft: Draft) -> tuple[Response, Transcript | None] | None:
+        """The text of a draft, as scorers read it, and the transcript of an episode. None if that is not over.
 
         Raises:
             ValueError: a token is outside the vocabulary.
         """
         self._check(draft.tokens)
         opened = self._reader_of_responses.opened(self._prompt(draft.prompt))
-        return self._reader_of_responses.of_turns([draft.tokens], draft.tokens, opened)
+        return self._reader_of_responses.of_turns([draft.tokens], draft.tokens, opened), None
 
     def say(self, draft: Draft, text: str) -> Piece:
         """Append what a person typed as the junior's text. It is encoded here, once.

@@ -7,11 +7,13 @@ from typing import NamedTuple
 from tandemrl.apps.experiments.pair import read_manifest
 from tandemrl.config import Config, load
 from tandemrl.data.loading import load_rows
-from tandemrl.data.messages import Response
+from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.rows import RENDERED, Row, with_suffix
 from tandemrl.evals import run_of_model
+from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer
+from tandemrl.rollout.envs.environment import Environment, make_environment
 from tandemrl.tasks.generated.rows import generated_rows
 
 EXAMPLE = Row(
@@ -37,46 +39,49 @@ class Problems:
 
     Args:
         config: its ``reward`` and ``sandbox`` grade, and its ``data.prompt_suffix`` ends the prompts.
+        environment: what the authors act in, if rows are episodes. On the page, their last message stands for them.
 
     Raises:
         ConfigError, DataError, GraderError: the rows cannot be scored here; see ``Scorer.check``.
     """
 
-    def __init__(self, config: Config, rows: Iterable[Row]) -> None:
+    def __init__(self, config: Config, rows: Iterable[Row], environment: Environment | None = None) -> None:
         asked = [(with_suffix(row, row.messages, config.data.prompt_suffix), row) for row in rows]
-        self._rows = {messages[0]["content"]: row for messages, row in asked}
-        self._scorer = Scorer(config.reward, code=code_scorer(config))
-        self._scorer.check(self._rows.values(), stated=())
-        self.prompts = [*self._rows]
+        self.rows = {messages[-1]["content"]: row for messages, row in asked}
+        functions = with_environment({}, environment)
+        self._scorer = Scorer(config.reward, code=code_scorer(config), functions=functions)
+        self._scorer.check(self.rows.values(), stated=(), episodes=environment is not None)
+        self.prompts = [*self.rows]
 
-    def verdict(self, prompt: str, text: str | Response) -> Verdict | None:
+    def verdict(self, prompt: str, text: str | Response, transcript: Transcript | None = None) -> Verdict | None:
         """Whether a text answers its prompt. None if the prompt is no problem, or its scorer gave no score."""
-        row = self._rows.get(prompt)
+        row = self.rows.get(prompt)
         if row is None:
             return None
-        [score] = self._scorer.score([(row, text)])
+        [score] = self._scorer.score([(row, text)], [transcript])
         if not score.scored:
             return None
         return Verdict(score.parts["acc"] == 1.0, score.answer, row.ground_truth)
 
 
-def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
-    """The held-out problems of the run whose ``hf/`` holds a senior, with the run's config, or those of its tiny pair.
-    If there are none that the page can ask, it is `EXAMPLE`.
+def known_problems(senior: str) -> tuple[Config, Sequence[Row], Environment | None]:
+    """The held-out problems of the run whose ``hf/`` holds a senior, with the run's config and what its authors act in,
+    or those of its tiny pair. If there are none that the page can ask, it is `EXAMPLE`.
 
     Raises:
         ConfigError, DataError: the run's config or data cannot be read, or the pair has no such problems.
     """
     folder = Path(senior).resolve().parent
     config: Config = load()
-    rows: Sequence[Row] = ()
+    rows, environment = list[Row](), None
     if (run := run_of_model(senior)) is not None:
         config = load(run)
-        if not config.has_episodes:  # the page has one turn only
+        environment = make_environment(config)
+        if environment is not None or not config.has_episodes:  # else it was an object of a program
             rows = load_rows(config.data.eval or config.data.train, columns=config.data.columns)
     elif (manifest := read_manifest(folder)) is not None:
         rows = generated_rows(str(manifest.get("pair")), "heldout", LIMIT, 0)
-    return config, [row for row in rows if _is_plain(row)][:LIMIT] or [EXAMPLE]
+    return config, [row for row in rows if environment or _is_plain(row)][:LIMIT] or [EXAMPLE], environment
 
 
 def _is_plain(row: Row) -> bool:

@@ -8,13 +8,14 @@ const ENDS = {
   length: "no room is left",
   untranslatable: "one model cannot read what the other has written",
 };
+const KINDS = { 1: "senior", 0: "junior", "-1": "context" }; // by author
 const FIELDS = ["prompt", "strategy", "first", "max_tokens", "prob_senior", "temperature", "seed", "typed"];
 const at = (id) => document.getElementById(id);
 let place = ""; // in the tab's storage: other models have other texts
 let names = {};
 let problems = []; // prompts whose answers are known
 let draft = null; // prompt, seed, selection, temperature, tokens, authors, given: what the next tokens depend on
-let shown = []; // a span each: text, special, kind (senior, junior, person), surprisal
+let shown = []; // a span each: text, special, kind (senior, junior, person, context), surprisal
 let held = 0; // the surprisal of tokens at the end that are no whole character yet; null: unknown
 let verdict = null; // correct, answer, expected
 let running = false;
@@ -120,7 +121,7 @@ async function write() {
   try {
     while (running && !over && left > 0) {
       const piece = await ask("write", { ...draft, count: Math.min(AT_ONCE, left) });
-      for (const token of piece.tokens) add(token, token.author === 1 ? "senior" : "junior");
+      for (const token of piece.tokens) add(token, KINDS[token.author]);
       left -= piece.tokens.length;
       over = piece.stop !== null;
       const ends = ENDS[piece.stop] ?? "the text has ended";
