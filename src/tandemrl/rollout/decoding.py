@@ -260,11 +260,14 @@ class DecodingBatch:
         return entries
 
     def retire(self) -> None:
-        """Drop ended rows once they make up an eighth of the batch, so that caches are copied rarely."""
-        index = self.live.nonzero().squeeze(1)
-        ended = len(self.rows) - len(index)
-        if ended == 0 or (len(index) and 8 * ended < len(self.rows)):
+        """Drop ended rows once they make up an eighth of the batch, so that caches are copied rarely. The last live
+        rows take their places."""
+        on = self.live.nonzero().squeeze(1)
+        ended = len(self.rows) - len(on)
+        if ended == 0 or (len(on) and 8 * ended < len(self.rows)):
             return
+        index = torch.arange(len(on))
+        index[~self.live[: len(on)]] = on[on >= len(on)]
         self.rows = [self.rows[i] for i in index.tolist()]
         for cache in self.caches.values():
             cache.keep(index, int(self.position[index].max()) + 1 if len(index) else 0)

@@ -80,10 +80,12 @@ class KVCache:
         }
 
     def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
-        """Keep only the rows of ``index``, and only their first ``width`` columns."""
-        for pair in self._whole.values():
-            for whole in pair:
-                whole[: len(index), :, :width] = whole[:, :, :width].index_select(0, index.to(whole.device))
+        """Keep only the rows of ``index``, and only their first ``width`` columns. A row that keeps its place is not
+        copied."""
+        to = (index != torch.arange(len(index))).nonzero().squeeze(1)
+        for whole in (each for pair in self._whole.values() for each in pair if len(to)):
+            at, of = to.to(whole.device), index[to].to(whole.device)
+            whole[at, :, :width] = whole[of, :, :width]
         self.layers = self.room(len(index), width)
 
     def reserve(self, width: int = 0, rows: int = 0, like: Layers | None = None) -> None:
@@ -108,6 +110,7 @@ class KVCache:
             self._whole = {layer: (keys[:0, :, :0], values[:0, :, :0]) for layer, (keys, values) in like.items()}
         for layer, (keys, values) in self._whole.items():
             more, wider = max(0, most - keys.shape[0]), max(0, columns - keys.shape[2])
+            more = max(more, keys.shape[0] // 4) if more else 0  # rows that come one by one are not copied each time
             if more or wider:
                 extra = (0, 0, 0, wider, 0, 0, 0, more)
                 self._whole[layer] = F.pad(keys, extra), F.pad(values, extra)

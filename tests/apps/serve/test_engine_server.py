@@ -29,7 +29,7 @@ from tandemrl.cli.main import app as command
 from tandemrl.rollout import decoding
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.envs.parsing import call_format_of
-from tandemrl.rollout.gateway import engine_app
+from tandemrl.rollout.gateway import engine_app, engine_thread
 from tandemrl.rollout.gateway.address import listen, run, url_of
 from tandemrl.rollout.gateway.engine_app import Server, application
 from tandemrl.rollout.gateway.engine_thread import EngineThread
@@ -552,6 +552,21 @@ def test_what_comes_later_joins_the_open_call_and_is_told_apart(engine: TorchEng
     assert slow.joined == [0, 1, 1]  # after the first token of the first one
     thread.close()
     assert one.tokens.tolist() == engine.generate([request_of(1)])[0][0].tokens.tolist()
+
+
+def test_requests_that_are_about_to_come_join_before_the_first_step(engine: TorchEngine, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine_thread, "GAP_S", 60.0)
+    slow = Slow(engine)
+    thread = EngineThread(slow, clients=lambda: 3)
+    jobs = [thread.submit([request_of(1)])]
+    slow.wait_for(1)
+    jobs += [thread.submit([request_of(seed)]) for seed in (10, 20)]
+    slow.go_on()
+    for job, seed in zip(jobs, (1, 10, 20), strict=True):
+        [one] = job.done.result(60)
+        assert one.tokens.tolist() == engine.generate([request_of(seed)])[0][0].tokens.tolist()
+    assert slow.joined == [0, 0, 0]
+    thread.close()
 
 
 def test_a_job_that_nobody_waits_for_is_aborted_and_not_another_of_its_key(engine: TorchEngine) -> None:

@@ -126,7 +126,9 @@ class AgentRunner(EpisodeRunner):
             why = "agents need an engine with open calls in this process"
             raise EngineError(f"rollout.engine: {why}; use torch or vllm, one trainer process and rollout.workers=0")
         reader = replace(self._reader, context=engine.context, strategy_of=self._strategies(strategy))
-        server = Server(EngineThread(engine, hold=True), reader, self._speaker, "pair")
+        sessions = dict[str, Session]()
+        thread = EngineThread(engine, hold=True, clients=lambda: len(sessions))
+        server = Server(thread, reader, self._speaker, "pair", sessions=sessions)
         pairs = [(request, key) for request in requests for key in request.keys]
         with _serving(server) as url:
             told = _Loop(self, server, url, progress).run(pairs)

@@ -2,10 +2,12 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from tandemrl.rollout.call import Call, CallEngine, Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineError, Request
@@ -13,6 +15,8 @@ from tandemrl.rollout.engine import Completion, EngineError, Request
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Hears of new tokens, in the thread of the engine: the number of the completion in its job, its further tokens and
 their log-probs."""
+GAP_S, LONGEST_GAP_S = 0.05, 0.25
+"""How long the first step waits for the next of several requests that are about to come, and any step at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +40,13 @@ class EngineThread:
     Args:
         engine: the engine, which nothing else may use.
         hold: keep the call open, once there is one, until ``close``. So all is written by the same weights.
+        clients: how many may ask, each once at a time. While less than a quarter of them is served, a request that
+            comes waits for the next one, as long as the last step took: rows that join together cost fewer passes.
     """
 
-    def __init__(self, engine: CallEngine, *, hold: bool = False) -> None:
-        self.engine, self._closed, self._hold = engine, False, hold
+    def __init__(self, engine: CallEngine, *, hold: bool = False, clients: Callable[[], int] = lambda: 0) -> None:
+        self.engine, self._closed, self._hold, self._clients = engine, False, hold, clients
+        self._gap_s = GAP_S
         self.failure: EngineError | None = None
         """The last one."""
         self._waiting: SimpleQueue[Job | None] = SimpleQueue()
@@ -76,16 +83,14 @@ class EngineThread:
         while not self._closed and (first := self._waiting.get()) is not None:
             try:
                 with self.engine.open() as call:
-                    self._join(call, first)
+                    self._gather(call, first)
                     while self._running or (self._hold and not self._closed):
-                        if not self._running:
-                            if (job := self._waiting.get()) is None:
-                                break
-                            self._join(call, job)
-                            continue
-                        self._step(call)
-                        while not self._waiting.empty() and (job := self._waiting.get()) is not None:
-                            self._join(call, job)
+                        job = None
+                        if self._running:
+                            self._step(call)
+                        elif (job := self._waiting.get()) is None:
+                            break
+                        self._gather(call, job)
                         if lost := [number for number, job in self._running.items() if self._closed or not job.wanted]:
                             call.abort(lost)
             except Exception as error:
@@ -94,6 +99,16 @@ class EngineThread:
                 for job in failed:  # the first is not running if no call could be opened
                     if not job.done.done():
                         job.done.set_exception(_of_engine(error))
+
+    def _gather(self, call: Call, job: Job | None) -> None:
+        """Let a job join, those that wait, and those that come soon."""
+        few = 4 * len(self._running) < self._clients()
+        with suppress(Empty):
+            job = job or self._waiting.get_nowait()
+            while job is not None:
+                self._join(call, job)
+                soon = few and len(self._running) < self._clients()
+                job = self._waiting.get(timeout=self._gap_s if soon else 0)
 
     def _join(self, call: Call, job: Job) -> None:
         if not job.done.set_running_or_notify_cancel():
@@ -107,7 +122,10 @@ class EngineThread:
         self._running |= dict.fromkeys(job.numbers, job)
 
     def _step(self, call: Call) -> None:
-        for event in call.step():
+        began = time.monotonic()
+        events = call.step()
+        self._gap_s = min(time.monotonic() - began, LONGEST_GAP_S)
+        for event in events:
             job = self._running[event.number]
             if isinstance(event, NewTokens) and job.on_tokens is not None:
                 job.on_tokens(job.numbers.index(event.number), event.tokens, event.logprobs)
