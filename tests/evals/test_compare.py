@@ -19,6 +19,7 @@ from tandemrl.evals.compare import (
     config_differences,
     contrast,
     judgement,
+    run_of,
 )
 from tandemrl.evals.files import write_result
 from tandemrl.evals.measures import legible
@@ -420,3 +421,12 @@ def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_pat
     assert ("pass@2" in only, "pass@1" in only) == (True, False)
     refused = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pas@1"])
     assert (refused.exit_code, "--metric pas@1: no phase" in refused.stderr) == (2, True)
+
+
+def test_a_folder_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_of(Path("mine") / "pass-at-k.json") is None
+    assert run_of(Path("eval/grpo/pass-at-k.json")) is None
+    Path("grpo").mkdir()
+    Path("grpo/config.yaml").touch()
+    assert run_of(Path("eval/grpo/pass-at-k.json")) == Path("grpo")

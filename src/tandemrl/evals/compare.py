@@ -308,7 +308,7 @@ def _is_run(folder: Path) -> bool:
 def run_of(result: Path) -> Path | None:
     """The run whose evaluation a file holds (see ``_evaluation``), or None if its folders do not say."""
     folder = result.parent
-    places = (folder, folder.parent, folder.parents[1] / folder.name) if folder.name else ()
+    places = (folder, folder.parent, folder.parent.parent / folder.name) if folder.name else ()
     return next(filter(_is_run, places), None)
 
 
