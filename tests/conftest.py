@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jaxtyping
@@ -18,25 +19,49 @@ sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-WHOLE_RUNS = ("training", "apps", "distributed", "evals", "cli")
-"""Folders whose tests check no array annotations: a run calls the same few functions some thousand times, and the check
-takes a third of its time. The tests of those functions check them, and so do the whole runs of `CHECKED`."""
+ON_VLLM = "rollout/vllm/"
+WHOLE_RUNS = (
+    "training/", "apps/", "distributed/", "evals/", "cli/", "rollout/fleet/", "rollout/gateway/", "test_", ON_VLLM,
+)  # fmt: skip
+"""Tests that check no array annotations: a run calls the same few functions some thousand times, and the check takes a
+third of its time. The tests of those functions check them, and so do the whole runs of `CHECKED`."""
 CHECKED = (
     "test_a_run_leaves_its_files",
     "test_every_knob_trains_and_matches_the_engine",
     "test_a_run_plays_episodes_and_its_record_says_what_happened",
     "test_a_run_trains_the_senior_and_resumes",
     "test_evals.py",
+    "test_behaviour_logprobs_are_those_of_the_authors_sampling_distribution",
+    "test_limits_and_stops_inside_a_draft",
+    "test_planner.py",
+    "test_requests_of_any_kind_join_a_call_that_has_begun",
+    "test_samples_that_start_together",
+    "test_the_reference_engine_writes_the_same_turns",
+    "test_vllm_writes_what_the_reference_engine_writes",
 )
 """Tests, or files of them."""
+
+HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where annotations are checked at all (`make test`): switch the check off in `WHOLE_RUNS`, and on elsewhere."""
-    whole = item.path.relative_to(Path(__file__).parent).parts[0] in WHOLE_RUNS
+    whole = item.path.relative_to(HERE).as_posix().startswith(WHOLE_RUNS)
     checked = {item.path.name, getattr(item, "originalname", item.name)} & {*CHECKED}
     jaxtyping.config.update("jaxtyping_disable", whole and not checked)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, and so do all that import vLLM: one process pays for that and for their engines."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ON_VLLM if nodeid.startswith(f"tests/{ON_VLLM}") else super()._split_scope(nodeid)
+
+    return ByEngine(config, log)
 
 
 @pytest.fixture(scope="session")

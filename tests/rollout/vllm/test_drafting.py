@@ -20,6 +20,7 @@ from pairs import (
     models,
     planner_of,
     reference,
+    strategies,
     tokens,
     with_strategy,
 )
@@ -67,7 +68,7 @@ def engine(engines) -> Any:
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[Completion]]:
     """By pair: what the reference engine writes."""
-    batch = mixture(28, SETTINGS, seed=1)
+    batch = mixture(len(strategies()), SETTINGS, seed=1)
     return {pair: flat(reference(pair).generate(batch)) for pair in (NEAR, "Llama junior")}
 
 
@@ -76,7 +77,7 @@ def wanted() -> dict[str, list[Completion]]:
 )
 def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
     """Against the reference engine, whatever the strategy and the sampling; a near-tie may fall either way."""
-    batch, engine = mixture(28, SETTINGS, seed=1), drafted(engines, pair, k, **BY_TOKENS[k])
+    batch, engine = mixture(len(strategies()), SETTINGS, seed=1), drafted(engines, pair, k, **BY_TOKENS[k])
     found = flat(engine.generate(batch))
     assert_sound(batch, [[c] for c in found])
     assert k != 4 or scheduled.preemptions > 0
@@ -188,7 +189,7 @@ def write(monkeypatch: pytest.MonkeyPatch) -> Write:
     ("k", "options", "pair"), [pytest.param(8, {}, NEAR, marks=pytest.mark.slow), (4, TIGHT, "Llama junior")]
 )
 def test_the_loop_changes_no_token(engines, scheduled, write, k, options, pair):
-    engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(30, LOOPED, seed=21)
+    engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(len(strategies()), LOOPED, seed=21)
     loop, single = (write(engine, batch, loop=loop) for loop in (True, False))
     preemptions = scheduled.preemptions
     assert_sound(batch, [[c] for c in loop.written])

