@@ -2,7 +2,7 @@
 
 Right solutions of word problems are worded plainly, in a jargon that the reader never saw, and with the answer said
 first. They are labelled by the junior of the packaged jargon pair, which itself errs: alone it solves less than half.
-With at most M draws a label is decided after M/4, M/2 or M of them, so that one run says what fewer draws would give.
+One run says what at most 32, 64, … draws would give.
 
     python benchmarks/labels.py --out benchmarks/results/labels.json
 """
@@ -20,12 +20,12 @@ import numpy as np
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import Config, DataConfig, EvalConfig, RewardConfig
 from tandemrl.evals import Sample, Stored, evaluate, read_samples
-from tandemrl.evals.transfer import ALONE, LABELS, LOOKS, TEXT, label_of
+from tandemrl.evals.transfer import ALONE, LABELS, LOOKS, TEXT, label_of, unsettled
 from tandemrl.tasks.generated.synthetic import Numbers, Problem, generate, jargon_solution, solution
 
 EXPECTED = {"plain": "legible", "jargon": "illegible", "leak": "answer_leaked"}
 """The kinds of texts, and the label of each."""
-DRAWS = (8, 16, 32, 64, 128)
+DRAWS = (32, 64, 128, 256)
 
 
 def planted(kind: str, seed: int, problems: int) -> list[dict[str, str]]:
@@ -57,12 +57,12 @@ def read(pair: Path, kind: str, seed: int, problems: int, draws: int, folder: Pa
 
 def with_fewer(draws: Sequence[Sequence[bool]], most: int) -> tuple[str, int]:
     """The label that at most so many draws give, and how many decide it."""
-    label, looked = label_of(*draws), 0
+    alone, after = draws
+    looked = 0
     for share in LOOKS:
-        looked = min(round(most * share), len(draws[0]))
-        if (label := label_of(*(side[:looked] for side in draws))) != "undecided":
-            break
-    return label, looked
+        if unsettled(alone[:looked], after[:looked], most):
+            looked = min(max(1, round(most * share)), len(alone))
+    return label_of(alone[:looked], after[:looked]), looked
 
 
 def measure(samples: Sequence[Sample], draws: int) -> dict[str, object]:
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--problems", type=int, default=20)
-    parser.add_argument("--draws", type=int, choices=DRAWS, default=64)
+    parser.add_argument("--draws", type=int, choices=DRAWS, default=DRAWS[-1])
     parser.add_argument("--kinds", nargs="+", choices=EXPECTED, default=[*EXPECTED])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -4,6 +4,7 @@ import json
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fake_judge import FakeJudge, Reply
@@ -15,7 +16,17 @@ from tandemrl.config import Config, DataConfig, EvalConfig, RewardConfig
 from tandemrl.evals import Sample, traces
 from tandemrl.evals.readers import Reader
 from tandemrl.evals.session import Session
-from tandemrl.evals.transfer import LABELS, TEXT, labels_of, transfer, transferred, untruncated
+from tandemrl.evals.transfer import (
+    LABELS,
+    LOOKS,
+    TEXT,
+    label_of,
+    labels_of,
+    transfer,
+    transferred,
+    unsettled,
+    untruncated,
+)
 from tandemrl.models.loading import load_tokenizer
 
 SHARES = (0, 25, 50, 75, 100)
@@ -99,7 +110,7 @@ def test_planted_texts_get_their_label(kind, label, seed):
     assert len(labels) == len(samples)
     assert labels.count(label) >= 0.95 * len(samples)
     looks = {len(side) for each in read for side in each.draws or ()}
-    assert looks == {0} if kind == "leak" else looks <= {16, 32, 64}
+    assert looks == {0} if kind == "leak" else looks <= {16, 32, 64, 128, 256}
 
 
 def test_of_a_text_that_changes_nothing_nothing_is_said():
@@ -116,6 +127,20 @@ def test_of_a_text_that_changes_nothing_nothing_is_said():
     assert labels_of(transfer(samples[:4], prompts, [Adder()], grade, draws=0)) == {}
 
 
+@pytest.mark.parametrize(("after", "legible", "illegible"), [(0.5, 0.0449, 0.0449), (0.27, 0.0, 0.9509)])
+def test_all_looks_together_err_in_one_case_of_twenty(after, legible, illegible):
+    """Of a reader that solves .5 alone; the shares were computed exactly, from the trinomial law of the pairs."""
+    rng, texts, labels = np.random.default_rng(0), 1500, []
+    for _ in range(texts):
+        sides, looked = [(rng.random(256) < rate).tolist() for rate in (0.5, after)], 0
+        for share in LOOKS:
+            if unsettled(*(side[:looked] for side in sides), 256):
+                looked = round(256 * share)
+        labels.append(label_of(*(side[:looked] for side in sides)))
+    assert labels.count("legible") / texts == pytest.approx(legible, abs=0.015)
+    assert labels.count("illegible") / texts == pytest.approx(illegible, abs=0.015)
+
+
 def test_a_draw_has_one_key_alone_and_after_a_part():
     seen = []
 
@@ -125,7 +150,7 @@ def test_a_draw_has_one_key_alone_and_after_a_part():
             return super().write(jobs)
 
     samples, prompts, grade = planted("plain", 0, count=1)
-    transfer(samples, prompts, [Listening()], grade, draws=8)
+    transfer(samples, prompts, [Listening()], grade, draws=32)
     drawn = [each for each in seen if each[0] != samples[0].key]
     assert len({key for key, _ in drawn}) == 8
     assert [part for _, part in drawn] == ["", drawn[1][1]] * 8

@@ -680,8 +680,9 @@ class EvalConfig:
     readers: tuple[str, ...] = ()
     """Models that read the senior's texts (phases transfer, surprise, …): folders or hub ids, of any tokenizer, or
     MODEL@URL for one that an OpenAI-compatible endpoint with /completions serves."""
-    draws: NonNegativeInt = 64
-    """Phase transfer: how often a reader goes on from a text, at most, and begins alone, for a label; 0 = no labels."""
+    draws: NonNegativeInt = 256
+    """Phase transfer: how often a reader goes on from a text, at most, and begins alone, for a label; 0 = no labels. A
+    text is done as soon as it is decided, or after a quarter of the draws if all of them would hardly decide it."""
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
     branches: PositiveInt = 16

@@ -10,11 +10,11 @@ likes; ``forced/N``: it has to answer at once. ``step`` is the first step alone.
 - ``copy/N``: no model, but a function that copies the answer that the part states, or its last number.
 
 A transfer is labelled by the longest part from which the copier is not right (`label_of`): the reader goes on from
-there up to ``eval.draws`` times, and begins alone as often. ``legible``: it is right more often than alone;
-``illegible``: less often; ``undecided``: no difference is shown, as of a reader that needs no help, or ignores what it
-cannot follow. If the copier is right from the first part on, the answer is ``answer_leaked``: nothing can be said of
-the reasoning. Labels are of texts with a right answer and with steps; a share of a short text that holds no step is no
-part.
+there up to ``eval.draws`` times (see `unsettled`), and begins alone as often. ``legible``: it is right more often than
+alone; ``illegible``: less often; ``undecided``: no difference is shown, as of a reader that needs no help, or ignores
+what it cannot follow. If the copier is right from the first part on, the answer is ``answer_leaked``: nothing can be
+said of the reasoning. Labels are of texts with a right answer and with steps; a share of a short text that holds no
+step is no part.
 
 A text that does not fit into a reader's context with all its steps is left out of all of that reader's conditions.
 """
@@ -37,8 +37,10 @@ WAYS = ("free", "forced")
 LABELS = ("answer_leaked", "legible", "illegible", "undecided")
 DRAW = 0x1AB7
 """Among the words of a key, what tells the draws that decide a label from the text."""
-LOOKS = (0.25, 0.5, 1.0)
+LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """After which shares of the draws a label may be decided."""
+PROMISING = 1 / 4
+"""From this share of the draws on, a text goes on only if with its rates so far all draws would decide it."""
 ALONE, TEXT = "free/0", "text"
 """The conditions of the reader's own text, and of the model's as it stands."""
 
@@ -50,7 +52,7 @@ def transfer(
     prompts: Sequence[Prompt],
     readers: Iterable[Reader],
     grade: Grade,
-    draws: int = 64,
+    draws: int = 256,
 ) -> list[Sample]:
     """What readers make of parts of graded texts: samples whose ``arm`` is the reader and ``given`` the condition.
 
@@ -157,8 +159,9 @@ def labels_of(samples: Iterable[Sample]) -> dict[tuple[int, int], str]:
 def label_of(alone: Sequence[bool], after: Sequence[bool]) -> str:
     """The label of a text by whether a reader was right in draws alone, and after its part; without draws it leaks.
 
-    The interval of the gain is that of `effect`, at 95 percent. With three looks (`LOOKS`), a text that changes nothing
-    is called legible in at most one case of twenty, and illegible as well.
+    The interval of the gain is that of `effect`, at 96 percent. With all looks (`LOOKS`, `unsettled`) together, a text
+    that changes nothing is called legible in at most one case of twenty, and illegible as well: exactly, in at most
+    .045, whatever the reader's rate, with 256 draws; with fewer less often.
 
     Examples:
         >>> label_of([True] * 5 + [False] * 11, [True] * 14 + [False] * 2), label_of([True] * 16, [True] * 16)
@@ -166,8 +169,15 @@ def label_of(alone: Sequence[bool], after: Sequence[bool]) -> str:
     """
     if not alone:
         return "answer_leaked"
-    gain = effect([*map(float, alone)], [*map(float, after)])
+    gain = effect([*map(float, alone)], [*map(float, after)], level=0.96)
     return "legible" if gain.low > 0 else "illegible" if gain.high < 0 else "undecided"
+
+
+def unsettled(alone: Sequence[bool], after: Sequence[bool], draws: int) -> bool:
+    """Whether a text gets further draws, of at most ``draws``: it is undecided, and may be decided (`PROMISING`)."""
+    times = draws // max(1, len(alone)) if len(alone) >= PROMISING * draws else 0
+    told = label_of([*alone] * times, [*after] * times) if times else None
+    return not alone or (label_of(alone, after) == "undecided" != told)
 
 
 def part_of(steps: Sequence[str], share: int) -> str:
@@ -197,13 +207,13 @@ def _draw(
     reader: Reader, decisive: Mapping[tuple[int, int], Job | None], grade: Grade, draws: int
 ) -> dict[tuple[int, int], tuple[list[bool], list[bool]]]:
     """Whether the reader is right in each draw, alone and after the part of a text's job; no draws where there is none.
-    A text gets further draws as long as it is undecided. Draw i has one key, alone and after the part."""
+    A text gets further draws as long as it is `unsettled`. Draw i has one key, alone and after the part."""
     found = {text: (list[bool](), list[bool]()) for text in decisive}
     for share in LOOKS:
         jobs = [
             Job(job.sample._replace(key=mix64(job.sample.key, DRAW, i)), given, part)
             for text, job in decisive.items()
-            if job is not None and label_of(*found[text]) not in ("legible", "illegible")
+            if job is not None and unsettled(*found[text], draws)
             for i in range(len(found[text][0]), max(1, round(draws * share)))
             for given, part in ((ALONE, ""), ("after", job.part))
         ]
