@@ -6,7 +6,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from tandemrl.apps.report.legibility import Estimate, ReaderRecord, verdict
+from tandemrl.apps.report.legibility import Estimate, ReaderRecord, no_reference, verdict
 from tandemrl.cli.main import app
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt
@@ -35,6 +35,16 @@ def test_a_verdict_says_no_more_than_its_intervals():
         "Alone, R solves 52 % [40, 60] of 64 problems. After M's first step: 15 %, worse than alone. After all of its "
         "steps: 56 %, no difference shown. M's text surprises R 55x as much per token as its own."
     )
+    known = {"text/cross_entropy": Estimate(0.1), "free/0/cross_entropy": Estimate(0.5)}
+    less = "M's text surprises R less per token than its own: 0.2 times as much."
+    assert verdict("M", ReaderRecord("R", known, {}, [], {"problems": 64})) == less
+
+
+def test_a_reader_that_does_not_end_alone_is_warned_of_by_name():
+    [said] = no_reference("R", 0.875)
+    assert said.startswith("Alone, R is cut off in 88 % of its texts")
+    assert "Raise eval.max_tokens" in said
+    assert no_reference("R", 0.5) == []
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +64,9 @@ def test_a_page_begins_with_the_verdicts_and_has_handoff(page):
     assert first.startswith("Alone, senior solves ")
     assert "surprises senior 1.0x as much per token as its own." in first
     body = html[html.index("<main>") :]
-    assert body.index("Alone, senior") < body.index("Alone, junior") < body.index("<table>")
+    assert body.index("Alone, senior") < body.index("Alone, junior") < body.index("<table")
     assert "<script" not in html
+    assert html.count('data-of="copy-only reader"') == 2 * 9
     own, other = told["readers"]
     alone = own["rates"]["free/0/pass@1"]["mean"]
     assert own["handoff"]["tandem/pass@1"]["mean"] == own["rates"]["text/pass@1"]["mean"] == alone

@@ -184,7 +184,7 @@ def test_macro_is_the_mean_over_sets_not_over_problems():
 
 
 def test_the_mean_over_arms_is_taken_problem_by_problem():
-    """One arm solves problem 0, the other problem 1: each problem has the mean 0.5, so the interval has no width."""
+    """One arm solves problem 0, the other problem 1: each has the mean 0.5. An arm's interval is wider."""
 
     class ArmEngine(CannedEngine):
         def complete(self, request, index, key):
@@ -194,9 +194,10 @@ def test_the_mean_over_arms_is_taken_problem_by_problem():
 
     arms = {"senior": solo("senior"), "junior": solo("junior")}
     macro = run(ArmEngine({}), [prompt(0), prompt(1)], arms=arms, samples=1, k=(1,)).metrics["macro"]
-    assert (macro["pass@1/low"], macro["pass@1"], macro["pass@1/high"]) == (0.5, 0.5, 0.5)
+    assert macro["pass@1"] == 0.5
+    assert 0 < macro["pass@1/low"] < macro["pass@1/high"] < 1
     assert macro["senior/pass@1"] == 0.5
-    assert macro["senior/pass@1/low"] < macro["senior/pass@1/high"]
+    assert (macro["senior/pass@1/low"], macro["senior/pass@1/high"]) == (0.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ profiles

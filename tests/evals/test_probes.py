@@ -121,7 +121,9 @@ def test_across_problems_who_knows_the_hard_ones_is_above_a_half():
     """Problem 0 is right and gets .9 throughout, problem 1 is wrong and gets .2; of equal texts nothing is told."""
     easy, hard = ([sample(not i, judge, problem=i)] * 3 for i, judge in enumerate((0.9, 0.2)))
     assert "asked/auroc" not in checked([*easy])[0]
-    assert pooled_auroc([*easy, *hard], 20, 0)["r/asked/pooled_auroc"] == 1.0
+    sure = pooled_auroc([*easy, *hard], 20, 0)
+    assert sure["r/asked/pooled_auroc"] == sure["r/asked/pooled_auroc/high"] == 1.0
+    assert sure["r/asked/pooled_auroc/low"] == pytest.approx(0.025)  # .025 ** (1/2) for each problem
     rng = random.Random(0)
     texts = [sample(rng.random() < 0.4, rng.choice((0.1, 0.4, 0.4, 0.8)), problem=i // 3) for i in range(60)]
     right, wrong = ([each.judge for each in texts if each.correct is truth] for truth in (True, False))

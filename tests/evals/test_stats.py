@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from tandemrl.evals.measures import votes
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k, seed_interval
@@ -107,6 +108,23 @@ def test_a_problem_of_two_sets_is_resampled_in_both_together():
         draws.append(np.mean(sums))
     found = macro_interval([np.array([*side.values()]) for side in (a, b)], [[*a], [*b]], resamples=300, seed=7)
     assert found == pytest.approx((np.mean([2.5, 6.75]), *np.quantile(draws, [0.025, 0.975])))
+
+
+@pytest.mark.parametrize(("value", "size"), [(0.0, 8), (1.0, 8), (0.0, 1), (1.0, 64)])
+def test_equal_rates_have_the_interval_of_clopper_and_pearson(value, size):
+    exact = binomtest(int(value * size), size).proportion_ci(method="exact")
+    found = macro_interval([np.full(size, value)], resamples=2000, seed=1, ends=(0.0, 1.0))
+    assert found == pytest.approx((value, exact.low, exact.high), abs=2e-3)
+
+
+def test_equal_values_are_not_certain_in_one_set_of_two_nor_between_the_ends():
+    equal, other = np.zeros(8), np.array([0.0, 1.0, 1.0, 0.0])
+    both = [macro_interval([equal, other], resamples=2000, seed=1, ends=ends) for ends in (None, (0.0, 1.0))]
+    assert both[0].high + 0.02 < both[1].high
+    halves = macro_interval([np.full(8, 0.5)], resamples=2000, seed=1, ends=(0.0, 1.0))
+    away = 0.5 * (1 - 0.05 ** (1 / 8))  # each side is half of the draws
+    assert halves == pytest.approx((0.5, 0.5 - away, 0.5 + away), abs=0.01)
+    assert macro_interval([equal], resamples=20, seed=1) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("values", [[], [0.1], [0.1, np.nan]])

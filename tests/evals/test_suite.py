@@ -279,7 +279,7 @@ def test_acceptance_is_the_share_of_draws_that_the_junior_makes_too(settings, vo
 def test_a_junior_that_is_the_senior_accepts_all(phase, pair, tmp_path):
     written = phase("pass-at-k")
     copy = phase("legibility", junior=str(pair / "senior"), out=tmp_path / "copy")["metrics"]
-    assert copy["macro"]["acceptance"] == copy["macro"]["acceptance/low"] == 1.0
+    assert copy["macro"]["acceptance"] == copy["macro"]["acceptance/high"] == 1.0
     assert copy["by_set"]["synthetic/plain"]["acceptance"] == 1.0
     drawn = phase("legibility", out=tmp_path / "drawn")
     assert 0 < drawn["metrics"]["macro"]["acceptance"] < 1

@@ -10,6 +10,7 @@ no correction for several rows: of twenty rows without any true difference, one 
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,7 +21,7 @@ from tandemrl.config import difference, load, to_dict
 from tandemrl.config.hints import hint
 from tandemrl.config.plain import flatten
 from tandemrl.evals.files import EVAL_TEXTS, differences, read_result, read_samples
-from tandemrl.evals.measures import EvalError, Sample, good_end, is_headline, measure_sets, silent_sets
+from tandemrl.evals.measures import EvalError, Sample, ends_of, good_end, is_headline, measure_sets, silent_sets
 from tandemrl.evals.phases import PHASES
 from tandemrl.evals.stats import Interval, macro_interval, seed_interval, standard_error
 from tandemrl.evals.transfer import ALONE, TEXT
@@ -156,10 +157,10 @@ def contrast(
         CompareError: the two sides differ in sets, or no problem of a set has a value on both sides.
     """
     paired = [_pair(f"{phase}, {metric}", *sides) for sides in zip(a, b, strict=True)]
-    per_seed = tuple(
-        macro_interval([x - y for x, y in zip(*sides, strict=True)], names, resamples=resamples, seed=seed, level=level)
-        for *sides, names in paired
-    )
+    ends = ends_of(metric)
+    apart = ends and (ends[0] - ends[1], ends[1] - ends[0])
+    interval = partial(macro_interval, resamples=resamples, seed=seed, level=level, ends=apart)
+    per_seed = tuple(interval([x - y for x, y in zip(*sides, strict=True)], names) for *sides, names in paired)
     difference = per_seed[0]
     if len(per_seed) > 1:
         errors = [standard_error(each, level=level) for each in per_seed]

@@ -43,6 +43,7 @@ HEADLINE: Mapping[str, GoodEnd] = {
 
 _GOOD_ENDS = {**HEADLINE, "score": "higher", "tool_timeouts": "lower", "cut_results": "lower"}
 
+_IN_NATS = ("cross_entropy", "cross_entropy_per_byte", "surprisal", "excess", "kl")
 _SAID = ("acc", "answer_present", "timeout", "failure", "unscored")
 """Parts of a score that samples and counts hold under other names."""
 
@@ -71,6 +72,20 @@ def good_end(metric: str) -> GoodEnd:
         ('higher', 'lower', None, None)
     """
     return "higher" if is_of(metric, ()) else _GOOD_ENDS.get(metric.rpartition("/")[2])
+
+
+def ends_of(metric: str) -> tuple[float, float] | None:
+    """The lowest and the highest value that a metric with an interval can have; None if it has no such ends.
+
+    Examples:
+        >>> ends_of("senior_first/pass@1"), ends_of("free/50/gain"), ends_of("cross_entropy")
+        ((0.0, 1.0), (-1.0, 1.0), None)
+    """
+    name = metric.rpartition("/")[2]
+    if name in ("gain", "area", "aoc", "effect", "worst_effect"):
+        return -1.0, 1.0
+    known = name == "truncation_rate" or is_of(name, WITH_INTERVAL.keys() - {"judge_legibility", *_IN_NATS})
+    return (0.0, 1.0) if known else (0.0, 4.0) if name == "judge_legibility" else None
 
 
 class EvalError(ValueError):
@@ -440,7 +455,7 @@ def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, se
             out[metric] = float(np.mean([value.mean() for value in values]))
             if bootstrap and is_of(metric, WITH_INTERVAL):
                 _, out[f"{metric}/low"], out[f"{metric}/high"] = macro_interval(
-                    values, [[*column] for column in columns], resamples=bootstrap, seed=seed
+                    values, [[*column] for column in columns], resamples=bootstrap, seed=seed, ends=ends_of(metric)
                 )
         totals = dict.fromkeys(metric for name in names for metric in sets[name].counts)
         return out | {metric: sum(sets[name].counts.get(metric, 0) for name in names) for metric in totals}

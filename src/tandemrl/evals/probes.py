@@ -223,13 +223,17 @@ def _by_problem(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _with_interval(
     name: str, problems: Sequence[np.ndarray], value: Callable[[np.ndarray], float], resamples: int, seed: int
 ) -> Metrics:
-    """A value of the rows of all problems, with its bootstrap interval over problems; nothing where it is nan."""
+    """A value of the rows of all problems, from 0 to 1, with its bootstrap interval over problems; nothing where it is
+    nan. Of equal values, pairs of problems may still be otherwise, of which n problems show none (Clopper-Pearson)."""
     found = value(np.concatenate(problems)) if problems else np.nan
     if np.isnan(found):
         return {}
     draws = np.random.default_rng(seed).integers(len(problems), size=(resamples, len(problems)))
     values = [value(np.concatenate([problems[i] for i in draw])) for draw in draws]
     low, high = np.nanquantile(values, [0.025, 0.975]) if resamples else (np.nan, np.nan)
+    if low == high == found:
+        alike = 0.025 ** (2 / len(problems))
+        low, high = found * alike, 1 - (1 - found) * alike
     return {name: found} | ({f"{name}/low": float(low), f"{name}/high": float(high)} if resamples else {})
 
 

@@ -100,10 +100,14 @@ def macro_interval(
     resamples: int,
     seed: int,
     level: float = 0.95,
+    ends: tuple[float, float] | None = None,
 ) -> Interval:
     """The unweighted mean of the set means, with its percentile bootstrap interval.
 
-    Problems are resampled within their own set; those that several sets have, together in all of these.
+    Problems are resampled within their own set; those that several sets have, together in all of these. Equal values
+    have no variance to resample, but a share of the problems may be unlike them, although none of n was: it is drawn
+    from Beta(1, n), and its values are at an end. For rates that are all 0 or all 1 in one set this is the interval of
+    Clopper and Pearson (1934); without ``ends`` it has no width.
 
     Args:
         by_set: the values of each set, one per problem.
@@ -111,6 +115,7 @@ def macro_interval(
         resamples: number of resamples.
         seed: seed of the resamples.
         level: confidence level of the interval.
+        ends: the lowest and the highest value that there can be.
 
     Raises:
         ValueError: a set is empty, or a value is not finite.
@@ -120,14 +125,22 @@ def macro_interval(
         raise ValueError("a bootstrap interval needs sets of at least one problem each, with finite values")
     rng = np.random.default_rng(seed)
     draws = np.zeros(resamples)
-    for values in _strata(sets, names or [[f"{i}/{j}" for j in range(values.size)] for i, values in enumerate(sets)]):
+    names = names or [[f"{i}/{j}" for j in range(values.size)] for i, values in enumerate(sets)]
+    for values, weight in _strata(sets, names):
         draws += values[rng.integers(values.size, size=(resamples, values.size))].mean(axis=1)
+        if ends is not None and np.ptp(values) < 1e-12:
+            away = weight * np.array(ends) - values[0]
+            away = away[np.abs(away) > 1e-12]
+            unlike = 1 - ((rng.permutation(resamples) + 0.5) / resamples) ** (1 / values.size)
+            draws += unlike * rng.choice(away, size=resamples)
+    mean = float(np.mean([values.mean() for values in sets]))
     low, high = np.quantile(draws / len(sets), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(np.mean([values.mean() for values in sets])), float(low), float(high))
+    return Interval(mean, min(mean, float(low)), max(mean, float(high)))
 
 
-def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]]) -> list[np.ndarray]:
-    """For the problems of each combination of sets, what each adds to the sum of the set means, times their number."""
+def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]]) -> list[tuple[np.ndarray, float]]:
+    """For the problems of each combination of sets, what each adds to the sum of the set means, times their number, and
+    what a value of 1 in all of these sets would add."""
     homes: dict[str, dict[int, float]] = {}
     for i, (values, own) in enumerate(zip(sets, names, strict=True)):
         for name, value in zip(own, values, strict=True):
@@ -136,8 +149,11 @@ def _strata(sets: Sequence[np.ndarray], names: Sequence[Sequence[str]]) -> list[
     for each in homes.values():
         strata.setdefault(tuple(each), []).append(each)
     return [
-        np.array([sum(value * (len(members) / sets[i].size) for i, value in each.items()) for each in members])
-        for members in strata.values()
+        (
+            np.array([sum(value * (len(members) / sets[i].size) for i, value in each.items()) for each in members]),
+            sum(len(members) / sets[i].size for i in which),
+        )
+        for which, members in strata.items()
     ]
 
 

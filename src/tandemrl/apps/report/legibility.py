@@ -34,6 +34,8 @@ CONDITIONS = {
     "own": "the reader's own steps",
 }
 """What a reader gets, and how the page calls it."""
+COLUMNS = {"free": "goes on freely", "forced": "answers at once", "copy": "copy-only reader"}
+"""What a reader does with it."""
 
 
 class Estimate(NamedTuple):
@@ -127,6 +129,7 @@ def judge_legibility(
         metrics = summarise(own, transferred, bootstrap=config.eval.bootstrap, seed=config.eval.seed)["macro"]
         counts = {name: int(metrics[name]) for name in ("texts", "labelled", "dropped")}
         counts["problems"] = len({(each.set, each.same_as or each.example_id) for each in alone})
+        notes += no_reference(reader.name, metrics[f"{ALONE}/truncation_rate"])
         if dropped := counts["dropped"]:
             what = f"{dropped} of {counts['texts']} texts are too long for {reader.name}'s context, or empty"
             notes.append(f"{what}; it is measured on the others.")
@@ -176,10 +179,21 @@ def verdict(model: str, reader: ReaderRecord) -> str:
     text, own = (rates.get(f"{given}/cross_entropy") for given in (TEXT, ALONE))
     if text is not None and own is not None and own.mean > 0:
         ratio = text.mean / own.mean
-        said.append(
-            f"{model}'s text surprises {name} {ratio:.{0 if ratio >= 10 else 1}f}x as much per token as its own."
-        )
+        if ratio < 0.95:
+            said.append(f"{model}'s text surprises {name} less per token than its own: {ratio:.1g} times as much.")
+        else:
+            said.append(
+                f"{model}'s text surprises {name} {ratio:.{0 if ratio >= 10 else 1}f}x as much per token as its own."
+            )
     return " ".join(said)
+
+
+def no_reference(name: str, cut: float) -> list[str]:
+    """A warning if a reader is cut off alone in most of its texts, of which ``cut`` is the share."""
+    what = f"Alone, {name} is cut off in {cut:.0%} of its texts".replace("%", " %")
+    why = "what it solves alone, and how its own text surprises it, is no reference"
+    fix = "Raise eval.max_tokens, or give a reader that was trained to end its texts (a warm start)."
+    return [f"{what}: {why}. {fix}"] if cut > 0.5 else []
 
 
 def to_html(judged: Legibility, match: Match | None) -> str:
@@ -190,16 +204,17 @@ def to_html(judged: Legibility, match: Match | None) -> str:
     )
     curves = {each.name: figure for i, each in enumerate(judged.readers) if (figure := curve(each, i)) is not None}
     template = environment.get_template("legibility.html.j2")
-    return template.render(judged=judged, match=match, curves=curves, conditions=CONDITIONS, ways=WAYS, heat=heat)
+    return template.render(
+        judged=judged, match=match, curves=curves, conditions=CONDITIONS, titles=COLUMNS, ways=WAYS, heat=heat
+    )
 
 
 def curve(reader: ReaderRecord, number: int) -> Figure | None:
     """pass@1 over the share of the model's steps that a reader gets: going on freely, at once, and of the copier."""
-    lines = {"free": "goes on freely", "forced": "answers at once", "copy": "copy-only reader"}
     if f"{ALONE}/pass@1" not in reader.rates:
         return None
     with axes(f"transfer-{number}") as (canvas, ax):
-        for i, (way, title) in enumerate(lines.items(), 1):
+        for i, (way, title) in enumerate(COLUMNS.items(), 1):
             points = [reader.rates[f"{way}/{share}/pass@1"] for share in SHARES]
             means = [each.mean for each in points]
             look = style(0 if way == "copy" else i)
