@@ -78,11 +78,13 @@ def main() -> None:
             source = tandemrl.openai_agent(search, scores=True) if alone else None
             tandemrl.train(tandemrl.load("hops_tandem", [*how, *alone]), rollouts=source, quiet=True)
             how += ["eval.k=[1]", "eval.samples=1", "eval.bootstrap=100"]
-            phases, found = (
-                ("pass-at-k",),
-                {"model": str(folder / "hf" / f"step_{options.steps}"), "out": folder / "eval"},
+            told = evaluate(
+                tandemrl.load("hops_tandem", how),
+                model=str(folder / "hf" / f"step_{options.steps}"),
+                phases=("pass-at-k",),
+                limit=options.questions,
+                out=folder / "eval",
             )
-            told = evaluate(tandemrl.load("hops_tandem", how), phases=phases, limit=options.questions, **found)
             em[name] = told["pass-at-k"]["metrics"]["macro"]["em"]
         seeds[seed] = {"em": em, **compare(*folders.values())}
         line = {"benchmark": "hops_agents", **about(), "command": shlex.join(["python", *sys.argv])}

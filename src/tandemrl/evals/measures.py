@@ -171,6 +171,11 @@ class Sample(NamedTuple):
             if i < first or value != self._field_defaults[name]
         }
 
+    @property
+    def asks(self) -> str:
+        """What tells problems apart: several rows may have the same one."""
+        return self.same_as or self.example_id
+
 
 def author_runs(author: np.ndarray) -> str:
     """The authors of tokens as run lengths.
@@ -397,7 +402,7 @@ def _measure_set(name: str, samples: Sequence[Sample], measure: Measure, *, vote
     arms: dict[str, dict[str, list[Sample]]] = {}
     groups: dict[str, str] = {}
     for sample in _filled(samples):
-        problem = sample.same_as or sample.example_id
+        problem = sample.asks
         arms.setdefault(sample.arm, {}).setdefault(problem, []).append(sample)
         groups |= {} if sample.group is None else {problem: sample.group}
     by_arm: dict[str, dict[str, dict[str, float]]] = {}

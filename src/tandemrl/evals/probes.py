@@ -208,15 +208,10 @@ def tfidf_probabilities(texts: Sequence[str], truth: Sequence[bool], problems: S
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _problem(sample: Sample) -> str:
-    """What tells problems apart: several rows may have the same one."""
-    return sample.same_as or sample.example_id
-
-
 def _by_problem(samples: Sequence[Sample]) -> list[list[Sample]]:
     found: dict[str, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(_problem(sample), []).append(sample)
+        found.setdefault(sample.asks, []).append(sample)
     return [*found.values()]
 
 
@@ -251,7 +246,8 @@ def _auroc_of(rows: np.ndarray) -> float:
 
 def _by_words(samples: Sequence[Sample]) -> list[Sample]:
     """What the classifier of words sees in the texts that one reader was asked about; of one problem nothing."""
-    if len({*(problems := [*map(_problem, samples)])}) < 2:
+    problems = [sample.asks for sample in samples]
+    if len({*problems}) < 2:
         return []
     planted = [sample.given == "planted" for sample in samples]
     texts = [_with_cue(sample, cue) for sample, cue in zip(samples, planted, strict=True)]

@@ -84,6 +84,7 @@ def test_tokens_outside_the_vocabulary_are_refused_by_each_question(client: Test
         ({"prompt": " "}, "prompt: expected a text"),
         ({"count": 17}, "count: expected a whole number from 1 to 16"),
         ({"tokens": [1]}, "authors: expected 0 or 1 for each"),
+        ({"tokens": [1], "authors": [-1]}, "authors: expected 0 or 1 for each"),
         ({"tokens": [1], "authors": [2]}, "authors: expected a list, each a whole number from -1 to 1"),
         ({"prompt": "\ud800"}, "prompt: expected a text"),
         ({"temperature": float("nan")}, "temperature: expected a number"),

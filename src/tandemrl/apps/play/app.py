@@ -165,7 +165,7 @@ def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, **a
     """
     fields.check({"prompt": "", **body}, _DRAFT)
     tokens, authors, given = body.get("tokens") or (), body.get("authors") or (), body.get("given") or 0
-    if len(tokens) != len(authors) or given > len(tokens):
+    if len(tokens) != len(authors) or given > len(tokens) or (-1 in authors and not able.get("turns")):
         raise Refused("authors: expected 0 or 1 for each of the tokens, and given within them")
     selected, offered = fields.stated(body.get("selection") or {}), strategies_of(begin_with, **able)
     fields.check(selected, {"strategy": fields.one_of(*offered), **fields.SELECTION}, "selection.", only=True)

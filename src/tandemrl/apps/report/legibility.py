@@ -128,7 +128,7 @@ def judge_legibility(
             continue
         metrics = summarise(own, transferred, bootstrap=config.eval.bootstrap, seed=config.eval.seed)["macro"]
         counts = {name: int(metrics[name]) for name in ("texts", "labelled", "dropped")}
-        counts["problems"] = len({(each.set, each.same_as or each.example_id) for each in alone})
+        counts["problems"] = len({(each.set, each.asks) for each in alone})
         notes += no_reference(reader.name, metrics[f"{ALONE}/truncation_rate"])
         if dropped := counts["dropped"]:
             what = f"{dropped} of {counts['texts']} texts are too long for {reader.name}'s context, or empty"
