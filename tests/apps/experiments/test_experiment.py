@@ -121,6 +121,7 @@ def test_readers_that_no_arm_was_trained_with_read_every_arm(finished: Finished)
                 assert len(right) == 6 * len(names)
                 assert rows[arm, seed][f"{who}/{name}"] == pytest.approx(sum(right) / len(right))
             assert rows[arm, seed][f"{who}/free/0"] == rows[BASE, seed][f"{who}/free/0"]
+        assert (rows[arm, seed]["start/kl"] > 0) == (arm != BASE)
     assert "unseen/pass@1" not in rows["junior", 0]
     page = (out / "report.html").read_text()
     for title in ("Solo against transfer", "What readers make of parts of the texts", "Trained one way, evaluated"):

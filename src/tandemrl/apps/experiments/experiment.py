@@ -70,6 +70,8 @@ READ = 128
 """How many problems' texts the readers get at most, one of each."""
 READER_SEED = 1000
 """Of the first reader. No pair has it."""
+START = "start"
+"""Where, in an evaluation, the model before training reads the arm's texts."""
 READINGS = (
     *(f"{way}/{given}" for way in WAYS for given in (*SHARES, "before")),
     "free/step",
@@ -269,6 +271,8 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         read = (few, "eval.samples=1", "eval.k=[1]", "eval.draws=0", f"eval.readers=[{','.join(map(str, folders))}]")
         config = _evaluation_config(experiment, job, home, *read)
         evals.evaluate(config, model=model, out=_evaluation(job, out), phases=["transfer"])
+        config = _evaluation_config(experiment, job, home, *read[:-1], f"model.junior={home}/pair/senior")
+        evals.evaluate(config, model=model, out=_evaluation(job, out) / START, phases=["drift"])
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
@@ -362,6 +366,7 @@ def _row(job: Job, home: Path, arm: str) -> dict[str, float]:
     found, family = measured(home / arm, MEASURES) | _readings(home / arm / "transfer.json"), PAIRS[job.pair]
     fitted = home.parent / arm / "hf" / "matched" / FITTED
     found |= json.loads(fitted.read_text()) if fitted.exists() else {}
+    found |= measured(home / arm / START, {"start/kl": ("drift", "kl")})
     for phase, further in (("pass-at-k", family.solo), ("handoff", family.handoff)):
         file = evals.read_result(home / arm / f"{phase}.json")["samples"]
         texts = [each.text for each in evals.read_samples(home / arm / file)] if further else []

@@ -145,6 +145,11 @@ COLUMNS = (
         *("nats/token", nats, inf),
     ),
     Column(
+        *("KL to the start", "", "", "start/kl"),
+        "KL(senior ‖ senior before training) of their next-token distributions, on the senior’s solo responses",
+        *("nats/token", nats, inf),
+    ),
+    Column(
         *("verified pass@1", "verified", "verified_pass@1"),
         meaning="fraction of responses that are correct and whose reasoning a judge accepts",
     ),
