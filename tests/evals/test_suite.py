@@ -383,6 +383,11 @@ def test_without_a_junior_only_the_solo_phases_are_run(everything, tmp_path):
     readers = EvalConfig(readers=("R",))
     pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(url="U"), eval=readers)
     assert evals.left_out(pair_and_judge) == {"judge-legibility": "needs judge.prompt=legibility"}
+    served = evals.left_out(replace(pair_and_judge, eval=EvalConfig(readers=("R@http://127.0.0.1:1/v1",))))
+    assert list(served) == ["judge-legibility", "surprise", "checkable", "monitor"]
+    assert served["monitor"].startswith(
+        "needs log-probs, which the endpoint of reader R@http://127.0.0.1:1/v1 does not"
+    )
     assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(url="U", prompt="tinyv")))) == [
         "verified",
         "judge-legibility",

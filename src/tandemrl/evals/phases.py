@@ -38,10 +38,10 @@ class Phase:
     samples and the k of pass@k. junior: whether it needs a junior. both: whether both write. by_junior: whether the
     junior writes alone. of_solo: whether the texts are those of ``pass-at-k``, which are used if they exist. judge:
     whether it needs a judge of reasoning. graded: whether rows need ground truths. one_vocabulary: whether the models
-    must share theirs, if the junior is loaded at all. readers: whether it needs other readers. itself: whether the
-    senior reads its own texts again. by_name: whether it is run only if it is asked for. settings: the keys of ``eval``
-    that only this phase reads. whole: what it says of all samples together, with the resamples and the seed of
-    intervals.
+    must share theirs, if the junior is loaded at all. readers: whether it needs other readers. log_probs: whether
+    these must say how likely a text is. itself: whether the senior reads its own texts again. by_name: whether it is
+    run only if it is asked for. settings: the keys of ``eval`` that only this phase reads. whole: what it says of all
+    samples together, with the resamples and the seed of intervals.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Phase:
     graded: bool = True
     one_vocabulary: bool = False
     readers: bool = False
+    log_probs: bool = False
     itself: bool = False
     by_name: bool = False
     settings: tuple[str, ...] = ()
@@ -197,10 +198,20 @@ PHASES = {
         replace(_SOLO, name="judge-legibility", read=verified, measure=rated, of_solo=True, judge=True, by_name=True),
         Phase("junior", junior_alone, alone, by_junior=True),
         _of_readers("transfer", others(transfer, "draws"), transferred, settings=("draws",)),
-        _of_readers("surprise", others(surprise, graded=False), transferred, graded=False, by_name=True),
+        _of_readers(
+            "surprise", others(surprise, graded=False), transferred, log_probs=True, graded=False, by_name=True
+        ),
         _of_readers("recover", others(recover), transferred, by_name=True),
-        _of_readers("checkable", others(checkable), checked, by_name=True, whole=pooled_auroc),
-        _of_readers("monitor", others(monitor, graded=False), monitored, graded=False, by_name=True, whole=g_mean2),
+        _of_readers("checkable", others(checkable), checked, log_probs=True, by_name=True, whole=pooled_auroc),
+        _of_readers(
+            "monitor",
+            others(monitor, graded=False),
+            monitored,
+            log_probs=True,
+            graded=False,
+            by_name=True,
+            whole=g_mean2,
+        ),
         replace(_SOLO, name="intervene", read=others(intervene, itself=True), measure=moved, by_name=True, itself=True),
         Phase("entropy", entropy, sampled, junior=False, of_solo=True, graded=False, itself=True, by_name=True),
         Phase(

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.special import expit
 
 from tandemrl.data.rows import RENDERED, Prompt, chat_tokens
-from tandemrl.evals.measures import EvalError, Sample, author_runs
+from tandemrl.evals.measures import Sample, author_runs
 from tandemrl.evals.protocol import sampling_for, strategies
 from tandemrl.evals.reading import by_junior, read_texts, read_tokens
 from tandemrl.models.loading import differing_entries
@@ -224,10 +224,6 @@ class Reader:
     ) -> list[float | None]:
         """The log-probs of tokens after a prompt and other tokens; None where there is no prompt, or no room for it."""
         known = [(i, *each) for i, each in enumerate(asked) if each[1] is not None and each[3]]
-        if self.endpoint is not None:
-            raise EvalError(
-                f"reader {self.name} is behind an endpoint, which gives no log-probs; load it for this phase"
-            )
         texts = [
             sample._replace(problem=n, tokens=[*part, *rest], author=f"C{len(part)}S{len(rest)}", stop_reason="stop")
             for n, (_, sample, _, part, rest) in enumerate(known)

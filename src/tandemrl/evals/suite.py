@@ -15,7 +15,7 @@ from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.phases import PHASES, Phase, Texts
 from tandemrl.evals.protocol import generate_samples, sampling_for, strategies
 from tandemrl.evals.remote import play
-from tandemrl.evals.session import Endpoint, Session, short_names
+from tandemrl.evals.session import Endpoint, Session, reader_of_spec, short_names
 from tandemrl.evals.stored import Stored, stored_samples
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.partner import check_untranslatable
@@ -125,6 +125,8 @@ def left_out(config: Config) -> dict[str, str]:
             reasons[name] = "needs other readers; give eval.readers=[MODEL,…]"
         elif phase.readers and len({*short_names(readers)}) < len(readers):
             reasons[name] = "needs readers that differ; name each once in eval.readers"
+        elif phase.log_probs and (served := [each for each in readers if reader_of_spec(each)[1] is not None]):
+            reasons[name] = f"needs log-probs, which the endpoint of reader {served[0]} does not give; leave out @URL"
         elif (phase.readers or phase.itself) and config.has_episodes:
             reasons[name] = "reads single responses; set rollout.environment=single"
         elif phase.junior and config.model.junior is None:
