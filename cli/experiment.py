@@ -57,8 +57,8 @@ def _add(experiment: Experiment) -> None:
             verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")
             echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
         for each in results["tests"]:
-            what = f"{each['a']} - {each['b']}, {each['measure']}: {each['mean']:+.3f} over {each['seeds']} seeds"
-            echo(f"{what}, p {each['p']:.2g}, Holm's {each['holm']:.2g}")
+            what = f"{each['pair']}: {each['a']} - {each['b']}, {each['measure']}: {each['mean']:+.3f}"
+            echo(f"{what} over {each['seeds']} seeds, p {each['p']:.2g}, Holm's {each['holm']:.2g}")
         typer.echo(f"report: {folder}/report.html")
 
     app.command(name, help=experiment.summary)(run)

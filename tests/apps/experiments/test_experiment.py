@@ -164,6 +164,19 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     (out / "experiment.json").write_text(stored)
 
 
+def test_added_readers_read_what_is_finished(finished: Finished) -> None:
+    small, out, _, _ = finished
+    home = out / "plain" / "seed-0" / "eval" / "grpo"
+    before = {file: file.read_bytes() for file in home.glob("transfer*")}
+    weights = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
+    experiments.run_job(replace(small, readers=3), Job("plain", 0, GRPO), out)
+    arms = {sample.arm for sample in read_samples(home / "transfer.samples.jsonl")}
+    assert arms == {"junior", "reader-1", "reader-2", "reader-3"}
+    assert {file: file.stat().st_mtime_ns for file in weights} == weights
+    for file, content in before.items():
+        file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

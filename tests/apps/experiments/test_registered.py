@@ -56,7 +56,26 @@ def test_tests_are_paired_by_seed_and_corrected_over_the_family() -> None:
     below = [each | {"mean": -each["mean"]} for each in found]
     assert {each["verdict"] for each in verdicts("frontier", below)} == {"fails"}
     assert paired_tests("frontier", [row for row in rows if row["seed"] == 0]) == []
-    assert paired_tests("repair", rows) == stated("repair", ["grpo"], 5) == []
+    assert paired_tests("repair", rows) == stated("repair", ["repair"], ["grpo"], 5) == []
+
+
+def test_every_pair_has_tests_of_its_own_and_claims_are_of_the_pair_that_they_were_made_for() -> None:
+    rng = np.random.default_rng(3)
+    rows = [
+        {"pair": pair, "arm": arm, "seed": seed, "handoff/pass@1": rng.normal(0.5 + 0.4 * (arm == "tandem"), 0.02)}
+        for pair in ("plain", "jargon")
+        for arm in ("grpo", "tandem")
+        for seed in range(4)
+    ]
+    found = paired_tests("frontier", rows)
+    apart = [paired_tests("frontier", [row for row in rows if row["pair"] == pair]) for pair in ("plain", "jargon")]
+    assert found == apart[0] + apart[1]
+    assert [(each["pair"], each["seeds"], each["holm"] == each["p"]) for each in found] == [
+        ("plain", 4, True),
+        ("jargon", 4, True),
+    ]
+    assert [(each["pair"], each["values"]) for each in verdicts("frontier", found)] == [("jargon", [found[1]["holm"]])]
+    assert not any("beforehand" in line for line in stated("frontier", ["plain"], ["grpo", "tandem"], 4))
 
 
 @pytest.mark.parametrize("name", REGISTERED)
@@ -65,8 +84,8 @@ def test_what_is_stated_is_of_the_experiment_s_arms(name: str) -> None:
     arms = [arm.name for arm in experiment.arms]
     assert {arm for pair in REGISTERED[name].contrasts for arm in pair} <= {*arms}
     assert {*REGISTERED[name].contrasts} <= {*experiment.contrasts}
-    first, *least = stated(name, arms, 5)
-    assert first.startswith("stated beforehand: ")
+    first, *least = stated(name, experiment.pairs, arms, 5)
+    assert first.startswith(f"stated beforehand of the {experiment.pairs[0]} pair: ")
     assert [line.partition(":")[0] for line in least] == [
         f"smallest detectable difference in {measure}" for measure in ("solo/pass@1", "handoff/pass@1", "unseen/pass@1")
     ]

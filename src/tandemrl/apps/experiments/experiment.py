@@ -181,7 +181,8 @@ def run_experiment(
     out = Path(out)
     for problem in _problems(experiment):
         raise ExperimentError(f"{experiment.name}: {problem}")
-    for line in stated_before(experiment.name, [arm.name for arm in experiment.arms], len(experiment.seeds)):
+    names = [arm.name for arm in experiment.arms]
+    for line in stated_before(experiment.name, experiment.pairs, names, len(experiment.seeds)):
         say(line)
     for arm in experiment.arms:  # a bad key is found before an hour of work
         load(experiment.config, [*arm.overrides, *experiment.overrides])
@@ -269,10 +270,13 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         folders = [home / "pair" / "junior", *_readers(experiment, job.pair, out)]
         few = f"data.eval=[synthetic:{job.pair}:heldout:{min(READ, experiment.problems)}]"
         read = (few, "eval.samples=1", "eval.k=[1]", "eval.draws=0", f"eval.readers=[{','.join(map(str, folders))}]")
-        config = _evaluation_config(experiment, job, home, *read)
-        evals.evaluate(config, model=model, out=_evaluation(job, out), phases=["transfer"])
+        config, file = _evaluation_config(experiment, job, home, *read), _evaluation(job, out) / "transfer.json"
+        before = evals.read_result(file)["config"]["readers"] if file.exists() else []
+        if len(before) < len(folders) and before == [*map(str, folders[: len(before)])]:
+            file.unlink(missing_ok=True)  # readers were added: all read again
+        evals.evaluate(config, model=model, out=file.parent, phases=["transfer"])
         config = _evaluation_config(experiment, job, home, *read[:-1], f"model.junior={home}/pair/senior")
-        evals.evaluate(config, model=model, out=_evaluation(job, out) / START, phases=["drift"])
+        evals.evaluate(config, model=model, out=file.parent / START, phases=["drift"])
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
@@ -309,7 +313,7 @@ def collect_results(
         for claim in claims_of(pair, rows, contrasts, refused=len(experiment.seeds) - len(homes[pair]))
     ]
     tests = paired_tests(experiment.name, rows)
-    claims += [{"pair": experiment.pairs[0]} | each for each in verdicts(experiment.name, tests)]
+    claims += verdicts(experiment.name, tests)
     return {
         "schema": SCHEMA,
         "experiment": experiment.to_json(),

@@ -1,7 +1,7 @@
 """What is stated before an experiment is run: its contrasts, its measures, what it can show, and how it is tested.
 
-A difference between two arms is tested over seeds by Student's paired t test, two-sided. The tests of an experiment are
-one family, whose p values are Holm's. ``deviation`` is the standard deviation of a paired difference over seeds that is
+A difference between two arms is tested over seeds by Student's paired t test, two-sided. The tests of a pair are one
+family, whose p values are Holm's. ``deviation`` is the standard deviation of a paired difference over seeds that is
 expected, from results that were there before.
 """
 
@@ -19,13 +19,15 @@ from tandemrl.evals.stats import holm, seed_interval
 class Registered(NamedTuple):
     """The contrasts (a, b) that are tested, each in every measure, and of each measure the expected deviation.
 
-    above: the contrasts of which a is claimed to be above b, each in the measures of ``legible``."""
+    expected: what is said of the ``pair``; of others, nothing is. above: the contrasts of which a is claimed to be
+    above b there, each in the measures of ``legible``."""
 
     contrasts: tuple[tuple[str, str], ...]
     deviations: Mapping[str, float]
     expected: str
     above: tuple[tuple[str, str], ...] = ()
     legible: tuple[str, ...] = ()
+    pair: str = "jargon"
 
 
 REGISTERED: dict[str, Registered] = {
@@ -63,7 +65,7 @@ def smallest_difference(deviation: float, seeds: int, *, tests: int, level: floa
     return float(quantiles * deviation / np.sqrt(seeds))
 
 
-def stated(name: str, arms: Sequence[str], seeds: int) -> list[str]:
+def stated(name: str, pairs: Sequence[str], arms: Sequence[str], seeds: int) -> list[str]:
     """What is said before the experiment is run; nothing of one without a statement.
 
     Args:
@@ -71,7 +73,8 @@ def stated(name: str, arms: Sequence[str], seeds: int) -> list[str]:
     """
     if name not in REGISTERED or not (family := _family(name, arms)):
         return []
-    lines = [f"stated beforehand: {REGISTERED[name].expected}"]
+    known = REGISTERED[name]
+    lines = [f"stated beforehand of the {known.pair} pair: {known.expected}"] if known.pair in pairs else []
     for measure, deviation in REGISTERED[name].deviations.items():
         least = smallest_difference(deviation, seeds, tests=len(family))
         shown = f"{least:.3f}" if np.isfinite(least) else "none: one seed"
@@ -83,14 +86,17 @@ def stated(name: str, arms: Sequence[str], seeds: int) -> list[str]:
 
 
 def paired_tests(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tests of an experiment on the rows of ``results.json``: of each contrast and measure the mean difference with
-    its 95 % interval, its number of seeds, p and Holm's p. Of fewer than two seeds there are none."""
-    if name not in REGISTERED:
-        return []
+    """The tests of an experiment on the rows of ``results.json``: of each pair, contrast and measure the mean
+    difference with its 95 % interval, its number of seeds, p and Holm's p. Of fewer than two seeds there are none."""
+    pairs = dict.fromkeys(row["pair"] for row in rows) if name in REGISTERED else ()
+    return [each for pair in pairs for each in _of_pair(name, pair, [row for row in rows if row["pair"] == pair])]
+
+
+def _of_pair(name: str, pair: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for (a, b), measure in _family(name, [row["arm"] for row in rows]):
         known = [row for row in rows if row.get(measure) is not None]
-        x, y = ({(row["pair"], row["seed"]): row[measure] for row in known if row["arm"] == arm} for arm in (a, b))
+        x, y = ({row["seed"]: row[measure] for row in known if row["arm"] == arm} for arm in (a, b))
         shared = [key for key in x if key in y]
         if len(shared) > 1:
             differences = np.array([x[key] - y[key] for key in shared])
@@ -99,7 +105,7 @@ def paired_tests(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str,
             sure = 1.0 if mean == 0 else 0.0  # all seeds differ by the very same
             p = sure if error == 0 else float(2 * t.sf(abs(mean) / error, len(shared) - 1))
             ends = {"mean": mean, "low": low, "high": high}
-            found.append({"a": a, "b": b, "measure": measure, **ends, "seeds": len(shared), "p": p})
+            found.append({"pair": pair, "a": a, "b": b, "measure": measure, **ends, "seeds": len(shared), "p": p})
     adjusted = holm([each["p"] for each in found])
     return [each | {"holm": p} for each, p in zip(found, adjusted, strict=True)]
 
@@ -109,10 +115,13 @@ def verdicts(name: str, tests: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     found: list[dict[str, Any]] = []
     for each in tests:
         known = REGISTERED[name]
-        if (each["a"], each["b"]) in known.above and each["measure"] in known.legible:
+        claimed = each["pair"] == known.pair and (each["a"], each["b"]) in known.above
+        if claimed and each["measure"] in known.legible:
             verdict: Verdict = "holds" if each["mean"] > 0 and each["holm"] <= 0.05 else "fails"
             what = f"{each['a']} is above {each['b']} in {each['measure']}, Holm's p"
-            found.append({"claim": what, "bar": "<= 0.05", "values": [each["holm"]], "verdict": verdict})
+            found.append(
+                {"pair": known.pair, "claim": what, "bar": "<= 0.05", "values": [each["holm"]], "verdict": verdict}
+            )
     return found
 
 
