@@ -22,8 +22,9 @@ from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl.apps.play.app import application
 from tandemrl.apps.play.duo import Draft, Duo
 from tandemrl.apps.play.problems import EXAMPLE, MAX_NEW, Problems, known_problems
-from tandemrl.config import load
+from tandemrl.config import SelectionConfig, load
 from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.tasks.generated.synthetic import uses_jargon
 
 pytestmark = pytest.mark.browser
 
@@ -219,6 +220,38 @@ def test_a_text_is_marked(pair_page: Any, pair: Path, solver: Duo) -> None:
     assert page.input_value("#prompt") == asked
     page.click("#another")
     assert re.search(r"\d.*How many", page.input_value("#prompt").replace(asked, ""))
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_words_are_coloured_by_what_handing_over_does(pair_page: Any, solver: Duo, width: int) -> None:
+    page, asked, alone = pair_page, pair_page.input_value("#prompt"), SelectionConfig("solo")
+    page.set_viewport_size({"width": width, "height": 844})
+    texts = {
+        seed: "".join(t.text for t in solver.write(Draft(asked, seed, alone), MAX_NEW).tokens) for seed in range(9)
+    }
+    page.fill("#seed", str(next(seed for seed, text in texts.items() if uses_jargon(text))))
+    page.select_option("#strategy", "solo")
+    page.click("#start")
+    finished(page)
+    assert not page.is_visible("#heat")
+    with page.expect_response("**/handovers", timeout=120_000) as answer:
+        page.click("#handovers")
+    page.wait_for_selector("#heat:not([hidden])")
+    places, whole = answer.value.json()["places"], [span["text"] for span in spans(page)]
+    bare = page.eval_on_selector_all("#effects span", "all => all.map(s => [s.textContent, s.title, s.className])")
+    sure = [place for place in places[1:] if place["high"] < 0 or place["low"] > 0]
+    assert len(bare) == len(whole) == page.locator("#surprises span").count()
+    assert len([text for text, _, _ in bare if re.search(r"[−+]\d\.\d\d", text)]) == len(sure) > 0
+    assert {title for _, title, _ in bare if title} == {
+        "{} [{}, {}]".format(*(f"{each[name]:+.2f}".replace("-", "−") for name in ("effect", "low", "high")))
+        for each in places[1:]
+    }
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if (folder := os.environ.get("SCREENSHOTS")) is not None:
+        page.screenshot(path=f"{folder}/heat-{width}.png", full_page=True)
+    page.click("#start")
+    finished(page)
+    assert not page.is_visible("#heat")  # it is of the text before
 
 
 def test_a_reload_loses_nothing(pair_page: Any) -> None:

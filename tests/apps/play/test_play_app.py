@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from starlette.testclient import TestClient
 
 from helpers import CHAT_TEMPLATE, IDS, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl.apps.play.app import application
-from tandemrl.apps.play.duo import Duo
-from tandemrl.apps.play.problems import EXAMPLE, Problems
-from tandemrl.config import load
+from tandemrl.apps.play.duo import PLACES, Draft, Duo
+from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
+from tandemrl.config import SelectionConfig, load
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.tasks.generated.synthetic import uses_jargon
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,32 @@ def test_a_text_is_written_and_said(client: TestClient) -> None:
     assert client.post("/grade", json=draft | {"prompt": "b a"}).json() == {"verdict": None}
 
 
+def test_handing_over_is_harmful_in_jargon_and_nothing_between_equals(pair: Path, solver: Duo) -> None:
+    """The right answer in jargon, which the junior cannot read. Between equal models every effect is exactly 0."""
+    problems = Problems(*known_problems(str(pair / "senior")))
+    asked, alone = problems.prompts[0], SelectionConfig("solo")
+    for seed in range(40):
+        tokens = solver.write(Draft(asked, seed, alone), 128).tokens
+        text = "".join(token.text for token in tokens)
+        if uses_jargon(text) and f"boxed{{{problems.rows[asked].ground_truth}}}" in text:
+            break
+    draft = {"prompt": asked, "seed": seed, "tokens": [t.id for t in tokens], "authors": [t.author for t in tokens]}
+    client = TestClient(application(solver, problems, about={}), base_url="http://127.0.0.1:8765")
+    assert client.post("/begin", json={}).json()["handovers"]
+    places = client.post("/handovers", json=draft).json()["places"]
+    ats = [place["at"] for place in places]
+    assert ats == sorted({0, *ats})
+    assert len(places) <= PLACES
+    assert min(place["high"] for place in places) < 0
+    assert all(place["low"] <= place["effect"] <= place["high"] for place in places)
+    senior = solver.engine.models[0]
+    same = Duo(TorchEngine(senior, senior, solver.tokenizer), senior, solver.tokenizer, longest=256)
+    client = TestClient(application(same, problems, about={}), base_url="http://127.0.0.1:8765")
+    assert {place["effect"] for place in client.post("/handovers", json=draft).json()["places"]} == {0.0}
+    refused = client.post("/handovers", json=draft | {"prompt": "How many?"})
+    assert (refused.status_code, "choose one of the problems" in refused.json()["error"]) == (400, True)
+
+
 def test_what_fails_is_said_as_json(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise GraderError("functions.mine: KeyError: 'x'")
@@ -69,10 +97,10 @@ def test_what_fails_is_said_as_json(client: TestClient, monkeypatch: pytest.Monk
     assert "GraderError: functions.mine: KeyError: 'x'" in json.dumps(answer.json(), ensure_ascii=False)
 
 
-@pytest.mark.parametrize("question", ["write", "say", "grade"])
+@pytest.mark.parametrize("question", ["write", "say", "grade", "handovers"])
 def test_tokens_outside_the_vocabulary_are_refused_by_each_question(client: TestClient, question: str) -> None:
     for token in (999, 2**70, -1):
-        body = {"prompt": "a", "count": 1, "text": "c", "tokens": [token], "authors": [1]}
+        body = {"prompt": "a b", "count": 1, "text": "c", "tokens": [token], "authors": [1]}
         answer = client.post(f"/{question}", json=body)
         assert answer.status_code == 400
         assert re.search("outside the vocabulary|whole number from 0", answer.json()["error"])

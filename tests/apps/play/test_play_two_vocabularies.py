@@ -14,6 +14,7 @@ pytest.importorskip("starlette", reason="needs the play extra")
 from transformers import AutoModelForCausalLM
 
 from tandemrl.apps.play.duo import Draft, Duo, Piece
+from tandemrl.apps.play.problems import EXAMPLE
 from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling
@@ -110,13 +111,15 @@ def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo, sele
     assert [token.text for token in twice.tokens] == ["!"]
 
 
-def test_nothing_is_inserted_after_half_a_character(duo: Duo) -> None:
+def test_what_two_vocabularies_cannot_do_is_refused(duo: Duo) -> None:
     half = tuple(duo.tokenizer.encode("é", add_special_tokens=False)[:1])
     draft = Draft(ASKED, 7, WORDS, tokens=half, authors=(1,))
     with pytest.raises(
         ValueError, match="text: the junior cannot read it in its vocabulary; insert other characters, or"
     ):
         duo.say(draft, " c")
+    with pytest.raises(ValueError, match="handovers are of single texts in one vocabulary"):
+        duo.handovers(draft, EXAMPLE, list)
 
 
 def test_surprisals_are_the_juniors_reading_of_each_word(duo: Duo, other_junior: Path) -> None:

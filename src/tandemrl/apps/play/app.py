@@ -1,4 +1,4 @@
-"""The page of `tandemrl play` and the four questions that it asks, for one person on this machine.
+"""The page of `tandemrl play` and the five questions that it asks, for one person on this machine.
 
 The browser keeps the text; each question brings it along. Only requests whose Host, and Origin where there is one, are
 this machine are answered: no page from elsewhere can talk to the models.
@@ -96,15 +96,21 @@ def application(
         verdict = None if answered is None else problems.verdict(written.prompt, *answered)
         return {"verdict": None if verdict is None else verdict._asdict()}
 
+    def handovers(body: Mapping[str, Any]) -> dict[str, Any]:
+        written = draft(body)
+        return {"places": duo.handovers(written, *problems.graded(written.prompt))}
+
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:
         offered = {
             "strategies": strategies_of(begin_with, apart=duo.apart, turns=duo.turns),
             "problems": problems.prompts,
+            "handovers": not (duo.apart or duo.turns),
         }
         defaults = asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}
         return {**about, **offered, "defaults": defaults}
 
-    routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say, grade)]
+    asked = (begin, write, say, grade, handovers)
+    routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in asked]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
     door = Middleware(Door, hosts=LOOPBACK, limit=MAX_BODY, hint="open http://127.0.0.1", refusal=_error)
     return Starlette(routes=[*pages, *routes], middleware=[door])

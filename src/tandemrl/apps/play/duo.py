@@ -18,8 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import SelectionConfig
 from tandemrl.data.messages import Transcript
-from tandemrl.data.rows import chat_tokens
+from tandemrl.data.rows import Prompt, Row, chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
+from tandemrl.evals import Sample
+from tandemrl.evals.handover import Grade, handover_effects, unit_of
+from tandemrl.evals.protocol import Profile
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_scores
 from tandemrl.models.loading import context_of
@@ -64,6 +67,10 @@ class Draft:
 
 FURTHER = 64
 """With two vocabularies: how many tokens more than were asked for a piece may have, so that it ends with a word."""
+
+
+PLACES, BRANCHES = 32, 12
+"""Of `Duo.handovers`: at how many words the models are handed over, and how often each of them goes on there."""
 
 
 class Token(NamedTuple):
@@ -220,6 +227,40 @@ class Duo:
         if self.apart:
             self._junior_prompt(draft.prompt, longer.tokens)  # refuses what the junior cannot read
         return Piece(self._read(longer, len(draft.tokens), prompt), None)
+
+    def handovers(self, draft: Draft, row: Row, grade: Grade) -> list[dict[str, Any]]:
+        """What handing over to the junior at words of a text does to the reward (`handover_effects`), at `PLACES` of
+        them at most, evenly spread. A branch may become `FURTHER` tokens longer than the text.
+
+        Raises:
+            ValueError: a token is outside the vocabulary, or this page has no such texts.
+        """
+        self._check(draft.tokens)
+        if self.apart or self.turns:
+            raise ValueError("handovers are of single texts in one vocabulary; use tandemrl eval with such a pair")
+        prompt, text = self._prompt(draft.prompt), [*draft.tokens]
+        while text and text[-1] in self._special:
+            text.pop()
+        unit = unit_of("word", self.tokenizer, self.engine.vocabulary)
+        begins = unit.places(text)
+        chosen = [begins[i * len(begins) // min(PLACES, len(begins))] for i in range(min(PLACES, len(begins)))]
+        most = min(self.longest - len(prompt), len(text) + FURTHER)
+        opened, key = self._reader_of_responses.opened(prompt), request_key(draft.seed, 0, 0, 0)
+        whole = Sample(0, "", "", "", 0, key, "", text, len(text), None, 0, None, "length", opened=opened)
+        self._free_engine()
+        [found] = handover_effects(
+            [whole],
+            [Prompt(row, tuple(prompt))],
+            unit,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            profile=Profile(Sampling(max_tokens=most, temperature=draft.temperature)),
+            branches=BRANCHES,
+            grade=grade,
+            surprisals={},
+            places={0: chosen},
+        )
+        return [{name: each[name] for name in ("at", "effect", "low", "high")} for each in found.places or ()]
 
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
         # A text is one turn, though the engine gets what is there of it as one that was written before.

@@ -1,6 +1,7 @@
 """Problems whose answers are known, those that a pair was trained for first, and whether a text answers one of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,8 +9,8 @@ from tandemrl.apps.experiments.pair import read_manifest
 from tandemrl.config import Config, load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response, Transcript
-from tandemrl.data.rows import RENDERED, Row, with_suffix
-from tandemrl.evals import run_of_model
+from tandemrl.data.rows import RENDERED, Prompt, Row, with_suffix
+from tandemrl.evals import Sample, grade, run_of_model
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer
@@ -62,6 +63,16 @@ class Problems:
         if not score.scored:
             return None
         return Verdict(score.parts["acc"] == 1.0, score.answer, row.ground_truth)
+
+    def graded(self, prompt: str) -> tuple[Row, Callable[[Sequence[Sample]], list[Sample]]]:
+        """The row of a prompt, and what scores texts that answer it.
+
+        Raises:
+            ValueError: the prompt is no problem.
+        """
+        if (row := self.rows.get(prompt)) is None:
+            raise ValueError("prompt: its answer is not known, so nothing can be scored; choose one of the problems")
+        return row, partial(grade, prompts=[Prompt(row, ())], scorer=self._scorer)
 
 
 def known_problems(senior: str) -> tuple[Config, Sequence[Row], Environment | None]:

@@ -15,7 +15,7 @@ let place = ""; // in the tab's storage: other models have other texts
 let names = {};
 let problems = []; // prompts whose answers are known
 let draft = null; // prompt, seed, selection, temperature, tokens, authors, given: what the next tokens depend on
-let shown = []; // a span each: text, special, kind (senior, junior, person, context), surprisal
+let shown = []; // a span each: text, special, kind (senior, junior, person, context), surprisal, end (in tokens)
 let held = 0; // the surprisal of tokens at the end that are no whole character yet; null: unknown
 let verdict = null; // correct, answer, expected
 let running = false;
@@ -45,6 +45,8 @@ function update() {
   at("pause").disabled = !running;
   at("resume").disabled = at("typed").disabled = at("say").disabled = !idle || over;
   at("share").disabled = !idle || shown.length === 0;
+  at("handovers").disabled = at("share").disabled || !problems.includes(draft.prompt);
+  if (running || draft === null) at("heat").hidden = true;
   at("verdict").textContent = verdict === null ? "" : judged(verdict);
   at("verdict").className = verdict?.correct ? "correct" : "incorrect";
   at("probability-shown").textContent = at("prob_senior").value;
@@ -97,7 +99,7 @@ function add(token, kind) {
   draft.authors.push(token.author);
   held = held === null || token.surprisal === null ? null : held + token.surprisal;
   if (token.text === "" && token.special === "") return;
-  show({ text: token.text, special: token.special, kind, surprisal: held });
+  show({ text: token.text, special: token.special, kind, surprisal: held, end: draft.tokens.length });
   held = 0;
 }
 
@@ -139,6 +141,37 @@ async function write() {
   }
 }
 
+// The text twice: as red or green as handing over after a word costs or gains, and as red as a word is surprising.
+function heat(places) {
+  const most = Math.max(...shown.map(({ surprisal }) => surprisal), 1e-9);
+  const colour = (id, part) => {
+    const spans = shown.map((span) => {
+      const element = document.createElement("span");
+      const { value, title, note } = part(span);
+      const bare = span.text.trimEnd();
+      element.textContent = bare + (note ?? "") + span.text.slice(bare.length);
+      element.title = title;
+      element.className = value > 0 ? "gain" : "";
+      element.style.setProperty("--heat", Math.min(1, Math.abs(value)));
+      return element;
+    });
+    at(id).replaceChildren(...spans);
+  };
+  colour("effects", ({ end }) => {
+    const place = places.find((each) => each.at >= end);
+    if (place === undefined) return { value: 0, title: "" };
+    const [effect, low, high] = [place.effect, place.low, place.high].map(signed);
+    const sure = place.at === end && (place.high < 0 || place.low > 0);
+    return { value: place.effect, title: `${effect} [${low}, ${high}]`, note: sure ? ` ${effect}` : "" };
+  });
+  colour("surprises", (span) => ({ value: -span.surprisal / most, title: nats(span) }));
+  at("heat").hidden = false;
+}
+
+function signed(value) {
+  return (value < 0 ? "−" : "+") + Math.abs(value).toFixed(2);
+}
+
 function point(index) {
   at("text").querySelector(".pointed")?.classList.remove("pointed");
   pointed = Math.max(0, Math.min(index, shown.length - 1));
@@ -174,6 +207,24 @@ at("resume").addEventListener("click", () => {
 at("another").addEventListener("click", () => {
   at("prompt").value = problems[(problems.indexOf(at("prompt").value) + 1) % problems.length];
   update();
+});
+at("handovers").addEventListener("click", async () => {
+  const before = at("status").textContent;
+  running = true;
+  update();
+  at("pause").disabled = true;
+  say("Junior and senior go on from each word …");
+  let places = [];
+  try {
+    ({ places } = await ask("handovers", draft));
+    at("error").textContent = "";
+  } catch (error) {
+    at("error").textContent = error.message;
+  }
+  running = false;
+  say(before);
+  update();
+  if (places.length) heat(places);
 });
 at("takeover").addEventListener("submit", async (event) => {
   event.preventDefault();
@@ -231,6 +282,7 @@ ask("begin", {}).then((about) => {
   at("prompt").value = problems[0];
   at("seed").value = new URLSearchParams(location.search).get("seed") ?? 0;
   at("another").hidden = problems.length < 2;
+  at("handovers").hidden = !about.handovers;
   restore();
   update();
 }).catch((error) => {
