@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tandemrl.cli.errors import needs
 from tandemrl.config.catalogue import TASKS, Task
 
 Template = StrEnum("Template", ["base", "instruct", "chat"])
@@ -64,13 +65,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8100,
 ) -> None:
     """Serve an index for retrieval.url. POST /search with query and top_n, as rlvr's service for Wikipedia."""
-    from tandemrl.config import ConfigError
-    from tandemrl.config.hints import pip_install
-
-    try:
+    with needs("serve", "data serve"):
         from tandemrl.apps.serve.corpus import serve as serve_index
-    except ImportError as error:
-        raise ConfigError(f"tandemrl data serve: {error.name} is missing; {pip_install('serve')}") from None
     serve_index(index, host=host, port=port)
 
 

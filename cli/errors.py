@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from tandemrl.config.hints import no_folder
+from tandemrl.config.fields import ConfigError
+from tandemrl.config.hints import no_folder, pip_install
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of SIGINT, as of a command that a shell ran."""
@@ -50,6 +51,15 @@ def interruptible() -> Iterator[None]:
 def _imports(frame: FrameType | None) -> bool:
     """Whether an import is being made in a frame or in one of its callers."""
     return any(each.f_code.co_filename.startswith("<frozen importlib") for each, _ in traceback.walk_stack(frame))
+
+
+@contextmanager
+def needs(extra: str, command: str) -> Iterator[None]:
+    """A context that imports what an extra installs; if it is missing, the command says how to install it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"tandemrl {command}: {error.name} is missing; {pip_install(extra)}") from None
 
 
 def is_users(error: Exception) -> bool:

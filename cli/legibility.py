@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,8 +25,8 @@ def legibility(
         ),
     ] = None,
     match: Annotated[
-        str | None,
-        typer.Option(metavar="truncation", help="Leave out texts that were cut off, or whose reader was, alone."),
+        Literal["truncation"] | None,
+        typer.Option(help="Leave out texts that were cut off, or whose reader was, alone."),
     ] = None,
     config: Settings = None,
     samples: Annotated[int, typer.Option(min=1, help="Texts per problem.")] = 1,
@@ -38,16 +38,12 @@ def legibility(
 
     The readers need not have been in training. Without ground truths, only their surprise is measured.
     """
-    from typing import cast
-
-    from tandemrl.apps.report.legibility import Match, judge_legibility
+    from tandemrl.apps.report.legibility import judge_legibility
     from tandemrl.cli.heartbeat import progress_bars
     from tandemrl.cli.lines import echo
     from tandemrl.config import ConfigError
     from tandemrl.evals import Stored
 
-    if match not in (None, "truncation"):
-        raise ConfigError(f"--match {match}: expected truncation")
     own = None if responses is not None else model
     rows = [*data] if data else [str(responses)] if responses is not None else None
     resolved, stated = resolved_for(own, config, overrides, rows, k="1", samples=samples, profile=profile)
@@ -57,9 +53,7 @@ def legibility(
     resolved = replace(resolved, eval=replace(resolved.eval, readers=readers))
     source = model if responses is None else Stored(responses, model)
     with progress_bars("loading", err=True) as progress:
-        judged = judge_legibility(
-            resolved, source, out, match=cast("Match | None", match), limit=limit, stated=stated, progress=progress
-        )
+        judged = judge_legibility(resolved, source, out, match=match, limit=limit, stated=stated, progress=progress)
     for line in (*judged.verdicts, *judged.notes):
         echo(line)
     typer.echo(f"written to {out / 'legibility.html'}, {out / 'legibility.json'}")

@@ -78,22 +78,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(train)
-app.command("plan")(plan)
-app.add_typer(evaluate.app, name="eval")
-app.command("compare")(compare.compare)
-app.add_typer(experiment.app, name="experiment")
-app.add_typer(data.app, name="data")
-app.add_typer(model.app, name="model")
-app.command("serve")(serve.serve)
-app.command("play")(play.play)
-app.command("score")(score.score)
-app.command("legibility")(legibility.legibility)
-app.command("regrade")(regrade.regrade)
-app.command("report")(report.report)
-app.add_typer(report.exports, name="export")
-app.command("config")(config.config)
-app.command("check")(check.check)
+for _command in (
+    *(train, plan, compare.compare, serve.serve, play.play, score.score, legibility.legibility),
+    *(regrade.regrade, report.report, config.config, check.check),
+):
+    app.command()(_command)
+_groups = {"eval": evaluate, "experiment": experiment, "data": data, "model": model, "export": report}
+for _name, _group in _groups.items():
+    app.add_typer(_group.app, name=_name)
 add_examples(app)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tandemrl.cli.errors import needs
 from tandemrl.cli.keys import config_of, keys
 
 
@@ -20,20 +21,15 @@ def play(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
     """Write with senior and junior in the browser."""
-    from tandemrl.config import ConfigError
-    from tandemrl.config.hints import pip_install
-
-    try:
+    with needs("play", "play"):
         from tandemrl.apps.play.app import application
         from tandemrl.rollout.gateway.address import listen, run, url_of
-    except ImportError as error:
-        raise ConfigError(f"tandemrl play: {error.name} is missing; {pip_install('play')}") from None
     from tandemrl.apps.play.duo import Duo
     from tandemrl.apps.play.episodes import EpisodeDuo
     from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.apps.serve.engine_server import open_pair
     from tandemrl.cli.heartbeat import heartbeat
-    from tandemrl.config import load
+    from tandemrl.config import ConfigError, load
     from tandemrl.data.rows import DataError
     from tandemrl.models.loading import context_of
     from tandemrl.rewards.protocol import GraderError

@@ -27,10 +27,10 @@ def report(
         echo(f"note: {caveat}", err=True)
 
 
-exports = typer.Typer(help="Write results in the formats of other tools.", no_args_is_help=True)
+app = typer.Typer(help="Write results in the formats of other tools.", no_args_is_help=True)
 
 
-@exports.command("inspect")
+@app.command("inspect")
 def inspect_logs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run, or a folder of runs and evaluations.")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the logs; default DIR/inspect.")] = None,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from tandemrl.cli.errors import needs
 from tandemrl.cli.keys import config_of, keys
 
 
@@ -34,13 +35,8 @@ def serve(
     """An OpenAI-compatible server. Both models generate the responses, which name the author of each token."""
     import importlib.util
 
-    from tandemrl.config import ConfigError
-    from tandemrl.config.hints import pip_install
-
-    try:
+    with needs("serve", "serve"):
         from tandemrl.apps.serve import engine_server
-    except ImportError as error:
-        raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
     engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
     before = [f"model.senior={senior}", f"model.junior={junior}", f"rollout.engine={engine}"]
     config = config_of(overrides, ("model.", "rollout.", "selection.", "data.template_arguments"), before)

@@ -148,7 +148,8 @@ def test_only_the_workers_import_ray_and_only_when_they_start() -> None:
 
 
 def test_the_command_line_imports_heavy_things_inside_commands() -> None:
-    light = {"tandemrl.config.catalogue", "tandemrl.config.hints", "tandemrl.apps.experiments.arms"}
+    names = ("config.catalogue", "config.fields", "config.hints", "apps.experiments.arms")
+    light = {f"tandemrl.{name}" for name in names}
     usual = {*sys.stdlib_module_names, "typer"}
     for name in (name for name in MODULES if name.startswith("tandemrl.cli")):
         others = imported(name, top_level_only=True)

@@ -118,7 +118,7 @@ def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
     ("arguments", "fault"),
     [
         (("M", "--data", "synthetic:plain:heldout:2"), "give --reader MODEL"),
-        (("M", "--reader", "R", "--data", "synthetic:plain:heldout:2", "--match", "length"), "expected truncation"),
+        (("M", "--reader", "R", "--data", "synthetic:plain:heldout:2", "--match", "length"), "not one of"),
         (
             ("M", "--reader", "R@http://a/v1", "--reader", "R@http://b/v1", "--data", "synthetic:plain:heldout:2"),
             "needs readers that differ",
@@ -166,7 +166,7 @@ def test_responses_belong_to_rows_by_name_index_or_place(tmp_path):
         ([{"index": -1, "response": "7"}], "line 1: no row -1"),
         ([{"index": 4, "response": "7"}], "line 1: no row 4"),
         ([{"index": True, "response": "7"}], "line 1: no row True"),
-        ([{"index": 0, "response": "7"}, {"response": "8"}], "line 2: no row None"),
+        ([{"index": 0, "response": "7"}, {"response": "8"}], "line 2: either every line has an example_id or index"),
         ([{"response": "7"}] * 5, "line 5: more lines than the 4 rows; name one by example_id"),
         ([{"example_id": 3, "response": "7"}], "line 1: no row 3"),
         ([{"response": "7", "text": "7"}], "line 1: expected the response"),

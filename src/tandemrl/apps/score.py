@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl.config import Config
-from tandemrl.data.loading import load_rows, read_jsonl
+from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response, Transcript
-from tandemrl.data.rows import DataError, Row, object_of
+from tandemrl.data.responses import read_responses
+from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.functions import Term, means_of
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import ideal_texts
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
 
-TEXT_KEYS = ("response", "text")
 BATCH = 1000
 """How many responses are in memory at once."""
 
@@ -48,9 +48,8 @@ def score_file(
 
     Args:
         data: the sources of the rows, as in ``data.train``.
-        responses: a JSONL file. Each line is an object with the response (``response`` or ``text``) and the row that it
-            belongs to, by its ``example_id`` or by its ``index`` among all rows from 0. If no line has either, line n
-            belongs to row n. A line may have more, as in ``samples.jsonl``: the ``transcript`` of an episode, the text
+        responses: a JSONL file (`read_responses`). A line may have more, as in ``samples.jsonl``: the ``transcript`` of
+            an episode, the text
             without special tokens (``plain``), what the chat template wrote of it (``opened``), ``tokens`` with their
             ``author`` or ``completion_ids``; lines of other steps or groups are not compared with each other.
         out: a JSONL file to write, with one line per response in the same order: ``example_id``, ``score``, ``parts``,
@@ -146,49 +145,31 @@ def _lines(
     Args:
         grouped: whether responses to one prompt are scored together.
     """
-    by_id = {row.example_id: row for row in rows}
-    named, count = None, 0
-    for number, record in read_jsonl(responses, halves=True):  # a model wrote them
-        where = f"{responses}, line {number}"
-        record = object_of(record, where)
-        own = "example_id" in record or "index" in record
-        named = own if named is None else named
-        if named is not own:
-            raise DataError(f"{where}: either every line has an example_id or index, or none has")
-        name, index = record.get("example_id"), record.get("index") if named else count
-        if name in by_id:
-            row = by_id[name]
-        elif name is not None:
-            raise DataError(f"{where}: no row {name!r} in the data; its rows are {rows[0].example_id!r} …")
-        elif isinstance(index, int) and 0 <= index < len(rows):
-            row = rows[index]
-        else:
-            raise DataError(f"{where}: row {index!r} of {len(rows)}; index counts from 0")
+    count, unnamed = 0, False
+    for where, number, text, record in read_responses(responses, rows):
+        row, count = rows[number], count + 1
+        unnamed = not any(record.get(key) is not None for key in ("example_id", "index"))
         place = [record.get(key) for key in ("source", "step", "group", "arm")]
         group = json.dumps([row.data_source, row.ability, row.messages, row.ground_truth, *place]) if grouped else None
         try:
             told = record.get("transcript")
-            line = (row, _response(record)), None if told is None else Transcript.from_json(told), group
+            line = (row, _response(text, record)), None if told is None else Transcript.from_json(told), group
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
         yield line
-        count += 1
-    if named is False and count != len(rows):
+    if unnamed and count != len(rows):
         raise DataError(
             f"{responses}: {count} responses without example_id or index, for {len(rows)} rows; name the row of each"
         )
 
 
-def _response(record: Mapping[str, Any]) -> Response:
+def _response(text: str, record: Mapping[str, Any]) -> Response:
     """The response of a line, with the token ids after the prompt: ``completion_ids``, or those of a training sample or
     of one of an evaluation."""
-    texts = [record[key] for key in TEXT_KEYS if key in record]
-    if len(texts) != 1 or not isinstance(texts[0], str):
-        raise TypeError(f"expected the response as a string in one of: {', '.join(TEXT_KEYS)}")
     ids, author = record.get("completion_ids"), record.get("author")
     if ids is None and author is not None and record.get("tokens") is not None:
         context = 0 if isinstance(author, str) else next((i for i, who in enumerate(author) if who >= 0), len(author))
         ids = record["tokens"][context:]
     plain = record.get("plain")
     own = None if ids is None else tuple(map(int, ids))
-    return Response(texts[0], texts[0] if plain is None else str(plain), str(record.get("opened") or ""), own)
+    return Response(text, text if plain is None else str(plain), str(record.get("opened") or ""), own)

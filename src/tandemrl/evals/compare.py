@@ -203,18 +203,6 @@ def judgement(metric: str, difference: Interval) -> str:
     return "better" if high == (good == "higher") else "worse"
 
 
-def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B") -> str:
-    """A Markdown table, a row per contrast; ``a`` and ``b`` are the titles of the two sides."""
-    seeds = max((len(each.per_seed) for each in contrasts), default=1)
-    over = f"t interval over {seeds} seeds" if seeds > 1 else "bootstrap interval over problems"
-    lines = [f"| phase | metric | {a} | {b} | {a} - {b} ({over}) | |", "|---|---|---:|---:|---:|---|"]
-    for each in contrasts:
-        conclusion = each.verdict if each.verdict.startswith("no") else f"{a} {each.verdict[2]} {b}"
-        figures = f"{each.a:.3f} | {each.b:.3f} | {show_interval(each.difference)}"
-        lines.append(f"| {each.phase} | {each.metric} | {figures} | {conclusion} |")
-    return "\n".join(lines) + "\n"
-
-
 def show_interval(interval: Interval, digits: int = 3) -> str:
     """The text for the interval of a difference, with signs.
 

@@ -222,12 +222,6 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     return "\n".join([line(head), rule, *map(line, rows)]) + "\n"
 
 
-def claims_table(claims: Sequence[Claim]) -> str:
-    """A Markdown table: a row per claim."""
-    rows = [[each.claim, each.bar, shown_values(each), each.verdict] for each in claims]
-    return markdown_table(["claim", "bar", "values", "verdict"], rows)
-
-
 def shown_values(claim: Claim) -> str:
     return ", ".join(map(nats, claim.values)) or MISSING
 
