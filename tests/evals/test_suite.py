@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,24 +197,6 @@ def test_texts_over_what_the_junior_sees_are_dropped_and_counted(tokenizer, limi
     assert macro["cross_entropy"] == pytest.approx(sum(kept) / 3)
     with pytest.raises(EvalError, match="none of its 5 problems"):
         evals.summarise(samples, measures.legible, bootstrap=10, seed=0)
-
-
-def test_legibility_reads_the_pass_at_k_samples(phase, tmp_path, monkeypatch):
-    alone = phase("legibility", out=tmp_path / "alone")
-    phase("pass-at-k")
-
-    class NoEngine:
-        def __init__(self, *args, **kwargs):
-            raise AssertionError("generated again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session, "make_engine", NoEngine)
-        beside = phase("legibility")
-        with pytest.raises(AssertionError, match="generated again"):  # other samples than pass@k's
-            phase("legibility", out=tmp_path / "eval" / "other.json", limit=2)
-    assert beside["metrics"] == alone["metrics"]
-    stored = evals.read_samples(Path(tmp_path / "eval" / beside["samples"]))
-    assert all(sample.score is not None for sample in stored)
 
 
 PROMPTS = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(4))]
@@ -476,16 +457,23 @@ def test_drift_is_that_of_full_logits(per_chunk, monkeypatch):
         assert alone.cross_entropy == pytest.approx(-of_all[written, tokens].mean(), abs=2e-5)
 
 
-def test_drift_reads_the_solo_texts(phase, tmp_path, monkeypatch):
-    """Also alone, and the junior's cross-entropy is that of legibility."""
-    alone = phase("drift", out=tmp_path / "alone")
+def test_legibility_and_drift_read_the_solo_texts(phase, tmp_path, monkeypatch):
+    """Also alone, and the junior's cross-entropy is the same in both."""
+    alone = {name: phase(name, out=tmp_path / "alone")["metrics"] for name in ("legibility", "drift")}
     phase("pass-at-k")
-    legibility = phase("legibility")["metrics"]["macro"]
+
+    def fail(*args, **kwargs):
+        raise AssertionError("generated again")
+
     with monkeypatch.context() as patch:
-        patch.setattr(session, "make_engine", None)  # the texts are not written again
-        result = phase("drift")
-    assert result["metrics"] == alone["metrics"]
-    macro = result["metrics"]["macro"]
+        patch.setattr(session, "make_engine", fail)
+        beside = {name: phase(name)["metrics"] for name in alone}
+        with pytest.raises(AssertionError, match="generated again"):  # other samples than pass@k's
+            phase("legibility", out=tmp_path / "eval" / "other.json", limit=2)
+    assert beside == alone
+    stored = evals.read_samples(tmp_path / "eval" / "legibility.samples.jsonl")
+    assert all(sample.score is not None for sample in stored)
+    legibility, macro = (beside[name]["macro"] for name in alone)
     by_problem = {}
     for sample in evals.read_samples(tmp_path / "eval" / "drift.samples.jsonl"):
         by_problem.setdefault(sample.problem, []).append(sample.cross_entropy - sample.surprisal)

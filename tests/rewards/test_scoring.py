@@ -104,21 +104,6 @@ def test_a_bomb_is_killed_off_the_main_thread_and_scoring_goes_on():
         assert in_thread(lambda: scorer.score(items[:1]))[0].value == 1.0  # the killed worker was replaced
 
 
-def test_pool_and_in_process_scores_agree():
-    pairs = [
-        ("(x+1)^2", "x^2+2x+1"),
-        ("[0,1)", "[0,1]"),
-        ("18", "18"),
-        (r"\pm 2", "2,-2"),
-        ("x > 3", "3 < x"),
-        ("4", "y"),
-    ]
-    items = [(row(gold), rf"\boxed{{{answer}}}") for gold, answer in pairs]
-    items += [(row(gold, "numina_x"), f"The answer is {answer}") for gold, answer in pairs]
-    with Scorer(RewardConfig(timeout_s=60.0, workers=1)) as scorer:  # on a busy machine, too
-        assert scorer.score(items) == [score_text(*item) for item in items]
-
-
 def test_the_librarys_scorers_read_text_without_special_tokens():
     response = Response("so <|mask|>\\boxed{4<|mask|>2}", "so \\boxed{42}")
     assert (score_text(row("42"), response).value, score_text(row("42"), response.text).value) == (1.0, 0.0)

@@ -20,12 +20,9 @@ from tandemrl.apps.experiments import experiment as experiments
 from tandemrl.apps.experiments.arms import (
     BASE,
     GRPO,
-    IMITATION,
     LIKELIHOOD,
     MATCHED,
-    POOL,
     TANDEM,
-    VERIFIED,
     Arm,
     Experiment,
     ExperimentError,
@@ -241,20 +238,6 @@ def test_an_arm_names_its_pair_s_junior(tmp_path: Path) -> None:
     config = load("quickstart", experiments._run_overrides(Experiment("x", (LIKELIHOOD,)), job, job.home(tmp_path)))
     assert config.reward.parameters["junior_likelihood"]["model"] == str(tmp_path / "plain" / "seed-3" / "pair/junior")
     assert config.model.junior is None
-
-
-def test_what_an_arm_names_is_built_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in experiments.MAKINGS:
-        monkeypatch.setitem(experiments.MAKINGS, name, lambda of, name=name: built.append(name) or f"{of.home}/made")
-    built: list[str] = []
-    for arm, name in ((POOL, "{juniors}"), (IMITATION, "{imitator}"), (VERIFIED, "{verifier}"), (GRPO, None)):
-        job = Job("plain", 0, arm)
-        overrides = experiments._run_overrides(Experiment("x", (arm,)), job, job.home(tmp_path))
-        assert built == ([name] if name else [])
-        load("quickstart", overrides)
-        load("quickstart", arm.overrides)
-        assert any(each.count("seed-0/made") for each in overrides) == bool(name)
-        built.clear()
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def reported(results: dict[str, Any], out: Path, say: Callable[[str], None]) -> 
     write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     page = report.build_report(out)
     report.write_report(page)
-    say(report.headlines(page, report.headline_lines))
+    say(report.headlines(page))
     return results
 
 

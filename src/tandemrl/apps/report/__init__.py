@@ -10,4 +10,3 @@ from tandemrl.apps.report.page import headlines as headlines
 from tandemrl.apps.report.page import write_report as write_report
 from tandemrl.apps.report.records import ReportError as ReportError
 from tandemrl.apps.report.records import read_results as read_results
-from tandemrl.apps.report.tables import headline_lines as headline_lines

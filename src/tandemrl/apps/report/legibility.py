@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from tandemrl.apps.report.figures import Figure, axes, draw, style
+from tandemrl.apps.report.page import rendered
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
@@ -198,15 +197,9 @@ def no_reference(name: str, cut: float) -> list[str]:
 
 def to_html(judged: Legibility, match: Match | None) -> str:
     """The judgement as one page, without scripts and without references to other files."""
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     curves = {each.name: figure for i, each in enumerate(judged.readers) if (figure := curve(each, i)) is not None}
-    template = environment.get_template("legibility.html.j2")
-    return template.render(
-        judged=judged, match=match, curves=curves, conditions=CONDITIONS, titles=COLUMNS, ways=WAYS, heat=heat
-    )
+    values = {"conditions": CONDITIONS, "titles": COLUMNS, "ways": WAYS, "heat": heat}
+    return rendered("legibility.html.j2", judged=judged, match=match, curves=curves, **values)
 
 
 def curve(reader: ReaderRecord, number: int) -> Figure | None:

@@ -72,12 +72,9 @@ def write_report(report: Report, file: str | Path | None = None) -> Path:
 def to_html(report: Report) -> str:
     """The report as one HTML page, without scripts and without references to other files."""
     looks = styles(report.records)
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     settings = report.records.settings
-    return environment.get_template("page.html.j2").render(
+    return rendered(
+        "page.html.j2",
         title=report.title,
         settings=[_setting(i, each, looks, report.galleries[each.name]) for i, each in enumerate(settings)],
         arms=looks,
@@ -87,17 +84,22 @@ def to_html(report: Report) -> str:
     )
 
 
-def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = tables.headline_table) -> str:
-    """What each setting shows, in a sentence, and its headline table, in Markdown, with what its intervals are.
+def rendered(template: str, **values: Any) -> str:
+    """A page from one of the templates in this folder."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(**values)
 
-    Args:
-        table: ``headline_lines`` for a terminal.
-    """
+
+def headlines(report: Report) -> str:
+    """What each setting shows, in a sentence, and its headline table for a terminal, with what its intervals are."""
     parts = []
     for setting in report.records.settings:
         measured = _measured(setting)
         parts += [f"{setting.name}:" if setting.name else "", _sentence(setting)]
-        parts += [table(measured), _interval_note(measured)] if measured else []
+        parts += [tables.headline_lines(measured), _interval_note(measured)] if measured else []
     return "\n\n".join(part.strip() for part in parts if part)
 
 
