@@ -1,7 +1,6 @@
 """Scripts under examples/, run as a reader would run them."""
 
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -20,23 +19,27 @@ from tandemrl.training.checkpoint import CheckpointError
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run_example(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a script with arguments, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
-    overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=32"]
-    monkeypatch.setattr(sys, "argv", ["ablation.py", *overrides])
-    runpy.run_path(str(EXAMPLES / "ablation.py"), run_name="__main__")
+
+    def run(name: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+    return run
+
+
+@pytest.fixture
+def settings(tiny_pair):
+    """Of a training run with the tiny pair, on four groups of four a step."""
+    pair = [f"model.{name}={tiny_pair}/{name}" for name in ("senior", "junior")]
+    return [*pair, "train.eval_every=0", "train.prompts_per_step=4", "rollout.group_size=4"]
+
+
+def test_the_ablation_trains_with_its_own_strategy_and_loss(run, settings, tmp_path, capsys):
+    run("ablation.py", *settings, "rollout.max_tokens=32")
     lines = (tmp_path / "runs" / "ablation" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5
     for printed, line in zip(capsys.readouterr().out.splitlines(), lines, strict=True):
@@ -51,18 +54,14 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair, tmp_path,
     assert any(0 in author for author in authors)
 
     with pytest.raises(CheckpointError, match="already holds a run"):  # another run must not pass for this one
-        runpy.run_path(str(EXAMPLES / "ablation.py"), run_name="__main__")
+        run("ablation.py", *settings, "rollout.max_tokens=32")
 
 
 @pytest.mark.parametrize(("agent", "package"), [("gym", "reasoning_gym"), ("game", "textarena")])
-def test_the_games_train(agent, package, tiny_pair, tmp_path, monkeypatch):
+def test_the_games_train(agent, package, run, settings, tmp_path):
     for name in (package, "openai"):
         pytest.importorskip(name, reason=f"needs {name}")
-    monkeypatch.chdir(tmp_path)
-    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=1"]
-    overrides += ["train.prompts_per_step=1"]
-    monkeypatch.setattr(sys, "argv", ["games.py", agent, *overrides])
-    runpy.run_path(str(EXAMPLES / "games.py"), run_name="__main__")
+    run("games.py", agent, *settings, "train.steps=1", "train.prompts_per_step=1")
     lines = (tmp_path / "runs" / f"games-{agent}" / "samples.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 4
@@ -70,12 +69,8 @@ def test_the_games_train(agent, package, tiny_pair, tmp_path, monkeypatch):
     assert max(each["turns"] for each in rollouts) > 1
 
 
-def test_an_agent_of_ones_own_is_trained(tiny_pair, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
-    overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "train.steps=2"]
-    monkeypatch.setattr(sys, "argv", ["agent.py", *overrides])
-    runpy.run_path(str(EXAMPLES / "agent.py"), run_name="__main__")
+def test_an_agent_of_ones_own_is_trained(run, settings, tmp_path, capsys):
+    run("agent.py", *settings, "train.steps=2")
     lines = [json.loads(line) for line in (tmp_path / "runs" / "agent" / "metrics.jsonl").read_text().splitlines()]
     assert len(capsys.readouterr().out.splitlines()) == len(lines) == 2
     assert all(line["agent/failed"] == line["agent/forks"] == 0 for line in lines)
@@ -104,14 +99,11 @@ def test_countdown_is_taught_trained_by_both_recipes_and_measured(tmp_path, monk
         example.main()
 
 
-def test_a_junior_of_another_family_is_trained_with_and_measured(tiny_pair, other_junior, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_junior_of_another_family_is_trained_with_and_measured(tiny_pair, other_junior, run, tmp_path):
     small = ["train.steps=1", "train.prompts_per_step=4", "rollout.group_size=2", "data.max_prompt_tokens=128"]
     data = ["data.train=[synthetic:plain:train]", "data.eval=[synthetic:plain:heldout:4]"]
     arguments = [f"{tiny_pair}/senior", str(other_junior), *small, *data, "selection.max_untranslatable=1"]
-    more = ["--json", "result.json", "--control", f"{tiny_pair}/junior"]
-    monkeypatch.setattr(sys, "argv", ["other_family.py", *arguments, *more])
-    runpy.run_path(str(EXAMPLES / "other_family.py"), run_name="__main__")
+    run("other_family.py", *arguments, "--json", "result.json", "--control", f"{tiny_pair}/junior")
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["training"]["reward/mean"]) == 1
     for phase, name in (("pass-at-k", "pass@1"), ("tandem", "pass@1"), ("legibility", "cross_entropy_per_byte")):
@@ -120,12 +112,9 @@ def test_a_junior_of_another_family_is_trained_with_and_measured(tiny_pair, othe
         assert result["differences_to_control"][f"{phase}/{name}"]["mean"] == pytest.approx(after - control)
 
 
-def test_the_calculator_asks_again_where_a_sum_is_wrong(tiny_pair: Path, tmp_path: Path) -> None:
-    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
-    overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "train.steps=2"]
-    done = run_example("calculator.py", *overrides, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
+def test_the_calculator_asks_again_where_a_sum_is_wrong(run, settings, tmp_path, capsys):
+    run("calculator.py", *settings, "train.steps=2")
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step 1", "step 2"]
     lines = (tmp_path / "runs" / "calculator" / "samples.jsonl").read_text().splitlines()
     truths = {row.example_id: row.ground_truth for row in generated_rows("plain", "train", None, 0)}
     seen = set()
