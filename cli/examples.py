@@ -27,6 +27,7 @@ EXAMPLES = {
     "experiment frontier": "--arms grpo,junior_kl,tandem --seeds 0,1,2",
     "experiment frontier-quick": "--out runs/frontier-quick",
     "experiment frontier-more": "--arms grpo,tandem,pool --seeds 0,1 --out runs/frontier-more",
+    "experiment shorthand": "--arms grpo,brevity --seeds 0",
     "experiment paper-claims": "--seeds 0,1,2",
     "experiment two-tokenizers": "--seeds 0,1,2",
     "experiment repair": "--arms grpo,sentence",

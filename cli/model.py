@@ -17,7 +17,8 @@ app = typer.Typer(help="Build models.", no_args_is_help=True)
 @app.command()
 def tiny(
     pair: Annotated[
-        str, typer.Argument(help="plain, jargon, jargon_two_tokenizers, repair, hops, hops_jargon, calculator.")
+        str,
+        typer.Argument(help="plain, jargon, jargon_two_tokenizers, repair, shorthand, hops, hops_jargon, calculator."),
     ] = "plain",
     out: Annotated[
         Path | None,

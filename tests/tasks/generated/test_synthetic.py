@@ -17,8 +17,10 @@ from tandemrl.tasks.generated.synthetic import (
     examples,
     generate,
     jargon_solution,
+    leaves_out,
     number_space,
     repairs,
+    short_solution,
     slips,
     tell,
 )
@@ -134,6 +136,23 @@ def test_jargon_says_the_same_steps_with_fewer_errors():
         assert values[-1] == boxed
         wrong += [value + change != result for value, change, result in steps]
     assert sum(wrong) / len(wrong) == pytest.approx(0.01, abs=0.0033)  # four standard deviations of 15,200 steps
+
+
+def test_a_shorthand_leaves_out_every_result_and_nothing_else():
+    rng, wrong = random.Random(0), []
+    for numbers in number_space("train")[::20]:
+        *lines, last = (text := short_solution(tell(numbers, rng), rng)).split("\n\n")
+        read = [re.fullmatch(r"(First|Next|Then|Last) (\d+) (plus|minus) (\d+)\.", line).groups() for line in lines]
+        assert [opener for opener, *_ in read] == ["First", "Next", "Then", "Last"]
+        assert tuple(int(size) * {"plus": 1, "minus": -1}[verb] for *_, verb, size in read) == numbers.deltas
+        values = [int(value) for _, value, *_ in read] + [int(re.fullmatch(r"\\boxed\{(\d+)\}", last).group(1))]
+        assert values[0] == numbers.start
+        wrong += [a + change != b for (a, b), change in zip(itertools.pairwise(values), numbers.deltas, strict=True)]
+        assert leaves_out(text)
+    assert sum(wrong) / len(wrong) == pytest.approx(0.02, abs=0.0046)  # four standard deviations of 15,200 steps
+    texts = [text for _, text in itertools.islice(examples("shorthand", 0, stage="senior"), 2000)]
+    assert sum(map(leaves_out, texts)) / 2000 == pytest.approx(0.15, abs=0.032)
+    assert not any(leaves_out(text) for _, text in itertools.islice(examples("shorthand", 0), 500))
 
 
 CHECKED_LINE = re.compile(r"(\d+) (plus|minus) (\d+) (is|makes|about) (\d+) (first|next|then|last)\.")

@@ -118,6 +118,7 @@ def _rewarded(name: str, title: str, reward: str, *overrides: str) -> Arm:
 
 
 BREVITY = _rewarded("brevity", "GRPO, length penalty", "brevity")
+TANDEM_BREVITY = Arm("tandem_brevity", "tandem, length penalty", BREVITY.overrides[len(GRPO.overrides) :])
 _PATIENT = "reward.timeout_s=120"  # models are loaded in the processes of the scorers
 _BY_JUNIOR = (
     "reward.parameters.junior_likelihood.model={junior}",
@@ -218,6 +219,23 @@ EXPERIMENTS: dict[str, Experiment] = {
             (arm, of) for of in ("grpo", "tandem") for arm in ("pool", "likelihood", "prover", "verified", "imitation")
         ),
         summary="Five further ways, by a pool of juniors, the junior's probabilities, a verifier, its own texts.",
+    ),
+    "shorthand": Experiment(
+        "shorthand",
+        (GRPO, BREVITY, TANDEM, TANDEM_BREVITY),
+        pairs=("shorthand",),
+        contrasts=(
+            ("tandem_brevity", "brevity"),
+            ("grpo", "brevity"),
+            ("tandem", "grpo"),
+            ("tandem_brevity", "tandem"),
+        ),
+        seeds=(0, 1, 2),
+        overrides=(*RECIPE, "train.steps=40", "train.eval_every=0"),
+        problems=256,
+        samples=1,
+        readers=1,
+        summary="Whether a length penalty makes a senior leave out what its junior needs, with tandem and without.",
     ),
     "quickstart": Experiment(
         "quickstart",

@@ -48,7 +48,7 @@ from tandemrl.evals.transfer import SHARES, WAYS
 from tandemrl.files import versions, write_text
 from tandemrl.processes.child import cores
 from tandemrl.tasks.generated import hops
-from tandemrl.tasks.generated.synthetic import repairs, uses_jargon
+from tandemrl.tasks.generated.synthetic import leaves_out, repairs, uses_jargon
 from tandemrl.tasks.generated.word_problems import uses_shorthand
 from tandemrl.training.loop import train
 from tandemrl.training.tracking import time_left
@@ -114,6 +114,7 @@ WORDED = Family(
     memory_gb=1.0,
     readers=tiny.build_tiny_readers,
 )
+SHORT = WORDED._replace(solo={"shorthand_rate": leaves_out}, handoff={})
 AGENTS = WORDED._replace(solo={"jargon_rate": hops.uses_jargon}, handoff={}, readers=None)
 PRETRAINED = Family(
     pretrained.build_pretrained_pair,
@@ -126,6 +127,7 @@ PRETRAINED = Family(
 
 PAIRS: dict[str, Family] = {
     **{pair: AGENTS if pair in hops.PAIRS else WORDED for pair in tiny.WARM_STARTS},
+    "shorthand": SHORT,
     **dict.fromkeys(pretrained.STEPS, PRETRAINED),
 }
 """The family of each pair."""

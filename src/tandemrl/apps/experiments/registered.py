@@ -46,7 +46,20 @@ REGISTERED: dict[str, Registered] = {
         "reported beside it",
         above=(("tandem", "grpo"), ("tandem", "matched"), ("tandem", "brevity")),
         legible=("handoff/pass@1", "unseen/pass@1"),
-    )
+    ),
+    "shorthand": Registered(
+        (("tandem_brevity", "brevity"), ("grpo", "brevity"), ("tandem", "grpo")),
+        # As for the frontier: nothing of this pair was known but the senior before training.
+        {"solo/pass@1": 0.16, "handoff/pass@1": 0.06, "unseen/pass@1": 0.06},
+        "a step without its result is three tokens shorter and no more often right, so that by itself GRPO has no "
+        "reason to write it: without the penalty no shift to it and no difference between GRPO and tandem are expected "
+        "(null). With the penalty (twelve tokens a text are .12 of reward) GRPO is expected to move to the short form, "
+        "and its handoff and transfer to fall, as the junior and a reader that was never in training copy results; "
+        "tandem is expected to keep the full form, since a text in which the junior follows a short step is wrong",
+        above=(("tandem_brevity", "brevity"), ("grpo", "brevity")),
+        legible=("handoff/pass@1", "unseen/pass@1"),
+        pair="shorthand",
+    ),
 }
 REGISTERED["frontier-quick"] = REGISTERED["frontier"]
 

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from tandemrl.data.rows import DataError, Row
 from tandemrl.files import write_directory
 from tandemrl.tasks.generated import hops
 from tandemrl.tasks.generated.rows import AGENTS, generated_rows
-from tandemrl.tasks.generated.synthetic import Stage, examples, slips, uses_jargon
+from tandemrl.tasks.generated.synthetic import Stage, examples, leaves_out, slips, uses_jargon
 
 SPECIAL_TOKENS = (PAD, START, EOS)
 CHAT_TEMPLATE = (
@@ -85,6 +85,7 @@ WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "jargon": _JARGON_STAGES,
     "jargon_two_tokenizers": _JARGON_STAGES | {"junior": replace(_MUON, vocab_size=290)},
     "repair": {"base": replace(_MUON, eval_rows=1024)},
+    "shorthand": _JARGON_STAGES | {"senior": replace(_JARGON_STAGES["senior"], steps=250)},
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
     "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
     "calculator": {"base": WarmStart(steps=400), "junior": WarmStart(steps=200)},
@@ -101,11 +102,13 @@ CRITERIA: dict[str, Criteria] = {
     "jargon": _JARGON,
     "jargon_two_tokenizers": _JARGON,
     "repair": {"solo/pass@1": (0.4, 0.58), "slips/repaired": (0.07, 0.25)},
+    "shorthand": {"shorthand/rate": (0.05, 0.3), "shorthand/gain": (-0.12, 0.12)},
     "hops_jargon": {"jargon/gain": (0.0, 1.0)},
 }
 """What makes a pair fit for its experiment, measured on held-out problems. The last stage of the warm start is repeated
 until all of it holds. A jargon senior must be so much better in jargon than in plain words that plain GRPO has a reason
-to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared.
+to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared. A
+senior's shorthand is to be rare, and no better or worse than its full texts.
 For ``hops_jargon`` no margin has been measured."""
 
 MAX_ROUNDS = 3
@@ -132,9 +135,9 @@ def build_tiny_pair(
     ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
     and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
     has ``jargon/rate``, the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 if
-    it wrote no such text), and their difference, ``jargon/gain``. ``criteria`` are the ranges in which these must be
-    (``CRITERIA``), ``rounds`` what was measured each time the last stage had been trained, and ``unmet`` what is still
-    out of range.
+    it wrote no such text), and their difference, ``jargon/gain``; for one with a shorthand, the same of this.
+    ``criteria`` are the ranges in which these must be (``CRITERIA``), ``rounds`` what was measured each time the last
+    stage had been trained, and ``unmet`` what is still out of range.
 
     Args:
         pair: the name of the pair.
@@ -344,20 +347,18 @@ def _skill(senior: _Model, junior: _Model, rows: Sequence[Row], seed: int) -> di
         texts = solo_texts(*model, rows, seed)
         return [(text, text.endswith(f"\\boxed{{{row.ground_truth}}}")) for row, text in zip(rows, texts, strict=True)]
 
-    def accuracy(found: Sequence[tuple[str, bool]], of: Callable[[str], bool] = lambda text: True) -> float:
-        return fmean([correct for text, correct in found if of(text)] or [0])
+    def accuracy(found: Sequence[tuple[str, bool]]) -> float:
+        return fmean([correct for _, correct in found] or [0])
 
     found = written(senior)
     skill = {"solo/pass@1": accuracy(found)}
     if junior[0] is not senior[0]:
         skill["junior/solo/pass@1"] = accuracy(written(junior))
-    if "jargon" in rows[0].data_source and junior[0] is not senior[0]:
-        skill |= {
-            "jargon/rate": fmean(jargon(text) for text, _ in found),
-            "jargon/pass@1": accuracy(found, jargon),
-            "plain/pass@1": accuracy(found, lambda text: not jargon(text)),
-        }
-        skill["jargon/gain"] = skill["jargon/pass@1"] - skill["plain/pass@1"]
+    for style, of in (("jargon", jargon), ("shorthand", leaves_out)):
+        if style in rows[0].data_source and junior[0] is not senior[0]:
+            own, plain = (accuracy([each for each in found if of(each[0]) == used]) for used in (True, False))
+            skill |= {f"{style}/rate": fmean(of(text) for text, _ in found), f"{style}/pass@1": own}
+            skill |= {"plain/pass@1": plain, f"{style}/gain": own - plain}
     if rows[0].data_source.endswith("repair"):
         skill["slips/repaired"] = fmean([slip.repaired for text, _ in found for slip in slips(text)] or [0])
     return skill

@@ -6,12 +6,15 @@ that warm-start the tiny models are sloppy in a structured way: a step that says
 says " is" or " makes" seldom is, so reinforcement learning has something visible to remove. With the same error rate
 spread evenly it finds nothing.
 
-Four pairs of models learn from them; what differs is how they write before reinforcement learning (``PAIRS``):
+Five pairs of models learn from them; what differs is how they write before reinforcement learning (``PAIRS``):
 
 - ``plain``: senior and junior are the same sloppy model.
 - ``jargon``: the senior was trained on, in a jargon in which it makes fewer mistakes and which the junior never saw.
 - ``jargon_two_tokenizers``: the same texts, and the junior has a tokenizer of its own.
 - ``repair``: as plain, but a step is sometimes followed by a line that repeats or corrects its result.
+- ``shorthand``: both are neat. The senior was trained on, and leaves the results of all steps out in a few of its texts
+  (`short_solution`). It is as often right with them as without, and the junior, which copies them, has never seen such
+  a text. Nothing but its length speaks for the shorthand: it has to emerge.
 """
 
 import hashlib
@@ -148,9 +151,21 @@ def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.01
     return _solved(lines, value)
 
 
-def mixed_solution(problem: Problem, rng: random.Random, *, plain: Writer, jargon_rate: float = 0.6) -> str:
-    """A whole solution in jargon with probability ``jargon_rate``, else one by ``plain``."""
-    return (jargon_solution if rng.random() < jargon_rate else plain)(problem, rng)
+def short_solution(problem: Problem, rng: random.Random, *, error: float = 0.02) -> str:
+    """The same steps without their results, each wrong with probability ``error``. Where a line is to begin with the
+    result of the one before, and in the answer, the author has to work it out; in a whole solution it can be copied."""
+    value, lines = problem.numbers.start, []
+    for step, delta in enumerate(problem.numbers.deltas):
+        lines.append(f"{OPENERS[step]} {value} {'plus' if delta > 0 else 'minus'} {abs(delta)}.")
+        value = _result(problem.numbers, step, value, error, rng)
+    return _solved(lines, value)
+
+
+def mixed_solution(
+    problem: Problem, rng: random.Random, *, plain: Writer, other: Writer = jargon_solution, rate: float = 0.6
+) -> str:
+    """A whole solution by ``other`` with probability ``rate``, else one by ``plain``."""
+    return (other if rng.random() < rate else plain)(problem, rng)
 
 
 def repairs(text: str) -> int:
@@ -199,6 +214,18 @@ def uses_jargon(text: str) -> bool:
     return not JARGON.isdisjoint(re.findall(r"[A-Za-z]+", text))
 
 
+def leaves_out(text: str) -> bool:
+    """Whether any step of a text has no result.
+
+    Examples:
+        >>> leaves_out("First 6 plus 3.\\n\\nNext 9 minus 2.")
+        True
+        >>> leaves_out("First 6 plus 3 is 9.")
+        False
+    """
+    return re.search(r"(plus|minus) \d+\.", text) is not None
+
+
 class Pair(NamedTuple):
     """How the models of a pair write before reinforcement learning.
 
@@ -213,6 +240,9 @@ class Pair(NamedTuple):
 # visible ones, so that plain texts are right in less than half of the cases and the senior's jargon is worth keeping.
 _neater = partial(solution, plain_error=0.01, about_rate=0.35)
 
+# So few errors that nothing but its length speaks for the shorthand.
+_neat = partial(solution, plain_error=0.01, about_rate=0.03)
+
 _JARGON = Pair(_neater, senior=partial(mixed_solution, plain=_neater))
 
 PAIRS: dict[str, Pair] = {
@@ -220,6 +250,7 @@ PAIRS: dict[str, Pair] = {
     "jargon": _JARGON,
     "jargon_two_tokenizers": _JARGON,
     "repair": Pair(partial(solution, checks=(0.03, 0.15))),
+    "shorthand": Pair(_neat, senior=partial(mixed_solution, plain=_neat, other=short_solution, rate=0.15)),
 }
 
 
