@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.models.attention import Layout, ModelError
-from tandemrl.models.forward import channel_of, part_of, prefix_states, with_gathered_parameters
+from tandemrl.models.attention import ModelError
+from tandemrl.models.forward import Part, channel_of, part_of, prefix_states, with_gathered_parameters
 from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import from_files, prepare, refuse_missing, resolve_device
 from tandemrl.processes.world import WHOLE, Shards
@@ -91,25 +91,16 @@ def token_values(
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
-    values = with_gathered_parameters(packed_values, model)(
-        part.tokens, part.positions, part.layout, part.prefixes, options
-    )
+    values = with_gathered_parameters(packed_values, model)(part, options)
     return channel_of(values, part, batch.tokens.shape[0], shards.sequence)
 
 
-def packed_values(
-    model: PreTrainedModel,
-    tokens: Int64[Tensor, " k"],
-    positions: Int64[Tensor, " k"],
-    layout: Layout,
-    prefixes: Int64[Tensor, " i"],
-    options: ForwardOptions,
-) -> Float[Tensor, " i"]:
-    """The value after each token ``prefixes[i]``. The head computes in float32.
+def packed_values(model: PreTrainedModel, part: Part, options: ForwardOptions) -> Float[Tensor, " i"]:
+    """The value after each token ``part.prefixes[i]``. The head computes in float32.
 
     This function holds everything that a pass does with the critic's parameters (see ``with_gathered_parameters``).
     """
-    hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
+    hidden = prefix_states(model, part, options)
     _, head = value_head(model)
     bias = None if head.bias is None else head.bias.float()
     return F.linear(hidden.float(), head.weight.float(), bias).squeeze(1).clone()  # FSDP warns of a view

@@ -107,9 +107,8 @@ def token_scores(
         targets = torch.cat([targets, targets[ends]])
         events = torch.cat([batch.taken_over.to(torch.int8), torch.full_like(ends, WORD_END, dtype=torch.int8)])
     part = part_of(batch, torch.cat([index, ends]), shards.sequence, slots)
-    scored = (part.prefixes, targets.index_select(0, part.slots), options, shards.tensor)
-    packed = with_gathered_parameters(packed_logprobs, model)
-    channels = packed(part.tokens, part.positions, part.layout, *scored, None if events is None else events[part.slots])
+    packed, events = with_gathered_parameters(packed_logprobs, model), None if events is None else events[part.slots]
+    channels = packed(part, targets.index_select(0, part.slots), options, shards.tensor, events)
     whole = [
         channel_of(values, part, count + len(ends), shards.sequence).split([count, len(ends)]) for values in channels
     ]
@@ -165,16 +164,13 @@ def channel_of(
 
 def packed_logprobs(
     model: PreTrainedModel,
-    tokens: Int64[Tensor, " k"],
-    positions: Int64[Tensor, " k"],
-    layout: Layout,
-    prefixes: Int64[Tensor, " i"],
+    part: Part,
     targets: Int64[Tensor, " i"],
     options: ForwardOptions,
     group: dist.ProcessGroup | None = None,
     events: Int8[Tensor, " i"] | None = None,
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
-    """The log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there.
+    """The log-prob of ``targets[i]`` after token ``part.prefixes[i]``, and the entropy there.
 
     This function holds all that a scoring pass does with the model's parameters (see ``with_gathered_parameters``).
 
@@ -182,26 +178,20 @@ def packed_logprobs(
         group: the processes that share the rows of the LM head, if they do.
         events: see ``head.linear_logprobs``.
     """
-    hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
+    hidden = prefix_states(model, part, options)
     head = model.get_output_embeddings()
     weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
     return linear_logprobs(hidden, weight, bias, targets, HeadSettings(head.out_features, options, group), events)
 
 
-def prefix_states(
-    model: PreTrainedModel,
-    tokens: Int64[Tensor, " k"],
-    positions: Int64[Tensor, " k"],
-    layout: Layout,
-    prefixes: Int64[Tensor, " i"],
-    options: ForwardOptions,
-) -> Float[Tensor, "i h"]:
-    """The last hidden states of the tokens at the indices ``prefixes``."""
+def prefix_states(model: PreTrainedModel, part: Part, options: ForwardOptions) -> Float[Tensor, "i h"]:
+    """The last hidden states of the tokens at the indices ``part.prefixes``."""
     # The inputs of the layers, with gradient checkpointing. torch.autograd.graph.save_on_cpu would also copy weights,
     # and gather distributed tensors.
     offload = saved_tensors_hooks(_to_host, _from_host) if options.activation_offload else nullcontext()
-    with offload, torch.autocast(tokens.device.type, dtype=options.autocast, enabled=options.autocast is not None):
-        return hidden_states(model, tokens, positions, layout).index_select(0, prefixes)
+    device = part.tokens.device.type
+    with offload, torch.autocast(device, dtype=options.autocast, enabled=options.autocast is not None):
+        return hidden_states(model, part.tokens, part.positions, part.layout).index_select(0, part.prefixes)
 
 
 def _to_host(saved: Tensor) -> Any:

@@ -4,7 +4,7 @@ server and ``tandemrl play``."""
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from tandemrl.rollout.engine import (
     Completion,
     Engine,
     EngineError,
+    OnProgress,
     Reply,
     Request,
     Responder,
@@ -74,11 +75,7 @@ class CallEngine(Engine):
         return self._call
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
+        self, requests: Sequence[Request], *, progress: OnProgress | None = None, responder: Responder | None = None
     ) -> list[list[Completion]]:
         with self.open(turns=responder is not None, streams=False) as call:
             return run(call, requests, progress=progress, responder=responder)
@@ -240,11 +237,7 @@ class Call(AbstractContextManager["Call"]):
 
 
 def run(
-    call: Call,
-    requests: Sequence[Request],
-    *,
-    progress: Callable[[int], None] | None = None,
-    responder: Responder | None = None,
+    call: Call, requests: Sequence[Request], *, progress: OnProgress | None = None, responder: Responder | None = None
 ) -> list[list[Completion]]:
     """Write all completions of some requests; see ``Engine.generate``."""
     numbers = call.submit(requests)

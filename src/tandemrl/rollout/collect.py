@@ -1,11 +1,11 @@
 """Prompts and an engine give completions, and a replay of the author draws verifies who wrote each token."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import Completion, Draws, Engine, Passes, Request, Sampling, generate_verified
+from tandemrl.rollout.engine import Completion, Draws, Engine, OnProgress, Passes, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import completion_keys
@@ -32,7 +32,7 @@ def generate(
     step: int,
     drawn: int = 0,
     episode_runner: EpisodeRunner | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> CompletionBatch:
     """Let an engine write ``group_size`` completions of each prompt, and verify their authors by replay.
 

@@ -21,6 +21,10 @@ LOST: tuple[StopReason, ...] = ("untranslatable", "failed")
 """Not to be scored: what was written in one vocabulary cannot be expressed in the other; the junior gave no words."""
 
 
+OnProgress = Callable[[int], None]
+"""Hears how many tokens were written since it was called last."""
+
+
 class EngineError(RuntimeError):
     """An engine cannot serve a request, or broke its contract. The message names the cause and the fix."""
 
@@ -263,11 +267,7 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
+        self, requests: Sequence[Request], *, progress: OnProgress | None = None, responder: Responder | None = None
     ) -> list[list[Completion]]:
         """Write the completions of all requests.
 
@@ -480,7 +480,7 @@ def generate_verified(
     requests: Sequence[Request],
     strategy: Strategy,
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: OnProgress | None = None,
     responder: Responder | None = None,
 ) -> tuple[list[list[Completion]], Draws]:
     """Call ``engine.generate`` for requests of one strategy, and verify the completions and their authors.

@@ -1,6 +1,6 @@
 """A pool of juniors: each rollout has one of them, drawn by its key. An engine of the kind ``module:name``."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.models.loading import junior_tokenizer_of
-from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Responder
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, OnProgress, Passes, Request, Responder
 from tandemrl.rollout.factory import ModelSource, load_frozen, torch_engine
 from tandemrl.selection import Who
 from tandemrl.selection.draws import POOL, mix64, stream, uniforms
@@ -56,11 +56,7 @@ class JuniorPool:
         return self.engines[0].info
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
+        self, requests: Sequence[Request], *, progress: OnProgress | None = None, responder: Responder | None = None
     ) -> list[list[Completion]]:
         """As ``Engine.generate``, without a responder."""
         if responder is not None:

@@ -4,13 +4,13 @@ Every process calls with the same requests and gets all completions. A completio
 weights, so it does not matter which process wrote it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tandemrl.processes.world import World
-from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Reply, Request, Responder, Turn
+from tandemrl.rollout.engine import Completion, Engine, EngineInfo, OnProgress, Passes, Reply, Request, Responder, Turn
 from tandemrl.selection import Who
 from tandemrl.types import Transcript
 
@@ -39,11 +39,7 @@ class SpreadEngine:
         self.policy_version = own.policy_version
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
+        self, requests: Sequence[Request], *, progress: OnProgress | None = None, responder: Responder | None = None
     ) -> list[list[Completion]]:
         """As ``Engine.generate``. Each process runs its own share of the episodes with its own ``responder``."""
         passes, size = Passes(), self._world.size

@@ -191,16 +191,14 @@ def one_pass(
         index = ((batch.author >= 0) & (batch.positions > 0)).nonzero().squeeze(1)
         part = part_of(batch, index, shards.sequence)
         targets = batch.tokens.index_select(0, part.slots)
-        tokens, positions, prefixes, targets = (
-            fake.from_tensor(each) for each in (part.tokens, part.positions, part.prefixes, targets)
-        )
+        targets, *faked = map(fake.from_tensor, (targets, part.tokens, part.positions, part.prefixes))
+        part = part._replace(**dict(zip(("tokens", "positions", "prefixes"), faked, strict=True)))
     options = options._replace(activation_offload=False)
     if critic:
-        values = with_gathered_parameters(packed_values, model)
-        channels = [values(tokens, positions, part.layout, prefixes, options)]
+        channels = [with_gathered_parameters(packed_values, model)(part, options)]
     else:
         logprobs = with_gathered_parameters(packed_logprobs, model)
-        channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
+        channels = list(logprobs(part, targets, options, shards.tensor))
     whole = [channel_of(channel, part, batch.tokens.shape[0], shards.sequence) for channel in channels]
     return sum((channel.sum() for channel in whole[1:] if entropy), whole[0].sum())
 

@@ -27,6 +27,7 @@ from tandemrl.rollout.engine import (
     Draws,
     Engine,
     EngineError,
+    OnProgress,
     Reply,
     Request,
     StopReason,
@@ -197,12 +198,7 @@ class EpisodeRunner(Acting):
         return Episodes(self)
 
     def generate(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        strategy: Strategy,
-        *,
-        progress: Callable[[int], None] | None = None,
+        self, engine: Engine, requests: Sequence[Request], strategy: Strategy, *, progress: OnProgress | None = None
     ) -> tuple[list[list[Completion]], Draws]:
         """Write the episodes of requests, which were made by `episode`; see `generate_verified`.
 

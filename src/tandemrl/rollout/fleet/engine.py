@@ -9,7 +9,7 @@ business of ``ray_workers``.
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +23,7 @@ from tandemrl.rollout.engine import (
     EngineDeadError,
     EngineError,
     EngineInfo,
+    OnProgress,
     Passes,
     Request,
     Responder,
@@ -86,11 +87,7 @@ class FleetEngine:
         self.policy_version = d.policy_version
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        progress: Callable[[int], None] | None = None,
-        responder: Responder | None = None,
+        self, requests: Sequence[Request], *, progress: OnProgress | None = None, responder: Responder | None = None
     ) -> list[list[Completion]]:
         """As ``Engine.generate``. The ``responder`` of rank 0 hears what became of the turns in the workers."""
 
@@ -122,7 +119,7 @@ class FleetEngine:
         return result
 
     def _generated(
-        self, requests: Sequence[Request], progress: Callable[[int], None] | None, responder: Responder | None
+        self, requests: Sequence[Request], progress: OnProgress | None, responder: Responder | None
     ) -> tuple[list[list[Completion]], Passes]:
         if responder is not None and not (self._described.acts and isinstance(responder, Episodes)):
             raise EngineError(

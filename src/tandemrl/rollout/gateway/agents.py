@@ -27,7 +27,7 @@ from tandemrl.processes.world import launched
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rollout.call import CallEngine
 from tandemrl.rollout.decoding_rows import Part
-from tandemrl.rollout.engine import Completion, Draws, Engine, EngineError, Request, check_authors
+from tandemrl.rollout.engine import Completion, Draws, Engine, EngineError, OnProgress, Request, check_authors
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.envs.parsing import call_format_of
@@ -108,12 +108,7 @@ class AgentRunner(EpisodeRunner):
         self.stopped.set()
 
     def generate(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        strategy: Strategy,
-        *,
-        progress: Callable[[int], None] | None = None,
+        self, engine: Engine, requests: Sequence[Request], strategy: Strategy, *, progress: OnProgress | None = None
     ) -> tuple[list[list[Completion]], Draws]:
         """Run an episode for each key of each request, whose sampling and key they have; the prompt is the program's.
 
@@ -176,7 +171,7 @@ Told = tuple[Session, Outcome, str | None]
 class _Loop:
     """The programs of a step, in a thread: one that never lets the others go on cannot be cancelled, but is noticed."""
 
-    def __init__(self, runner: AgentRunner, server: Server, url: str, progress: Callable[[int], None] | None) -> None:
+    def __init__(self, runner: AgentRunner, server: Server, url: str, progress: OnProgress | None) -> None:
         self._runner, self._server, self._url, self._progress = runner, server, url, progress
         self._beat = time.monotonic()
         self._begun = Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
