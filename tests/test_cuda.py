@@ -19,7 +19,7 @@ from tandemrl.models import attention
 from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
-from tandemrl.models.liger import use_liger
+from tandemrl.models.trainable import use_liger
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.loop import train

@@ -13,7 +13,7 @@ from tandemrl.models.forward import token_scores
 from tandemrl.models.lora import adapter_free, attach, merged_parameters
 from tandemrl.models.sharding import shard
 from tandemrl.processes.world import World
-from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.training.checkpoint.runs import export_hf
 
 
 def one_pass(world: World, exports: Path) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:

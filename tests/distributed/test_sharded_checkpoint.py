@@ -22,7 +22,7 @@ from tandemrl.models.sharding import full_parameters, parameter_groups, shard
 from tandemrl.processes.world import World, destroy_world, init_world
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.checkpoint import storage as checkpoint
-from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.training.checkpoint.runs import export_hf
 from tandemrl.training.state import Trained
 
 FSDP, TP, BOTH = ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, tp=2)

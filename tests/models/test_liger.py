@@ -4,7 +4,7 @@ import pytest
 
 from helpers import prepared, qwen3
 from tandemrl.models.attention import ModelError
-from tandemrl.models.liger import use_liger
+from tandemrl.models.trainable import use_liger
 
 
 def test_liger_kernels_are_refused_on_other_devices():

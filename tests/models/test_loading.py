@@ -22,6 +22,7 @@ from tandemrl.models.loading import (
     attention_window,
     check_folder,
     check_positions,
+    check_weights,
     eos_token_ids,
     junior_tokenizer_of,
     load_model,
@@ -32,7 +33,6 @@ from tandemrl.models.loading import (
     stored_eos_token_ids,
     vocabulary_check,
 )
-from tandemrl.models.weight_files import check_weights
 
 # ---------------------------------------------------------------------------------------------------------------- paths
 

@@ -20,7 +20,7 @@ from tandemrl.models.forward import token_scores
 from tandemrl.models.lora import AdapterDropout, adapted_layers, adapter_free, attach, dropping, merged_parameters
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training.checkpoint import CheckpointError
-from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.training.checkpoint.runs import export_hf
 from tandemrl.training.loop import train
 
 pytest.importorskip("peft", reason="needs the lora extra")

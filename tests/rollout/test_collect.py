@@ -19,9 +19,8 @@ from tandemrl.data.rows import RENDERED, Prompt, Row, chat_tokens
 from tandemrl.rewards.functions import Term
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Graded, Scorer
-from tandemrl.rollout.collect import CompletionBatch, generate
+from tandemrl.rollout.collect import CompletionBatch, ResponseReader, generate, score_rollouts
 from tandemrl.rollout.engine import LOST, Completion, EngineError, EngineInfo, Passes, Request, Sampling
-from tandemrl.rollout.groups import ResponseReader, score_rollouts
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, per_group, replay
 from tandemrl.selection.draws import group_of, request_key

@@ -29,8 +29,7 @@ from helpers import (
 from scripted_world import ScriptedWorld, played, repeating
 from tandemrl.rollout import kv_cache
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
-from tandemrl.rollout.partner import Written
-from tandemrl.rollout.relay import Relay
+from tandemrl.rollout.relay import Relay, Written
 from tandemrl.rollout.torch_engine import TorchEngine, TorchWriter
 from tandemrl.selection import Strategy, alternating_turns, before_word, bernoulli, solo, turn
 from tandemrl.selection.boundaries import start_table

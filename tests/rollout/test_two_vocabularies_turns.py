@@ -21,8 +21,8 @@ from tandemrl.rollout import torch_engine
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner, Reader
-from tandemrl.rollout.partner import LocalPartner, Written
-from tandemrl.rollout.partner import Reader as LocalReader
+from tandemrl.rollout.relay import LocalPartner, Written
+from tandemrl.rollout.relay import Reader as LocalReader
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating_turns, turn
 from tandemrl.selection.whole_words import before_text_word, in_two_vocabularies, text_sentence, text_tables

@@ -23,8 +23,7 @@ from tandemrl.config import Config, load
 from tandemrl.files import recover, write_text
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, runs
 from tandemrl.training.checkpoint import storage as checkpoint
-from tandemrl.training.checkpoint.export import export_hf
-from tandemrl.training.checkpoint.runs import check_same_config
+from tandemrl.training.checkpoint.runs import check_same_config, export_hf
 from tandemrl.training.state import Trained
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import yaml
 
 from tandemrl.config import FunctionRecord, FunctionsConfig, load
-from tandemrl.training.checkpoint.export import model_card
+from tandemrl.training.checkpoint.runs import model_card
 
 VERSIONS = {"torch": "2", "git_revision": "a" * 40, "git_dirty": False, "vllm": None}
 

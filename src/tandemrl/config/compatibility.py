@@ -2,7 +2,7 @@
 
 The range of one key stands at its field (``Allowed``), everything else here. Files and the machine are looked at in
 ``training.preflight``; what it finds is in `Facts`. Requests have no config, so what two writers cannot do is also
-refused request by request (``rollout.partner.check_partnered``). An evaluation refuses what two readers cannot read.
+refused request by request (``rollout.relay.check_partnered``). An evaluation refuses what two readers cannot read.
 """
 
 import difflib

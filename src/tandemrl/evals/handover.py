@@ -25,8 +25,8 @@ from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample
 from tandemrl.evals.protocol import Profile, sample_of, sampling_for
 from tandemrl.evals.stats import Interval
+from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.engine import Completion, Engine, Request, generate_verified
-from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection import Strategy, first_step, replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables, step_tables, word_boundary_table
 from tandemrl.selection.draws import mix64

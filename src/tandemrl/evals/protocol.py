@@ -18,9 +18,9 @@ from tandemrl.evals.measures import EvalError, Sample, author_runs, group_of, pa
 from tandemrl.models.loading import context_of
 from tandemrl.rewards.protocol import TrainerState
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
-from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection import Strategy, Who, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key

@@ -20,9 +20,9 @@ from tandemrl.evals.measures import Sample, author_runs
 from tandemrl.evals.protocol import sampling_for, strategies
 from tandemrl.evals.reading import by_junior, read_texts, read_tokens
 from tandemrl.models.loading import differing_entries
+from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Request, generate_verified
-from tandemrl.rollout.groups import ResponseReader
 from tandemrl.selection.words import Vocabulary, vocabulary_of
 from tandemrl.types import Author
 

@@ -18,7 +18,7 @@ from tandemrl.evals.remote import play
 from tandemrl.evals.session import Endpoint, Session, reader_of_spec, short_names
 from tandemrl.evals.stored import Stored, stored_samples
 from tandemrl.rollout.envs.environment import Environment, check_instance
-from tandemrl.rollout.partner import check_untranslatable
+from tandemrl.rollout.relay import check_untranslatable
 from tandemrl.types import Metrics
 
 Progress = Callable[[str, int, int], None]

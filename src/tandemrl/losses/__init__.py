@@ -26,13 +26,13 @@ from tandemrl.losses.policy import totals as totals
 from tandemrl.losses.recipes import RECIPES as RECIPES
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
 from tandemrl.losses.recipes import try_recipe as try_recipe
-from tandemrl.losses.sums import sequence_sum as sequence_sum
 from tandemrl.losses.surrogates import cispo as cispo
 from tandemrl.losses.surrogates import importance_weights as importance_weights
 from tandemrl.losses.surrogates import log_ratio as log_ratio
 from tandemrl.losses.surrogates import ppo_clip as ppo_clip
 from tandemrl.losses.surrogates import reinforce as reinforce
 from tandemrl.losses.surrogates import sequence_old_logprobs as sequence_old_logprobs
+from tandemrl.losses.surrogates import sequence_sum as sequence_sum
 from tandemrl.losses.surrogates import value_loss as value_loss
 from tandemrl.losses.weights import sequence_weights as sequence_weights
 from tandemrl.losses.weights import token_weights as token_weights

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int8
 from torch import Tensor
 
-from tandemrl.losses.sums import require_one_of
-from tandemrl.losses.surrogates import log_ratio
+from tandemrl.losses.surrogates import log_ratio, require_one_of
 from tandemrl.types import IntPerSequence, IntPerToken, PerSequence, PerToken
 
 KLKind = Literal["k1", "k2", "k3"]

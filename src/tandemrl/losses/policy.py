@@ -22,8 +22,15 @@ from torch import Tensor
 from tandemrl.config.recipes import Importance, RatioLevel, Recipe, Reduction, library_name
 from tandemrl.losses.penalties import KLKind, kl
 from tandemrl.losses.recipes import losses_of
-from tandemrl.losses.sums import divisor, require_one_of, sequence_sum
-from tandemrl.losses.surrogates import clip_range, importance_weights, log_ratio, sequence_old_logprobs
+from tandemrl.losses.surrogates import (
+    clip_range,
+    divisor,
+    importance_weights,
+    log_ratio,
+    require_one_of,
+    sequence_old_logprobs,
+    sequence_sum,
+)
 from tandemrl.types import Author, Batch, IntPerToken, PerSequence, PerToken, Scalar, Totals
 
 NormaliseBy = Literal["weight", "response"]

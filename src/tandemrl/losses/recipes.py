@@ -17,7 +17,7 @@ from tandemrl.config.recipes import KINDS, Importance, RatioLevel, Recipe, Reduc
 from tandemrl.losses import advantages as estimators
 from tandemrl.losses import surrogates
 from tandemrl.losses.advantages import whiten
-from tandemrl.losses.sums import require_one_of
+from tandemrl.losses.surrogates import require_one_of
 from tandemrl.types import IntPerSequence, PerSequence, PerToken
 
 RECIPES = {

@@ -28,16 +28,20 @@ from tandemrl.config import LoraConfig
 from tandemrl.models.critic import load_critic, packed_values, value_head, without_dropout
 from tandemrl.models.forward import packed_logprobs
 from tandemrl.models.loading import (
+    is_converted,
     load_configuration,
     load_model,
+    misfits,
     no_progress_bars,
+    opened,
     prepare,
     refusal,
     resolve_device,
+    stored_names,
+    tied_names,
 )
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
-from tandemrl.models.weight_files import is_converted, misfits, opened, stored_names, tied_names
 from tandemrl.processes.world import World
 
 

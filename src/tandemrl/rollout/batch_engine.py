@@ -12,8 +12,7 @@ from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import DraftLength
 from tandemrl.rollout.engine import EngineError, Passes, Reply, Request
 from tandemrl.rollout.kv_cache import Layers
-from tandemrl.rollout.partner import MakePartner, Writer, check_partnered
-from tandemrl.rollout.relay import Relay
+from tandemrl.rollout.relay import MakePartner, Relay, Writer, check_partnered
 from tandemrl.selection.words import vocabulary_of
 
 

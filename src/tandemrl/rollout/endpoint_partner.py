@@ -19,7 +19,7 @@ from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.processes.http import Client, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Request, Sampling
-from tandemrl.rollout.partner import Job, Partner, Said
+from tandemrl.rollout.relay import Job, Partner, Said
 from tandemrl.selection.draws import mix64
 from tandemrl.selection.words import Vocabulary, spell, step_words, vocabulary_of, word_starts
 
@@ -59,7 +59,7 @@ def served(endpoint: JuniorEndpointConfig) -> str:
 
 
 class EndpointJunior:
-    """Makes the partners of an engine's calls; a `partner.MakePartner`.
+    """Makes the partners of an engine's calls; a `relay.MakePartner`.
 
     model: its name there. context: how many tokens it can read, as the endpoint says, or else the tokenizer. control:
     its control tokens, as text.

@@ -177,8 +177,7 @@ def vllm_engine(
     """Stock vLLM, on the device that it is built for."""
     require_vllm("rollout.engine=vllm")
     try:
-        from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
-        from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
+        from tandemrl.rollout.vllm.engine import VllmEngine, VllmTwoEngines, platform_device
     except ImportError as error:
         raise cannot_import("rollout.engine=vllm", error) from None
     kind = resolve_device(device).type if device == "auto" else device.partition(":")[0]

@@ -21,9 +21,9 @@ from tandemrl.models.loading import (
     resolve_device,
     stored_eos_token_ids,
 )
+from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
-from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, solo
 from tandemrl.selection.draws import completion_keys

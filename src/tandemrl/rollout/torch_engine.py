@@ -19,7 +19,7 @@ from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import EngineError, EngineInfo, Request, SentWeights
 from tandemrl.rollout.kv_cache import KVCache, extend, prefill
-from tandemrl.rollout.partner import Job, LocalPartner, MakePartner, SpanRules, Writer, Written, draw_keys
+from tandemrl.rollout.relay import Job, LocalPartner, MakePartner, SpanRules, Writer, Written, draw_keys
 from tandemrl.rollout.sync import check_shapes, fingerprint
 from tandemrl.selection import Who
 from tandemrl.selection.whole_words import TextTables, text_tables
@@ -153,7 +153,7 @@ def _decoder(
 
 
 class TorchWriter(Writer):
-    """A `partner.Writer`. The keys and values of a row stay until it is dropped; what another author has written is
+    """A `relay.Writer`. The keys and values of a row stay until it is dropped; what another author has written is
     read when the row is gone on with.
 
     Args:

@@ -26,11 +26,10 @@ from tandemrl.data.messages import Transcript
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.sharding import swapped_weights, trained_parts
 from tandemrl.rollout import collect
-from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.collect import CompletionBatch, rollout_of
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.groups import rollout_of
-from tandemrl.rollout.partner import check_untranslatable
+from tandemrl.rollout.relay import check_untranslatable
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch, check_starts
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.state import Run, RunSetup

@@ -30,6 +30,7 @@ from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     check_positions,
+    check_weights,
     is_local,
     junior_tokenizer_of,
     load_configuration,
@@ -40,19 +41,18 @@ from tandemrl.models.loading import (
     vocabulary_check,
 )
 from tandemrl.models.sharded_loading import meta_model
-from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import import_object
 from tandemrl.processes.world import axes_of
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import RewardFunction, Term, with_environment
 from tandemrl.rewards.protocol import NO_SCORE, TrainerState
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts, reader_of
 from tandemrl.rollout.envs.parsing import END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.retrieval import is_cross_encoder
-from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm

@@ -6,9 +6,8 @@ from itertools import chain
 import numpy as np
 
 from tandemrl.rewards.protocol import NO_SCORE
-from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.collect import CompletionBatch, score_rollouts
 from tandemrl.rollout.engine import LOST, Draws, Passes
-from tandemrl.rollout.groups import score_rollouts
 from tandemrl.training.gates import TrainError
 from tandemrl.training.preflight import trainer_state
 from tandemrl.training.state import Run, RunSetup

@@ -46,7 +46,7 @@ def folders(tiny_pair: Path, other_junior: Path) -> tuple[Path, Path]:
 
 
 def started(senior: Path, junior: Path, own: Any = None) -> Iterator[Any]:
-    from tandemrl.rollout.vllm.two_engines import VllmTwoEngines
+    from tandemrl.rollout.vllm.engine import VllmTwoEngines
 
     config = RolloutConfig(max_rows=12, vllm=VllmConfig(kv_cache_gb=0.05))
     engine = VllmTwoEngines(senior, junior, load_tokenizer(senior), own, config)

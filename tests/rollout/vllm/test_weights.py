@@ -375,7 +375,7 @@ def test_adapters_are_split_as_their_layers_are(sharded, kind, world_size):
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters, use_adapters
+    from tandemrl.rollout.vllm.weights import adapted_parameters, load_adapters, use_adapters
 
     group, juniors = sharded(kind, "float32", world_size)
     lora = LoraConfig(rank=3, alpha=6.0)

@@ -27,9 +27,9 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_scores
 from tandemrl.models.loading import context_of
 from tandemrl.rollout.call import CallEngine, Finished, NewTokens
+from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.engine import Request, Sampling, StopReason
 from tandemrl.rollout.gateway.texts import Authors
-from tandemrl.rollout.groups import ResponseReader
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy
 from tandemrl.selection.boundaries import token_bytes

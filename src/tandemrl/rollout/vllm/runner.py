@@ -27,11 +27,11 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, DraftLength, Size
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.adapters import use_adapters
 from tandemrl.rollout.vllm.drafting import Draws, Round
 from tandemrl.rollout.vllm.draws import JuniorLoop, senior_draws, stays_on_device
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, ForwardPass, Planner
 from tandemrl.rollout.vllm.sampler import Spans, TandemSampler
+from tandemrl.rollout.vllm.weights import use_adapters
 from tandemrl.selection import Strategy
 
 PREFIX = "junior."  # of the junior's layers, where both models' layers are named side by side

@@ -1,8 +1,8 @@
 """Draws each row's next token inside vLLM with the row's key, as the reference engine does.
 
-Also of spans (``rollout.partner``): each is a request, whose engine writes alone (``two_engines``). The proposal that
-begins a word too many is dropped: the request ends with an EOS in its place, which has the log-prob that a word ends,
-and ``HANDED_OVER`` as its reason to stop.
+Also of spans (``rollout.relay``): each is a request, whose engine writes alone (``engine.VllmTwoEngines``). The
+proposal that begins a word too many is dropped: the request ends with an EOS in its place, which has the log-prob that
+a word ends, and ``HANDED_OVER`` as its reason to stop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
-from tandemrl.rollout.partner import Span, SpanRules, draw_keys
+from tandemrl.rollout.relay import Span, SpanRules, draw_keys
 from tandemrl.selection.whole_words import TextTables
 
 SPAN = "span"

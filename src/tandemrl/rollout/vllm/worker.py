@@ -25,11 +25,16 @@ from vllm.v1.worker.gpu_worker import Worker
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import EngineError, SentWeights
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner, TandemOutput
 from tandemrl.rollout.vllm.sampler import HANDED_OVER, SPAN, Spans
-from tandemrl.rollout.vllm.weights import hf_parameters, load_checkpoint_weights, read_weights
+from tandemrl.rollout.vllm.weights import (
+    adapted_parameters,
+    hf_parameters,
+    load_adapters,
+    load_checkpoint_weights,
+    read_weights,
+)
 from tandemrl.selection import Strategy, Who, solo
 from tandemrl.selection.whole_words import TextTables
 

@@ -3,7 +3,7 @@
 ``runs.save`` lists what a checkpoint holds of a run, and ``storage`` writes and reads its folder: ``state.pt``,
 ``tensors/``, ``config.yaml`` and ``meta.json`` with the SHA-256 of the others. ``runs.restore`` refuses a file whose
 hash differs, a metrics.jsonl or samples.jsonl that is shorter than it was, and a checkpoint of another run
-(``runs.check_same_identity``). ``export`` writes Hugging Face folders, with their model card.
+(``runs.check_same_identity``). ``runs.export`` writes Hugging Face folders, with their model card.
 """
 
 from tandemrl.training.checkpoint.runs import Resume as Resume
