@@ -107,8 +107,7 @@ def prepare(path: Path, rows: int, options: argparse.Namespace) -> dict[str, Cal
 
     vocabulary = senior.get_output_embeddings().weight.shape[0]
     if options.engine == "vllm":
-        from tandemrl.rollout.vllm.engine import VllmEngine
-        from tandemrl.rollout.vllm.engine import BLOCK_SIZE, VllmTwoEngines
+        from tandemrl.rollout.vllm.engine import BLOCK_SIZE, VllmEngine, VllmTwoEngines
 
         config = RolloutConfig(max_rows=rows, vllm=VllmConfig(kv_cache_gb=0.1))
         together = VllmEngine(path, path, tokenizer, config, engine_args={"block_size": BLOCK_SIZE})
