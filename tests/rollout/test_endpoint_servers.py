@@ -26,7 +26,7 @@ from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.evals import evaluate
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.processes.http import Client
-from tandemrl.rollout.endpoint_partner import EndpointJunior, _answer, body_of, client_of
+from tandemrl.rollout.endpoint_partner import EndpointJunior, body_of, client_of
 from tandemrl.rollout.engine import Sampling
 from tandemrl.training.loop import train
 
@@ -148,7 +148,7 @@ def test_the_server_draws_from_the_model_s_distribution(other_junior: Path, othe
         assert found(Sampling(8, temperature=0.0)).argmax() == logits.argmax()
 
         body = {"model": "other", "prompt": prompt, "max_tokens": 1} | body_of(SAMPLINGS[2], ())
-        drawn = Counter(junior.client.post("/completions", body | {"seed": seed}, _answer)[0] for seed in range(500))
+        drawn = Counter(junior.client.post("/completions", body | {"seed": i}, junior.answer)[0] for i in range(500))
         texts = Counter[str]()
         for token, p in enumerate(reference_distribution(logits, SAMPLINGS[2], prompt, [])):
             texts[junior.vocabulary.pieces.get(token, b"").decode(errors="replace")] += p
@@ -186,7 +186,7 @@ def test_training_and_evaluation_with_a_stock_vllm_server(tiny_pair, other_junio
         assert (junior.model, junior.context) == ("other", LONGEST)
         prompt = junior.vocabulary.encode("First 3 plus 4")
         body = {"model": "other", "prompt": prompt, "max_tokens": 8} | body_of(Sampling(), ())
-        drawn = [junior.client.post("/completions", body | {"seed": seed}, _answer)[0] for seed in range(8)]
+        drawn = [junior.client.post("/completions", body | {"seed": seed}, junior.answer)[0] for seed in range(8)]
         assert len(set(drawn)) > 1
         junior.close()
 

@@ -117,11 +117,21 @@ class EndpointJunior:
             | body_of(sampling, self.endpoint.leave_out)
             for prompt, sampling, seed in asked
         ]
-        found = self.client.post_all("/completions", bodies, _answer)
-        ends = (next((token for token in self.control if text.endswith(token)), "") for text, _ in found)
-        return [
-            (text.removesuffix(end) if ended else text, ended) for (text, ended), end in zip(found, ends, strict=True)
-        ]
+        return self.client.post_all("/completions", bodies, self.answer)
+
+    def answer(self, response: Response) -> tuple[str, bool]:
+        """A text completion, and whether the model ended it itself; a `http.Read`."""
+        try:
+            choice = response.json()["choices"][0]
+            text, reason = choice["text"], choice["finish_reason"]
+        except (KeyError, IndexError, TypeError):
+            text = reason = None
+        if not isinstance(text, str) or reason not in ("stop", "length"):
+            raise RetryableError(f"not a completion: {excerpt(response.body)}")
+        if reason == "length":
+            return text, False
+        # Some servers (llama.cpp with --special) show the token that ended it, too.
+        return text.removesuffix(next((token for token in self.control if text.endswith(token)), "")), True
 
     def _attempt(self, job: Job, prompt: Sequence[int], told: dict[str, Any], seed: int) -> Said | None:
         """What it says, or None if what comes is not usable."""
@@ -133,12 +143,9 @@ class EndpointJunior:
             if asked <= 0:
                 break
             body = {"model": self.model, "prompt": more, "max_tokens": asked, "seed": seed + spent, **told}
-            answer, ended = self.client.post("/completions", body, _answer)
+            answer, ended = self.client.post("/completions", body, self.answer)
             spent, asked, known = spent + asked, 2 * asked, text
-            if ended:  # some servers (llama.cpp with --special) show the token that ended it, too
-                text += answer.removesuffix(next((token for token in self.control if answer.endswith(token)), ""))
-            else:
-                text += answer.rstrip(_CUT)
+            text += answer if ended else answer.rstrip(_CUT)
             try:
                 written = text.encode()
             except UnicodeEncodeError:  # half of a surrogate pair
@@ -270,15 +277,3 @@ def _contexts(response: Response) -> dict[str, int]:
         if known := [length for length in lengths if isinstance(length, int) and length > 0]:
             found[each["id"]] = known[0]
     return found
-
-
-def _answer(response: Response) -> tuple[str, bool]:
-    """A text completion, and whether the model ended it itself; a `http.Read`."""
-    try:
-        choice = response.json()["choices"][0]
-        text, reason = choice["text"], choice["finish_reason"]
-    except (KeyError, IndexError, TypeError):
-        text = reason = None
-    if not isinstance(text, str) or reason not in ("stop", "length"):
-        raise RetryableError(f"not a completion: {excerpt(response.body)}")
-    return text, reason == "stop"

@@ -164,9 +164,8 @@ class EpisodeRunner(Acting):
                 junior.tokenizer,
                 self.tools,
                 eos_token_ids=junior.eos_token_ids,
-                result_tokens=sys.maxsize,  # it is told what is left for the senior
                 keep_turns=config.keep_turns,
-            )
+            )  # results that are too long are cut for the senior
             if (misread := self._misread(self.junior_rendering, self._calls)) is not None:
                 name, text, arguments = misread
                 own = self.rendering.call_text(name, arguments)[:200]
@@ -315,13 +314,13 @@ def opening_prompts(
     )
 
 
-def make_caller(config: Config, environment: Environment | None = None) -> Caller:
-    """What answers for the environment of a config: processes, which are started when they are first needed. One that
-    was passed exists in this process alone, and answers in threads."""
-    limit_s = config.rollout.tool_timeout_s
+def make_caller(config: Config, environment: Environment | None = None) -> Caller | None:
+    """What answers for the environment of a config: processes, which are started when they are first needed. None for
+    one that was passed, which exists in this process alone: see `Acting`."""
     if environment is not None:
-        return ThreadCalls(answering(environment), limit_s=limit_s)
-    return ChildCalls(WORKER, config, processes=config.rollout.tool_workers or min(2, cores()), limit_s=limit_s)
+        return None
+    processes = config.rollout.tool_workers or min(2, cores())
+    return ChildCalls(WORKER, config, processes=processes, limit_s=config.rollout.tool_timeout_s)
 
 
 class Episodes:

@@ -10,6 +10,7 @@ every content.
 
 import json
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -50,7 +51,7 @@ class Rendering:
         tokenizer: a fast tokenizer with a chat template.
         schemas: the schemas of the tools, which the template shows to the authors.
         eos_token_ids: the ids that end a turn for the engine.
-        result_tokens: a message with more tokens than this is cut.
+        result_tokens: a message with more tokens than this is cut; as a rule none is.
         keep_turns: accept a template that would write earlier turns differently once later ones follow. They then stay
             as they were written.
         template_arguments: further variables of the chat template (``data.template_arguments``).
@@ -67,7 +68,7 @@ class Rendering:
         schemas: Sequence[Schema],
         *,
         eos_token_ids: Collection[int],
-        result_tokens: int,
+        result_tokens: int = sys.maxsize,
         keep_turns: bool = False,
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:

@@ -74,14 +74,10 @@ class AgentRunner(EpisodeRunner):
         self.tools, self.schemas, self.junior_rendering = [], {}, None
         self.ends = frozenset([tokenizer.eos_token_id] if ends is None else ends)
         arguments = config.data.template_arguments
+        # Or this is an error before the run.
         self.rendering = Rendering(
-            tokenizer,
-            [],
-            eos_token_ids=self.ends,
-            template_arguments=arguments,
-            result_tokens=config.rollout.result_tokens,
-            keep_turns=True,
-        )  # or this is an error before the run
+            tokenizer, [], eos_token_ids=self.ends, template_arguments=arguments, keep_turns=True
+        )
         calls = call_format_of(template_of(tokenizer, [{}]))
         self._speaker = Speaker(tokenizer, calls or "hermes", self.ends)
         self._reader = Reader(

@@ -8,7 +8,6 @@ may also hold ``conversation``, which continues a chat from request to request (
 
 import json
 import secrets
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -261,12 +260,7 @@ class Reader:
             if len(self._renderings) == MAX_RENDERINGS:
                 del self._renderings[next(iter(self._renderings))]
             self._renderings[named] = Rendering(
-                self.tokenizer,
-                schemas,
-                eos_token_ids=self.ends,
-                template_arguments=arguments,
-                result_tokens=sys.maxsize,
-                keep_turns=True,
+                self.tokenizer, schemas, eos_token_ids=self.ends, template_arguments=arguments, keep_turns=True
             )
         rendering = self._renderings[named]
         return [*written, *rendering.context(further, ended=written[-1] == rendering.end_of_turn).tokens]

@@ -111,8 +111,8 @@ class ChatRenderer(DefaultRenderer):
     ) -> RenderedTokens:
         """The next prompt: all ids so far, and those of the new messages after them."""
         schemas = _schemas(tools)
-        how = {"eos_token_ids": self.get_stop_token_ids(), "result_tokens": sys.maxsize, "keep_turns": True}
-        rendering = Rendering(self._tokenizer, schemas, **how)
+        ends = self.get_stop_token_ids()
+        rendering = Rendering(self._tokenizer, schemas, eos_token_ids=ends, keep_turns=True)
         written = [*previous_prompt_ids, *previous_completion_ids]
         ended = written[-1] == rendering.end_of_turn
         tail = rendering.context(new_messages, ended=ended).tokens
