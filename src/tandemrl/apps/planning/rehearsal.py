@@ -191,8 +191,9 @@ def one_pass(
         index = ((batch.author >= 0) & (batch.positions > 0)).nonzero().squeeze(1)
         part = part_of(batch, index, shards.sequence)
         targets = batch.tokens.index_select(0, part.slots)
-        targets, *faked = map(fake.from_tensor, (targets, part.tokens, part.positions, part.prefixes))
-        part = part._replace(**dict(zip(("tokens", "positions", "prefixes"), faked, strict=True)))
+        given = (targets, part.tokens, part.positions, part.prefixes)
+        targets, tokens, positions, prefixes = map(fake.from_tensor, given)
+        part = part._replace(tokens=tokens, positions=positions, prefixes=prefixes)
     options = options._replace(activation_offload=False)
     if critic:
         channels = [with_gathered_parameters(packed_values, model)(part, options)]
