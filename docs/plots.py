@@ -74,6 +74,9 @@ PLOTS = (
     Plot("smollm2_terse", (SOLO, TANDEM, HANDOFF, CE)),
 )
 
+READ = {"0": (-0.22, "o", "none"), "before": (0.0, "o", ""), "100": (0.22, "s", "")}
+"""What a reader is given: where its mark stands, the mark, and its filling."""
+
 INK, SOFT, BEFORE, SOLO_COLOUR, TANDEM_COLOUR = "#777777", "#bbbbbb", "#888888", "#c2571a", "#1f6fb4"
 
 
@@ -162,6 +165,26 @@ def frontier(file: Path) -> None:
         write_text(OUT / f"{file.stem}{name}.svg", f"{opening}>{look}{rest}")
 
 
+def readers(file: Path) -> None:
+    """What real readers solve alone, after a model's steps before the true answer, and after all of them."""
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["way"] == "free" and row["given"] in READ]
+    names, arms = (list(dict.fromkeys(row[what] for row in rows)) for what in ("reader", "arm"))
+    figure, axes = plt.subplots(1, len(names), figsize=(8, 0.9 + 0.5 * len(arms)), sharey=True, layout="constrained")
+    for axis, name in zip(axes, names, strict=True):
+        for row in (row for row in rows if row["reader"] == name):
+            y, of, (shift, mark, face) = arms.index(row["arm"]), colour(row["arm"]), READ[row["given"]]
+            axis.plot([row["low"], row["high"]], [y + shift, y + shift], "-", color=of, lw=1, alpha=0.7)
+            axis.plot([row["pass@1"]], [y + shift], mark, color=of, ms=6, mfc=face or of)
+        axis.set_title(f"{name}, pass@1 →", fontsize=9, color=INK)
+        axis.set_yticks(range(len(arms)), [NAMES[arm] for arm in arms])
+        axis.set_ylim(len(arms) - 0.5, -0.5)
+        axis.set_xlim(0, 1)
+        axis.tick_params(colors=INK, labelsize=8, length=0)
+        axis.grid(axis="x", color=SOFT, lw=0.4, alpha=0.6)
+        axis.spines[:].set_visible(False)
+    save(figure, file.stem)
+
+
 def save(figure: Any, name: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT / f"{name}.svg", transparent=True, metadata={"Date": None})
@@ -172,6 +195,7 @@ def main() -> None:
     plt.rcParams |= {"svg.hashsalt": "tandemrl", "svg.fonttype": "none", "font.family": "sans-serif"}
     headline()
     frontier(DOCS / "frontier.json")
+    readers(DOCS.parent / "benchmarks" / "results" / "smollm2_readers.json")
     for plot in PLOTS:
         draw(plot)
 

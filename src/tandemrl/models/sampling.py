@@ -110,7 +110,9 @@ def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) 
     following ones to the blocks. Both heats are the Gumbel-max trick (Maddison, Tarlow and Minka, arXiv 1411.0030), so
     the token is exact. The same keys give the same tokens in any batch, up to rounding of the log-probs; and two models
     that read the same key agree with probability at least (1 − TV) / (1 + TV), whatever the order of the vocabulary,
-    up to the loss by blocks (Daliri, Musco and Suresh, arXiv 2408.07978).
+    up to the loss by blocks (Daliri, Musco and Suresh, arXiv 2408.07978). Measured at 2ab6b84 on distributions of
+    medium width over 151,936 ids: they agree in .66 of the draws. By the inverse of the cumulative distribution it
+    would be .27; no way can exceed .74.
 
     Args:
         logprobs: normalised log-probs; -inf excludes a token.
