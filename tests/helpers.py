@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -47,10 +47,19 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Letters with and without a leading space, newlines, and "é" as two byte tokens; no merges."""
-    bpe = Tokenizer(models.BPE(vocab=IDS, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe = byte_level(IDS)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+
+
+def byte_level(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]] = (), split: str = "") -> Tokenizer:
+    """``split``: a pattern of what is merged apart."""
+    bpe = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
+    to_bytes = bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if split:
+        words = pre_tokenizers.Split(Regex(split), behavior="isolated")
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    return bpe
 
 
 AGENT_TEMPLATE = (
@@ -180,6 +189,23 @@ def with_head_bias(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
     return model
 
 
+def noisy(model: PreTrainedModel, scale: float) -> PreTrainedModel:
+    """Another model that mostly writes the same."""
+    other, noise = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    for parameter in other.parameters():
+        parameter.data += scale * torch.randn(parameter.shape, generator=noise)
+    return other
+
+
+def trained_adapters(model: PreTrainedModel, seed: int, scale: float) -> PreTrainedModel:
+    """``model`` with other adapters, as if they had learnt something."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of ``model`` wired to the library; ``model`` stays untouched and serves as the reference."""
     return prepare(copy.deepcopy(model))
@@ -200,6 +226,26 @@ def strategies() -> dict[str, Strategy]:
         "solo senior": solo("senior"),
         "solo junior": solo("junior"),
     }
+
+
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cold": Sampling(temperature=0.6),
+    "hot": Sampling(temperature=1.7),
+    "top_k": Sampling(top_k=5),
+    "top_p": Sampling(top_p=0.8),
+    "min_p": Sampling(min_p=0.1),
+    "the paper's": Sampling(temperature=0.7, top_p=0.8, top_k=20),
+    "all truncations": Sampling(temperature=1.3, top_p=0.9, top_k=12, min_p=0.02),
+    "repetition": Sampling(repetition_penalty=1.3),
+    "presence": Sampling(presence_penalty=0.8),
+    "frequency": Sampling(frequency_penalty=0.5),
+    "encouraged": Sampling(repetition_penalty=0.8, presence_penalty=-0.4),
+    "everything": Sampling(
+        temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.3,
+    ),
+}  # fmt: skip
 
 
 def prompts(count: int, *, seed: int = 0, lengths: Sequence[int] = (1, 7, 2, 13, 4, 29)) -> list[list[int]]:
@@ -344,6 +390,37 @@ def chi_square_bound(counts: np.ndarray, probabilities: np.ndarray) -> tuple[flo
 
 def flat(written: list[list[Completion]]) -> list[Completion]:
     return [completion for group in written for completion in group]
+
+
+def assert_same(
+    found: Sequence[Completion], wanted: Sequence[Completion], atol: float = 1e-5, rtol: float = 0.0
+) -> None:
+    """The same keys, tokens, authors and ends; log-probs but for rounding."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.key, one.stop_reason) == (other.key, other.stop_reason)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, rtol=rtol, atol=atol)
+
+
+def assert_same_but_for_ties(
+    batch: Sequence[Request],
+    found: Sequence[Completion],
+    wanted: Sequence[Completion],
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    *,
+    most: float,
+    atol: float = 1e-4,
+) -> None:
+    """A difference must be a shown near-tie of the draw; at most this share of the completions has one."""
+    asked, ties = [request for request in batch for _ in request.keys], 0
+    for request, one, other in zip(asked, found, wanted, strict=True):
+        if one.tokens.tolist() == other.tokens.tolist():
+            assert_same([one], [other], atol)
+        else:
+            assert_differ_by_a_tie(one, other, request, models)
+            ties += 1
+    assert ties <= most * len(asked)
 
 
 def abort_after(running: Any, batch: Sequence[Request], count: int, numbers: Sequence[int] | None) -> list[Completion]:

@@ -43,8 +43,10 @@ def asked(count: int = 5, max_tokens: int = 12) -> list[Request]:
 
 
 def bits(written: list[list[Any]]) -> list[Any]:
+    fields = ("key", "stop_reason", "transcript", "policy_version")
+    channels = ("tokens", "author", "behaviour_logprobs")
     return [
-        (c.key, c.tokens.tolist(), c.author.tolist(), c.behaviour_logprobs.tolist(), c.policy_version)
+        [*(getattr(c, name).tolist() for name in channels), *(getattr(c, name) for name in fields)]
         for c in flat(written)
     ]
 

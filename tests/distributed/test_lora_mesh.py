@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from helpers import prepared, prompts, qwen3, tokenizer
+from helpers import prepared, prompts, qwen3, tokenizer, trained_adapters
 from processes import MESHES_OF_TWO, gradients_of, on_every_mesh, run
 from tandemrl.config import LoraConfig
 from tandemrl.models.batching import pack_tokens
@@ -18,11 +18,7 @@ from tandemrl.training.checkpoint.runs import export_hf
 
 def one_pass(world: World, exports: Path) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Log-probs of this data rank's sequences without and with adapters, merged weights, and everybody's gradients."""
-    model = attach(prepared(qwen3()), LoraConfig(rank=3, alpha=6.0), seed=7)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model = trained_adapters(attach(prepared(qwen3()), LoraConfig(rank=3, alpha=6.0), seed=7), 1, 0.3)
     shard(model, world, dtype=torch.float32)
     if world.size == 1 or world.shards.tensor is not None:
         export_hf(

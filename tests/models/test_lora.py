@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedModel
 
-from helpers import llama, prepared, prompts, qwen3, tokenizer
+from helpers import llama, prepared, prompts, qwen3, tokenizer, trained_adapters
 from runs import assert_same_run, config, metrics, weights
 from tandemrl.config import ConfigError, LoraConfig
 from tandemrl.models.batching import pack_tokens
@@ -35,12 +35,7 @@ CPU = torch.device("cpu")
 def adapted(plain: PreTrainedModel, lora: LoraConfig = LORA, *, random: bool = True) -> PreTrainedModel:
     """A copy of ``plain`` with adapters that do something."""
     model = attach(copy.deepcopy(plain), lora, seed=7)
-    if random:
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return trained_adapters(model, 1, 0.3) if random else model
 
 
 def logprobs(model: PreTrainedModel) -> Tensor:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,14 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from helpers import VOCABULARY, flat, llama, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from helpers import (
+    VOCABULARY,
+    assert_same,
+    flat,
+    llama,
+    prepared,
+    prompts,
+    qwen3,
+    requests,
+    small_qwen3,
+    strategies,
+    tokenizer,
+)
 from scripted_world import ScriptedWorld
 from tandemrl.rollout import torch_engine
 from tandemrl.rollout.call import Finished
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Decoder, Row, Shaping
 from tandemrl.rollout.device_steps import DeviceSteps, Step
-from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, solo, turn
 
@@ -59,14 +70,6 @@ def batch(strategy: Strategy, *, kinds: int = len(SAMPLINGS)) -> list[Request]:
     return [replace(request, sampling=SAMPLINGS[i % kinds]) for i, request in enumerate(asked)]
 
 
-def same(found: list[Completion], wanted: list[Completion]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.author.tolist() == other.author.tolist()
-        assert one.stop_reason == other.stop_reason
-        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, rtol=0, atol=1e-5)
-
-
 NAMES = ("solo senior", "solo junior", "word", "mixed")
 KEPT = {("solo senior", "16, static"), ("word", "4, static"), ("mixed", "4"), ("mixed", "16, static")}
 BOTH = [pytest.param(way, marks=[] if way in ("16", "4, static") else pytest.mark.slow) for way in WAYS]
@@ -87,9 +90,9 @@ def test_how_often_the_host_looks_changes_no_token(name: str, way: str, make: An
     by_host, alone = make(max_rows=6), make(*WAYS[way], max_rows=6)
     wanted = flat(by_host.generate(asked))
     assert {c.stop_reason for c in wanted} == {"stop", "eos", "length"}
-    same(flat(alone.generate(asked)), wanted)
+    assert_same(flat(alone.generate(asked)), wanted)
     assert alone.passes == by_host.passes
-    same(flat(alone.generate(asked)), wanted)  # what was kept from the first call
+    assert_same(flat(alone.generate(asked)), wanted)  # what was kept from the first call
 
 
 def test_a_model_can_be_its_own_junior(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def test_a_model_can_be_its_own_junior(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, static in ((1, False), (16, True)):
         monkeypatch.setattr(torch_engine, "DeviceSteps", partial(DeviceSteps, static=static))
         written.append(flat(TorchEngine(one, one, tokenizer(), host_every=every).generate(asked)))
-    same(written[1], written[0])
+    assert_same(written[1], written[0])
 
 
 @pytest.mark.parametrize("way", BOTH)
@@ -110,7 +113,7 @@ def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     ]
     wanted = flat(make(max_rows=5).generate(asked, responder=ScriptedWorld()))
     assert max(len(c.turns) for c in wanted) == 3
-    same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
+    assert_same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
 
 
 @pytest.mark.parametrize("way", BOTH)
@@ -121,7 +124,7 @@ def test_sessions_go_on_with_what_was_kept_of_them(way: str, make: Any) -> None:
     by_host, alone = make(), make(*WAYS[way])
     for _ in range(3):
         found = flat(alone.generate(asked))
-        same(found, flat(by_host.generate([replace(each, session=None) for each in asked])))
+        assert_same(found, flat(by_host.generate([replace(each, session=None) for each in asked])))
         texts = [[*each.prompt, *c.tokens.tolist(), 3, 4] for each, c in zip(asked, found, strict=True)]
         asked = [replace(each, prompt=text) for each, text in zip(asked, texts, strict=True)]
 
@@ -139,7 +142,7 @@ def test_requests_join_at_a_look(static: bool, make: Any) -> None:
         left = set(numbers)
         while left:
             left -= {event.number for event in call.step() if isinstance(event, Finished)}
-        same(call.take(numbers), wanted)
+        assert_same(call.take(numbers), wanted)
 
 
 def test_new_weights_count_from_the_next_call_on(make: Any) -> None:
@@ -149,7 +152,7 @@ def test_new_weights_count_from_the_next_call_on(make: Any) -> None:
     try:
         alone.load_weights([(name, weight * 1.5) for name, weight in kept.items()], 1)
         after = flat(alone.generate(asked))
-        same(after, [replace(c, policy_version=1) for c in flat(make().generate(asked))])
+        assert_same(after, [replace(c, policy_version=1) for c in flat(make().generate(asked))])
     finally:
         alone.load_weights(list(kept.items()), 2)
     assert [c.tokens.tolist() for c in before] != [c.tokens.tolist() for c in after]
@@ -167,7 +170,8 @@ def test_a_strategy_that_needs_the_host_is_asked_there(make: Any) -> None:
     group = batch(known)
     wanted = flat(make().generate(group))
     with pytest.warns(UserWarning, match="asked on the CPU, as it cannot be asked elsewhere: can't convert"):
-        same(flat(make(8).generate([replace(each, strategy=known._replace(step=step)) for each in group])), wanted)
+        found = make(8).generate([replace(each, strategy=known._replace(step=step)) for each in group])
+    assert_same(flat(found), wanted)
 
 
 class NoHost(TorchDispatchMode):

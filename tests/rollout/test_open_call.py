@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
-from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
-from tandemrl.rollout import decoding
+from helpers import assert_same, flat, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
 from tandemrl.rollout.batch_engine import BatchCall
 from tandemrl.rollout.call import Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn
@@ -28,13 +27,7 @@ def ended(call: BatchCall, numbers: Sequence[int], left: set[int] | None = None)
     return call.take(numbers)
 
 
-def same(found: Sequence[Completion], alone: Sequence[Completion]) -> None:
-    for one, other in zip(found, alone, strict=True):
-        assert (one.key, one.stop_reason) == (other.key, other.stop_reason)
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.author.tolist() == other.author.tolist()
-        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, rtol=1e-5, atol=1e-5)
-
+same = partial(assert_same, rtol=1e-5)
 
 KINDS = {
     "plain": Sampling(max_tokens=20),
@@ -170,23 +163,6 @@ def test_an_open_call_has_the_engine_for_itself() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each forward pass over prompts computed."""
-    counts = list[int]()
-
-    def counted(function: Any, tokens_of: Any) -> Any:
-        def call(*given: Any) -> Any:
-            counts.append(sum(map(len, tokens_of(*given))))
-            return function(*given)
-
-        return call
-
-    monkeypatch.setattr(decoding, "prefill", counted(decoding.prefill, lambda model, texts: [t[:-1] for t in texts]))
-    monkeypatch.setattr(decoding, "extend", counted(decoding.extend, lambda model, cache, rows, starts, chunks: chunks))
-    return counts
 
 
 def turns_of(running: TorchEngine, session: str | None, strategies: Sequence[Strategy], seed: int = 3) -> Any:

@@ -1,6 +1,7 @@
 """A senior that is adapters on the junior's own weights, against one whose weights are merged."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from helpers import llama, prepared, prompts, qwen3, requests, tokenizer
+from helpers import llama, prepared, prompts, qwen3, requests, tokenizer, trained_adapters
 from runs import config
 from tandemrl.config import LoraConfig
 from tandemrl.models.lora import AdapterDropout, adapted_alias, attach
@@ -38,13 +39,7 @@ def shared(base: PreTrainedModel, **options: object) -> Listener:
     return Listener(adapted_alias(base, LORA, seed=0), base, tokenizer(), **options)
 
 
-def learn(policy: PreTrainedModel, seed: int, scale: float = 0.05) -> PreTrainedModel:
-    """Other adapters."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.named_parameters():
-        if ".lora_" in name:
-            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return policy
+learn = partial(trained_adapters, scale=0.05)
 
 
 def write(engine: TorchEngine) -> list[Completion]:

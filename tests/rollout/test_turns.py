@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from helpers import (
     IDS,
     VOCABULARY,
+    assert_same,
     flat,
     gpt2,
     llama,
@@ -58,14 +59,6 @@ def episodes(
 ) -> list[Request]:
     asked = requests(prompts(count), sampling, strategy, samples=samples)
     return [replace(request, **(LIMITS | limits)) for request in asked]
-
-
-def assert_same(found: Sequence[Completion], wanted: Sequence[Completion], tolerance: float = 1e-5) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.author.tolist() == other.author.tolist()
-        assert one.stop_reason == other.stop_reason
-        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=tolerance)
 
 
 def by_loop(batch: Sequence[Request]) -> list[Completion]:

@@ -12,10 +12,19 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from helpers import VOCABULARY, chi_square_bound, flat, prepared, qwen3, reference_distribution, small_qwen3, tokenizer
+from helpers import (
+    VOCABULARY,
+    byte_level,
+    chi_square_bound,
+    flat,
+    prepared,
+    qwen3,
+    reference_distribution,
+    small_qwen3,
+    tokenizer,
+)
 from tandemrl.apps.experiments.tiny import WORD_SPLIT
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import encode_prompts
@@ -41,12 +50,7 @@ PROMPT, READ = (2, 1), (5, 2)
 
 
 def toy(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
-    split = pre_tokenizers.Split(Regex(WORD_SPLIT), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level(vocabulary, merges, WORD_SPLIT), eos_token="<eos>")
 
 
 @cache

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from helpers import flat, prepared, qwen3, small_qwen3
+from helpers import byte_level, flat, prepared, qwen3, small_qwen3
 from tandemrl.apps.experiments.tiny import WORD_SPLIT
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.data.messages import Message
@@ -42,11 +41,7 @@ def talker(
     vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], mine: str, other: str
 ) -> PreTrainedTokenizerFast:
     """A tokenizer whose chat template puts a character in front of a turn of an author, and another of the world."""
-    bpe = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
-    split = pre_tokenizers.Split(Regex(WORD_SPLIT), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    bpe.decoder = decoders.ByteLevel()
+    bpe = byte_level(vocabulary, merges, WORD_SPLIT)
     template = (
         f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{mine}{{{{ m.content }}}}<end>{{% else %}}{other}"
         f"{{{{ m.content }}}}{other}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{mine}{{% endif %}}"

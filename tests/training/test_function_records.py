@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ import pytest
 from tandemrl.config import Config, ConfigError, RetrievalConfig, load, to_yaml
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.losses import RECIPES, ppo_clip
+from tandemrl.losses import RECIPES, Recipe, ppo_clip
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, bernoulli
 from tandemrl.training.arguments import describe, with_records
+from tandemrl.training.checkpoint import check_folder
+from tandemrl.training.checkpoint import runs as module
+from tandemrl.training.checkpoint.storage import CheckpointError
+from tandemrl.training.state import Run
 
 
 def scaled(x: float, scale: float) -> float:
@@ -165,3 +170,37 @@ def test_a_change_of_a_module_changes_the_signature_of_its_functions(tmp_path, m
         (tmp_path / "rewards_of_mine.py").write_text(text)
         signatures.append(signature(importlib.import_module("rewards_of_mine").reward))
     assert signatures[0] == signatures[1] != signatures[2]
+
+
+# ---------------------------------------------------------------------------------------------------- code that changed
+
+
+RUN: Any = SimpleNamespace(setup=SimpleNamespace(world=SimpleNamespace(main=True)))
+NOW = {"recipe": "a", "data.train": "b", "my:reward": "c"}
+
+
+def test_repaired_code_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "identity", lambda run: NOW)
+    path, before = Path("step_5"), NOW | {"my:reward": "d"}
+    with pytest.raises(CheckpointError, match=r"another my:reward; .*: --accept-changed reward$"):
+        module.check_same_identity(RUN, before, path)
+    assert module.check_same_identity(RUN, before, path, ["reward"]) == ("reward",)
+    assert module.check_same_identity(RUN, NOW, path, ["reward"]) == ()
+    with pytest.raises(CheckpointError, match=r"another data.train; a resume would mix runs$"):
+        module.check_same_identity(RUN, before | {"data.train": "e"}, path, ["reward"])
+    with pytest.raises(CheckpointError, match=r"--accept-changed data.train: expected one of reward, "):
+        check_folder(load(), "auto", ["data.train"])
+
+
+def test_what_a_recipe_says_of_itself_is_no_part_of_it() -> None:
+    def identity(recipe: Recipe) -> dict[str, str]:
+        facts: dict[str, Any] = {"prompts": [], "episode_runner": None, "judge": None}
+        setup: Any = SimpleNamespace(
+            config=load(), recipe=recipe, preflight=SimpleNamespace(environment_id={}), **facts
+        )
+        models: Any = SimpleNamespace(junior=None, reference=None, engine=SimpleNamespace(has_junior=False))
+        progress: Any = SimpleNamespace(identity=None)
+        return dict(module.identity(Run(setup, models, progress)))
+
+    grpo = RECIPES["grpo"]
+    assert identity(grpo._replace(says="other words")) == identity(grpo) != identity(grpo._replace(clip_high=0.3))

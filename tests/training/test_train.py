@@ -1,6 +1,7 @@
 """The loop as a whole: it learns what it should, stops when it must, and resumes as if nothing had happened."""
 
 import dataclasses
+import gzip
 import io
 import json
 import math
@@ -21,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers import prepared, qwen3
 from real_model import smollm2
-from runs import SMALL, assert_same_run, config, kill, metrics, timeless, weights
-from tandemrl.config import ConfigError, load, to_yaml
+from runs import SMALL, assert_same_run, config, kill, lines, metrics, timeless, weights
+from tandemrl.config import ConfigError, load, to_yaml, with_steps
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import EvalResult
 from tandemrl.losses import RECIPES
@@ -617,3 +618,89 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         run.models.engine.models[0].get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
+
+
+# ----------------------------------------------------------------------------------------------------------------- time
+
+
+def test_a_profiled_run_accounts_for_its_time(tiny_pair: Path, tmp_path: Path) -> None:
+    extra = ("train.profile=true", "train.eval_every=3", "loss.kl_coef=0.1", "train.mini_batch_prompts=2")
+    out = train(config(tiny_pair, tmp_path / "run", *extra), quiet=True)
+    last = metrics(out)[-1]
+    inner = ["update/logprobs", "update/forward_backward", "update/forward_backward/optimizer"]
+    outer = ["rollout", "score", "update", "sync", "eval"]
+    times = {name.removeprefix("time/"): value for name, value in last.items() if name.startswith("time/")}
+    assert times.keys() == {*inner, *outer, "step"}
+    assert 0.8 * times["step"] < sum(times[name] for name in outer) <= times["step"]
+    assert sum(times[name] for name in inner[:2]) <= times["update"]
+    assert (out / "profile" / "trace_rollout.json.gz").exists()
+    with gzip.open(out / "profile" / "trace_update.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"update/logprobs", "update/forward_backward", "aten::mm"} <= names
+
+
+# ------------------------------------------------------------------------------------------------------ length of a run
+
+
+SHORT = ["train.prompts_per_step=4", "train.eval_every=1", "train.save_every=1", "rollout.max_tokens=16"]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "steps"), [(1, 64, 16), (2.5, 19, 10), (0.01, 64, 1), (15, 327_680, 1_228_800)]
+)
+def test_epochs_are_whole_batches(epochs: float, prompts: int, steps: int) -> None:
+    given = load(overrides=[f"train.epochs={epochs}", "train.prompts_per_step=4"])
+    assert with_steps(given, prompts).train.steps == steps
+    assert with_steps(load(), prompts) == load()
+
+
+def test_a_run_of_an_epoch_over_a_few_rows_goes_on_for_another(tiny_pair: Path, tmp_path: Path) -> None:
+    first = config(tiny_pair, tmp_path, *SHORT, "data.limit=9", "train.epochs=1")
+    train(first, quiet=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    stored = load(tmp_path)
+    assert (stored.train.epochs, stored.train.steps, stored.data.limit) == (1.0, 2, 9)
+    train(config(tiny_pair, tmp_path, *SHORT, "data.limit=9", "train.epochs=1.5"), quiet=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    drawn = {line["example_id"] for line in lines(tmp_path / "samples.jsonl")}
+    assert len(drawn) <= 9
+    # The texts of each evaluation: the senior's alone, those that pass@1 was computed from.
+    for line in metrics(tmp_path):
+        kept = lines(tmp_path / "eval_texts" / f"step_{line['step']}.jsonl")
+        assert len(kept) == 4 * 2  # eval.train_problems, eval.train_samples
+        assert sum(text["correct"] for text in kept) / 8 == pytest.approx(line["eval/pass@1"])
+        assert {(text["source"], set(text["author"][0])) == ("eval", {"S"}) for text in kept} == {True}
+        assert all(text["text"] for text in kept)
+
+
+# -------------------------------------------------------------------------------------------------------- ends of words
+
+
+MORE = [
+    "train.async_steps=1",
+    "train.mini_batch_prompts=2",
+    "loss.kl_coef=0.1",
+    "loss.kl_in_reward=true",
+    "loss.junior_kl_coef=0.1",
+    "loss.junior_weight=0.5",
+    "loss.importance=sequence",
+    "rollout.top_k=20",
+    "rollout.allow_truncated=true",
+]
+
+
+@pytest.mark.parametrize(
+    "more", [["loss.recipe=gspo"], MORE, ["loss.word_ends=false"]], ids=["gspo", "more", "without"]
+)
+def test_a_run_trains_the_ends_of_words(more: list[str], tiny_pair: Path, tmp_path: Path) -> None:
+    knobs = ["selection.strategy=before_word", "train.steps=2", "train.eval_every=0", "data.eval=[]", *more]
+    out = train(config(tiny_pair, tmp_path, *knobs), quiet=True)
+    steps = metrics(out)
+    assert len(steps) == 2
+    for step in steps:
+        assert step["tandem/handovers"] > 0.5
+        assert step.get("mismatch/writer_mean_abs", step["mismatch/mean_abs"]) < 1e-4
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    ends = [sum(x != 0 for x in line["handover_logprobs"]) for line in lines]
+    assert sum(ends) > 10
+    assert all(len(line["handover_logprobs"]) == len(line["tokens"]) for line in lines)

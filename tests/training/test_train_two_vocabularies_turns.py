@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import small_world
 from agents import TOOLS, assert_same_episodes, config, make_agents
-from helpers import AGENT_TEMPLATE, EOS, PAD, SURFACES, qwen3, small_qwen3
+from helpers import AGENT_TEMPLATE, EOS, PAD, SURFACES, byte_level, qwen3, small_qwen3
 from runs import metrics, samples
 from tandemrl import evals
 from tandemrl.config import Config, ConfigError
@@ -46,9 +45,7 @@ PAIRS = [("Ġ" + one, other) for one in "abn" for other in "xyz"]
 
 def tokenizer_of(surfaces: Sequence[str], pairs: Sequence[tuple[str, str]], template: str) -> PreTrainedTokenizerFast:
     known = [EOS, PAD, *surfaces]
-    bpe = Tokenizer(models.BPE(vocab={surface: i for i, surface in enumerate(known)}, merges=[*pairs]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe = byte_level({surface: i for i, surface in enumerate(known)}, pairs)
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, chat_template=template)
     made.add_tokens([AddedToken(call, normalized=False) for call in CALLS])
     return made

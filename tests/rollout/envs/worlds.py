@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from helpers import byte_level
 from tandemrl.data.rows import Row
 from tandemrl.rollout.engine import Completion, Responder, Turn
 
@@ -94,9 +95,7 @@ MAY_THINK = HERMES.replace(
 def tokenizer(template: str = HERMES) -> PreTrainedTokenizerFast:
     """Every byte is a token; ChatML's control tokens are special, hermes's tags and some words are added."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe = byte_level({letter: i for i, letter in enumerate(alphabet)})
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*TAGS, *WORDS, SKELETON)])
     return PreTrainedTokenizerFast(

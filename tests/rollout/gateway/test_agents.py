@@ -154,16 +154,20 @@ def test_the_yaml_names_a_command_or_a_function() -> None:
             openai_agent(given)
 
 
-def left(marker: str) -> list[int]:
-    """The processes that belong to a program of ours."""
+def left(marker: str) -> list[str]:
+    """The processes of programs that have a mark of the test in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+        with suppress(OSError):
+            found += [path.parent.name] * (f"OF_THIS_TEST={marker}".encode() in path.read_bytes())
+    return [pid for pid in found if pid != str(os.getpid())]
+
+
+def assert_none_left(marker: str) -> None:
+    deadline = time.monotonic() + 20
+    while found := left(marker):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
 
 
 FAULTS = ("", "crash", "hang", "flood", "child")
@@ -188,10 +192,7 @@ def test_a_command_that_goes_wrong_has_no_score_and_leaves_no_process(
     assert "no luck" in failures[1]
     assert "no end within 20 s" in failures[2]
     assert [len(one.turns) for one in done] == [2, 1, 1, 2, 2]
-    deadline = time.monotonic() + 20
-    while found := [pid for pid in left(f"OF_THIS_TEST={marker}") if pid != os.getpid()]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+    assert_none_left(marker)
     with pytest.raises(EngineError, match=r"3 of 3 episodes failed, more than .*max_failed=0.5; mostly: exit status 1"):
         run(engine, openai_agent([sys.executable, PROGRAM, "crash"]), ROWS[:3], size=1)
     with pytest.raises(ConfigError, match="No such file"):
@@ -222,7 +223,7 @@ def test_no_process_outlives_a_run_that_ends(engine: TorchEngine, monkeypatch: p
 
     class Ends(threading.Event):
         def is_set(self) -> bool:
-            began = any(pid != os.getpid() for pid in left(f"OF_THIS_TEST={marker}"))
+            began = bool(left(marker))
             if began and how == "interrupted":
                 raise KeyboardInterrupt
             return began
@@ -238,10 +239,7 @@ def test_no_process_outlives_a_run_that_ends(engine: TorchEngine, monkeypatch: p
 
     with pytest.raises(KeyboardInterrupt if how == "interrupted" else EngineError):
         run(engine, Hanging(), ROWS[:1])
-    deadline = time.monotonic() + 20
-    while found := [pid for pid in left(f"OF_THIS_TEST={marker}") if pid != os.getpid()]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+    assert_none_left(marker)
 
 
 def test_requests_take_no_proxy_and_sessions_alone_are_answered(

@@ -17,7 +17,6 @@ from tandemrl.config import RolloutConfig, SelectionConfig
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row, chat_tokens
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
-from tandemrl.rollout import decoding
 from tandemrl.rollout.engine import Request, Sampling, check_authors
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 from tandemrl.rollout.envs.episodes import EpisodeRunner
@@ -340,20 +339,7 @@ def test_what_a_session_may_not_do(client: TestClient, server: Server, asker: As
     assert asker.branches == []
 
 
-def test_a_second_turn_computes_its_new_tokens_alone(
-    client: TestClient, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed = list[int]()
-
-    def counted(function: Any, tokens_of: Any) -> Any:
-        def call(*given: Any) -> Any:
-            computed.append(sum(map(len, tokens_of(*given))))
-            return function(*given)
-
-        return call
-
-    monkeypatch.setattr(decoding, "prefill", counted(decoding.prefill, lambda model, texts: [t[:-1] for t in texts]))
-    monkeypatch.setattr(decoding, "extend", counted(decoding.extend, lambda model, cache, rows, starts, chunks: chunks))
+def test_a_second_turn_computes_its_new_tokens_alone(client: TestClient, server: Server, computed: list[int]) -> None:
     asker = Asker(client, server, limits=Limits(60, 8, 12, server.thread.engine.context))
     ids = [token % 60 + 2 for token in range(2000)]
     for further in ([], [7, 8, 9], [8, 9]):

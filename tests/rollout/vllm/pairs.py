@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from helpers import EOS as EOS_SURFACE
-from helpers import IDS, PAD, VOCABULARY, flat, prepared, prompts, reference_distribution, tokenizer
+from helpers import IDS, PAD, VOCABULARY, assert_same, flat, noisy, prepared, prompts, reference_distribution, tokenizer
 from helpers import strategies as half_and_half
 from tandemrl.config import RolloutConfig, VllmConfig, load
 from tandemrl.data.rows import Row
@@ -99,20 +99,12 @@ def llama(seed: int = 2) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def near_senior() -> PreTrainedModel:
-    """The senior with some noise: mostly, both draw the same token."""
-    near, generator = qwen3(0), torch.Generator().manual_seed(3)
-    for parameter in near.parameters():
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return near
-
-
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "senior": lambda: qwen3(0),
     "another seed": lambda: qwen3(7),
     "smaller": small_qwen3,
     "Llama": llama,
-    "near": near_senior,
+    "near": lambda: noisy(qwen3(0), 0.02),
 }
 JUNIORS = {
     "equal": "senior", "same family": "another seed", "smaller junior": "smaller", "Llama junior": "Llama",
@@ -356,16 +348,7 @@ def assert_sound(batch: Sequence[Request], written: Sequence[Sequence[Completion
             assert completion.stop_reason != "length" or len(completion.tokens) == request.sampling.max_tokens
 
 
-def assert_same_draws(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
-    assert tokens(found) == tokens(wanted)
-    assert [c.stop_reason for c in found] == [c.stop_reason for c in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
-
-
-def assert_equal_completions(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
-    assert_same_draws(found, wanted)
-    assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
+assert_equal_completions = partial(assert_same, atol=1e-4)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import VLLM, by_programs
+from pairs import VLLM, assert_equal_completions, by_programs
 
 from helpers import flat
 from runs import config, metrics
@@ -116,20 +116,14 @@ def test_an_open_call_takes_the_senior_alone(folders, reference, vllm_engine):
         while len(ended) < len(numbers):
             ended |= {event.number for event in call.step() if isinstance(event, Finished)}
         found = call.take(numbers)
-    for one, other in zip(found, flat(reference.generate(asked)), strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.author.tolist() == other.author.tolist()
-        assert np.allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
+    assert_equal_completions(found, flat(reference.generate(asked)))
 
 
 def assert_same(found: Sequence[Completion], wanted: Sequence[Completion]) -> int:
     """Returns how many words the senior ended before one of the junior's."""
     handed = 0
+    assert_equal_completions(found, wanted)
     for one, other in zip(found, wanted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.author.tolist() == other.author.tolist()
-        assert one.stop_reason == other.stop_reason
-        assert np.allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
         assert one.handover_logprobs is not None
         assert other.handover_logprobs is not None
         assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-4)

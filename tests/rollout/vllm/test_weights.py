@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from helpers import VOCABULARY, prompts
+from helpers import VOCABULARY, prompts, trained_adapters
 from tandemrl.config import LoraConfig
 from tandemrl.models.lora import adapted_layers, adapter_plan, attach
 from tandemrl.rollout.engine import EngineError, SentWeights
@@ -389,10 +389,7 @@ def test_adapters_are_split_as_their_layers_are(sharded, kind, world_size):
         seniors.append(SimpleNamespace(get_model=lambda model=model: model, vllm_config=config))
     generator = torch.Generator().manual_seed(0)
     for seed in (1, 2):
-        trained = attach(trainer(kind, 0), lora, seed)
-        for name, parameter in trained.named_parameters():
-            if ".lora_" in name:
-                parameter.data.normal_(generator=generator)
+        trained = trained_adapters(attach(trainer(kind, 0), lora, seed), seed, 1.0)
         wanted = dict(trained.named_parameters())
         for rank, senior in enumerate(seniors):
             group.building = rank
