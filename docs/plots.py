@@ -12,6 +12,7 @@ import matplotlib as mpl
 
 from tandemrl.apps.report import read_results
 from tandemrl.apps.report.figures import matrix, plane, shares, style
+from tandemrl.apps.report.records import JUNIOR
 from tandemrl.apps.report.tables import UNSEEN
 from tandemrl.evals.stats import seed_interval
 from tandemrl.files import write_text
@@ -24,6 +25,7 @@ OUT = DOCS / "images" / "results"
 
 SOLO, TANDEM, FIRST = "solo/pass@1", "tandem/pass@1", "handoff/senior_first"
 HANDOFF, CE, JARGON = "handoff/pass@1", "junior_ce", "jargon_rate"
+SHORTHAND = "shorthand_rate"
 PANELS = {
     SOLO: "solo pass@1 →",
     TANDEM: "tandem pass@1 →",
@@ -31,12 +33,15 @@ PANELS = {
     HANDOFF: "handoff pass@1 →",
     CE: "← junior CE (nats/token)",
     JARGON: "← jargon rate",
+    SHORTHAND: "← shorthand rate",
     "handoff/senior_then_junior": "after the senior’s first turn →",
     "handoff/repairs": "repairs per handoff text",
 }
 """The measures, with an arrow to where they are better."""
 ARMS = {"base": "before training", "grpo": "GRPO", "kl": "GRPO, KL", "grpo_8": "GRPO, half batch"}
+ARMS |= {"brevity": "GRPO, length penalty"}
 TANDEMS = {"tandem": "tandem", "tandem_self": "tandem, self-paired", "sentence": "tandem by steps"}
+TANDEMS |= {"tandem_brevity": "tandem, length penalty"}
 AGENTS = {"turns": "tandem by turns", "words": "tandem by words"}
 SETTINGS = {
     "word_aligned": "word_aligned",
@@ -67,6 +72,7 @@ PLOTS = (
     Plot("two_tokenizers", (SOLO, FIRST, CE, JARGON)),
     Plot("two_steps_ahead", (SOLO, FIRST, CE, JARGON)),
     Plot("ablations", (SOLO, FIRST, CE, JARGON)),
+    Plot("shorthand", (SOLO, FIRST, CE, SHORTHAND)),
     Plot("repair", (SOLO, HANDOFF, CE, "handoff/repairs")),
     Plot("hops_jargon", (SOLO, "handoff/senior_then_junior", CE, JARGON)),
     Plot("hops", (SOLO, "handoff/senior_then_junior", CE)),
@@ -93,7 +99,7 @@ def values(rows: list[dict[str, Any]], arm: str, measure: str) -> list[float]:
 
 def draw(plot: Plot) -> None:
     rows = json.loads((DOCS / f"{plot.name}.json").read_text())["rows"]
-    found = {row["arm"] for row in rows}
+    found = {row["arm"] for row in rows} - {JUNIOR}
     arms = [arm for arm in NAMES if arm in found]
     if missing := found - {*arms}:
         raise ValueError(f"docs/{plot.name}.json: no name for {', '.join(sorted(missing))}; add it to NAMES")

@@ -43,6 +43,7 @@ PUBLISHED = {
     ("ablations", ("jargon",)): "ablations.json",
     ("repair", ("repair",)): "repair.json",
     ("frontier", ("jargon",)): "frontier.json",
+    ("shorthand", ("shorthand",)): "shorthand.json",
     ("hops", ("hops",)): "hops.json",
     ("hops", ("hops_jargon",)): "hops_jargon.json",
     ("smollm2", ("word_problems",)): "smollm2.json",
