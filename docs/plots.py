@@ -38,10 +38,19 @@ PANELS = {
     "handoff/repairs": "repairs per handoff text",
 }
 """The measures, with an arrow to where they are better."""
-ARMS = {"base": "before training", "grpo": "GRPO", "kl": "GRPO, KL", "grpo_8": "GRPO, half batch"}
-ARMS |= {"brevity": "GRPO, length penalty"}
-TANDEMS = {"tandem": "tandem", "tandem_self": "tandem, self-paired", "sentence": "tandem by steps"}
-TANDEMS |= {"tandem_brevity": "tandem, length penalty"}
+ARMS = {
+    "base": "before training",
+    "grpo": "GRPO",
+    "kl": "GRPO, KL",
+    "grpo_8": "GRPO, half batch",
+    "brevity": "GRPO, length penalty",
+}
+TANDEMS = {
+    "tandem": "tandem",
+    "tandem_self": "tandem, self-paired",
+    "tandem_brevity": "tandem, length penalty",
+    "sentence": "tandem by steps",
+}
 AGENTS = {"turns": "tandem by turns", "words": "tandem by words"}
 SETTINGS = {
     "word_aligned": "word_aligned",
@@ -117,13 +126,18 @@ def draw(plot: Plot) -> None:
                 highest = float("inf") if measure in (CE, "handoff/repairs") else 1.0
                 axis.plot([max(0.0, low), min(highest, high)], [y, y], "-", color=colour(arm), lw=1, alpha=0.7)
                 axis.plot([mean], [y], "o", color=colour(arm), ms=6)
-        axis.set_title(PANELS[measure], fontsize=9, color=INK)
-        axis.set_yticks(range(len(arms)), [NAMES[arm] for arm in arms])
-        axis.set_ylim(len(arms) - 0.5, -0.5)
-        axis.tick_params(colors=INK, labelsize=8, length=0)
-        axis.grid(axis="x", color=SOFT, lw=0.4, alpha=0.6)
-        axis.spines[:].set_visible(False)
+        dress(axis, PANELS[measure], arms)
     save(figure, plot.name)
+
+
+def dress(axis: Any, title: str, arms: list[str]) -> None:
+    """A panel with a row for each arm."""
+    axis.set_title(title, fontsize=9, color=INK)
+    axis.set_yticks(range(len(arms)), [NAMES[arm] for arm in arms])
+    axis.set_ylim(len(arms) - 0.5, -0.5)
+    axis.tick_params(colors=INK, labelsize=8, length=0)
+    axis.grid(axis="x", color=SOFT, lw=0.4, alpha=0.6)
+    axis.spines[:].set_visible(False)
 
 
 def headline() -> None:
@@ -181,13 +195,8 @@ def readers(file: Path) -> None:
             y, of, (shift, mark, face) = arms.index(row["arm"]), colour(row["arm"]), READ[row["given"]]
             axis.plot([row["low"], row["high"]], [y + shift, y + shift], "-", color=of, lw=1, alpha=0.7)
             axis.plot([row["pass@1"]], [y + shift], mark, color=of, ms=6, mfc=face or of)
-        axis.set_title(f"{name}, pass@1 →", fontsize=9, color=INK)
-        axis.set_yticks(range(len(arms)), [NAMES[arm] for arm in arms])
-        axis.set_ylim(len(arms) - 0.5, -0.5)
+        dress(axis, f"{name}, pass@1 →", arms)
         axis.set_xlim(0, 1)
-        axis.tick_params(colors=INK, labelsize=8, length=0)
-        axis.grid(axis="x", color=SOFT, lw=0.4, alpha=0.6)
-        axis.spines[:].set_visible(False)
     save(figure, file.stem)
 
 

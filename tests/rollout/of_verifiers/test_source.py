@@ -108,7 +108,7 @@ def test_two_steps_of_a_real_model(taskset: str, strategy: str, pairs: Path, tmp
     assert len(lines) == 16
     parts = {"correct", "short" if strategy == "word" else "asked"}
     assert all(parts <= line["reward_parts"].keys() for line in lines)
-    assert {who for line in lines for who in line["author"] if who >= 0} <= {0, 1}
+    assert any(1 in line["author"] for line in lines)
     shutil.rmtree(tmp_path)  # checkpoints have 2 GB
 
 

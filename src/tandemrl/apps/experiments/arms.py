@@ -111,14 +111,14 @@ DISTILLED = Arm("distilled", "distillation, reward", (*JUNIOR_KL.overrides, "los
 MATCHED = Arm("matched", "GRPO, tandem's entropy", of="grpo", matched_to="tandem")
 
 
-def _rewarded(name: str, title: str, reward: str, *overrides: str) -> Arm:
-    """GRPO whose reward is correctness and one of `arm_rewards`."""
+def _rewarded(name: str, title: str, reward: str, *overrides: str, of: Arm = GRPO) -> Arm:
+    """An arm whose reward is correctness and one of `arm_rewards`."""
     total = f"reward.scorers={{'*': 'boxed + tandemrl.apps.experiments.arm_rewards:{reward}'}}"
-    return Arm(name, title, (*GRPO.overrides, total, *overrides))
+    return Arm(name, title, (*of.overrides, total, *overrides))
 
 
 BREVITY = _rewarded("brevity", "GRPO, length penalty", "brevity")
-TANDEM_BREVITY = Arm("tandem_brevity", "tandem, length penalty", BREVITY.overrides[len(GRPO.overrides) :])
+TANDEM_BREVITY = _rewarded("tandem_brevity", "tandem, length penalty", "brevity", of=TANDEM)
 _PATIENT = "reward.timeout_s=120"  # models are loaded in the processes of the scorers
 _BY_JUNIOR = (
     "reward.parameters.junior_likelihood.model={junior}",

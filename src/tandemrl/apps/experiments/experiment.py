@@ -275,7 +275,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         config, file = _evaluation_config(experiment, job, home, *read), _evaluation(job, out) / "transfer.json"
         before = evals.read_result(file)["config"]["readers"] if file.exists() else []
         if len(before) < len(folders) and before == [*map(str, folders[: len(before)])]:
-            file.unlink(missing_ok=True)  # readers were added: all read again
+            file.unlink()  # readers were added: all read again
         evals.evaluate(config, model=model, out=file.parent, phases=["transfer"])
         config = _evaluation_config(experiment, job, home, *read[:-1], f"model.junior={home}/pair/senior")
         evals.evaluate(config, model=model, out=file.parent / START, phases=["drift"])
