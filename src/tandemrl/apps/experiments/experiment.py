@@ -273,9 +273,10 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         few = f"data.eval=[synthetic:{job.pair}:heldout:{min(READ, experiment.problems)}]"
         read = (few, "eval.samples=1", "eval.k=[1]", "eval.draws=0", f"eval.readers=[{','.join(map(str, folders))}]")
         config, file = _evaluation_config(experiment, job, home, *read), _evaluation(job, out) / "transfer.json"
-        before = evals.read_result(file)["config"]["readers"] if file.exists() else []
-        if len(before) < len(folders) and before == [*map(str, folders[: len(before)])]:
-            file.unlink()  # readers were added: all read again
+        if file.exists():
+            before = evals.read_result(file)["config"]["readers"]
+            if len(before) < len(folders) and before == [*map(str, folders[: len(before)])]:
+                file.unlink()  # readers were added: all read again
         evals.evaluate(config, model=model, out=file.parent, phases=["transfer"])
         config = _evaluation_config(experiment, job, home, *read[:-1], f"model.junior={home}/pair/senior")
         evals.evaluate(config, model=model, out=file.parent / START, phases=["drift"])
