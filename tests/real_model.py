@@ -1,5 +1,6 @@
 """A small pretrained model for tests."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,8 @@ def smollm2() -> Path:
         return fetch(print).folder
     except FetchError as error:
         pytest.skip(str(error))
+
+
+def pretrained() -> Path:
+    """The folder of the model that TANDEMRL_REAL_MODEL names, else of SmolLM2."""
+    return Path(os.environ["TANDEMRL_REAL_MODEL"]) if "TANDEMRL_REAL_MODEL" in os.environ else smollm2()

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from helpers import author_logits, flat, prepared, reference_logits
-from real_model import smollm2
+from real_model import pretrained
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.models.loading import load_model
@@ -37,7 +37,7 @@ TIE = {"float32": 1e-3, "bfloat16": 0.25}
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return smollm2()
+    return pretrained()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from real_model import smollm2
+from real_model import pretrained
 from runs import metrics
 from tandemrl.config import load
 from tandemrl.training import loop
@@ -26,7 +26,7 @@ PROBLEMS = {
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    return smollm2()
+    return pretrained()
 
 
 @pytest.fixture
