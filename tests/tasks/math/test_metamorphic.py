@@ -61,7 +61,6 @@ def test_pairs_in_brackets_are_no_numbers() -> None:
 def test_a_comma_in_braces_is_no_separator_of_a_list() -> None:
     wrong("12345", "1{,}2345")
     wrong("12345", r"1,\!2345")
-    right("3.14", "3{,}14")
     wrong("1, 23", "1{,}23")
 
 

@@ -1,6 +1,5 @@
 r"""One way of writing for mathematical answers: LaTeX without markup, currencies and shorthand that change nothing."""
 
-import itertools
 import re
 import string
 import unicodedata
@@ -18,15 +17,13 @@ def clean(answer: str) -> str:
 
     Examples:
         >>> clean("½"), clean(r"\bf €1,234"), clean(r"7\ \mathrm{cm}²"), clean("7 3/4")
-        ('\\frac{1}{2}', '1234', '7 \\text{cm}^{2}', '7\\frac{3}{4}')
+        ('\\frac{1}{2}', '1,234', '7 \\text{cm}^{2}', '7\\frac{3}{4}')
     """
-    if _PLAIN_NUMBER.fullmatch(answer):
-        return answer
     if not answer.isascii():
         answer = _in_latex(answer)
     for pattern, plain in _RULES:
         answer = pattern.sub(plain, answer)
-    return answer
+    return answer.strip()
 
 
 def hidden(text: str) -> bool:
@@ -46,57 +43,43 @@ def without_thousands(text: str) -> str:
 
 def split(answer: str, separators: str = ",;") -> tuple[str, ...]:
     """The parts of an answer between separators that are outside of brackets; ``]`` and ``)`` close either kind."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(answer):
+    parts, depth = [""], 0
+    for character in answer:
         depth += (character in "([{") - (character in ")]}")
         if character in separators and depth == 0:
-            parts.append(answer[start:at])
-            start = at + 1
-    return tuple(part.strip() for part in [*parts, answer[start:]])
-
-
-# ---- Unicode -------------------------------------------------------------------------------------------------------
+            parts.append("")
+        else:
+            parts[-1] += character
+    return tuple(part.strip() for part in parts)
 
 
 def _in_latex(text: str) -> str:
-    """x₁² as x_{1}^{2}, ⅓ as a fraction, θ as a macro, any digit as one of 0 to 9; no currencies."""
-    parts = []
-    for kind, run in itertools.groupby(
-        text.translate(_SIGNS), lambda each: unicodedata.decomposition(each).split(" ")[0]
-    ):
-        plain = unicodedata.normalize("NFKC", "".join(run)).replace("\N{MINUS SIGN}", "-")
-        if kind in ("<super>", "<sub>"):
-            parts.append(f"{'^' if kind == '<super>' else '_'}{{{plain}}}")
-        elif kind == "<fraction>":
-            parts.append(re.sub(r"(\d+)\N{FRACTION SLASH}(\d+)", r"\\frac{\1}{\2}", plain))
-        else:
-            parts += map(_character, plain)
-    return re.sub(r"([√∛∜]) ?(?:(\d+|[A-Za-z](?![A-Za-z]))|\(([^()]*)\)|(?=\{))", _root, "".join(parts))
+    """x₁² as x_{1}^{2}, ⅓ as a fraction, θ as a macro; no currencies."""
+    text = unicodedata.normalize("NFKC", _RAISED.sub(_raised, text.translate(_SIGNS)))
+    text = re.sub(r"([√∛]) ?(?:\(([^()]*)\)|(\d+|[A-Za-z](?![A-Za-z])))", r"\1{\2\3}", "".join(map(_character, text)))
+    return text.replace("√", r"\sqrt").replace("∛", r"\sqrt[3]")
 
 
-def _root(root: re.Match[str]) -> str:
-    inside = root[2] or root[3]
-    return rf"\sqrt{('', '[3]', '[4]')['√∛∜'.index(root[1])]}" + (f"{{{inside}}}" if inside else "")
+def _raised(run: re.Match[str]) -> str:
+    plain = unicodedata.normalize("NFKC", run[0]).replace("\N{MINUS SIGN}", "-")
+    if run.lastgroup == "fraction":
+        return r"\frac{{{}}}{{{}}}".format(*plain.split("\N{FRACTION SLASH}"))
+    return f"{'^' if run.lastgroup == 'power' else '_'}{{{plain}}}"
 
 
 def _character(character: str) -> str:
-    if (digit := unicodedata.decimal(character, None)) is not None:
-        return str(digit)
-    if greek := _GREEK.fullmatch(unicodedata.name(character, "")):
-        letter = greek["letter"].replace("LAMDA", "LAMBDA")
-        return rf"\{letter.title() if greek['capital'] else letter.lower()} "
+    name = unicodedata.name(character, "")
+    if name.startswith("GREEK"):
+        letter = name.split()[-1].replace("LAMDA", "LAMBDA")
+        return rf"\{letter.title() if 'CAPITAL' in name else letter.lower()} "
     return "" if unicodedata.category(character) == "Sc" and character != "$" else character
 
 
-_PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-_GREEK = re.compile(
-    r"GREEK (?:SMALL|(?P<capital>CAPITAL)|LUNATE)? ?(?:LETTER )?(?:FINAL )?(?P<letter>[A-Z]+)(?: SYMBOL)?"
-)
+_RAISED = re.compile("(?P<power>[²³¹⁰-ⁿ]+)|(?P<index>[₀-ₜ]+)|(?P<fraction>[¼-¾⅐-⅞])")
 _TABLE = r"""
-    −–‐‑‒﹣➖ -  ×✕✖ \times  ⋅·∙• \cdot  ÷ \div  ∕⁄ /  ∶ :  ∪⋃ \cup  ∩⋂ \cap  ∅⌀Ø \emptyset  ∈ \in  ∖ \setminus
+    −–‐‑‒﹣➖ -  ×✕✖ \times  ⋅·∙• \cdot  ÷ \div  ∕⁄ /  ∶ :  ∪⋃ \cup  ∩⋂ \cap  ∅⌀Ø \emptyset  ∈ \in  ∖ \setminus  ∣ |
     ∞ \infty  ± \pm  → \to  ∠ \angle  ≈ \approx  ≡ \equiv  ≠ \ne  ≤⩽≦ \le  ≥⩾≧ \ge  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil
-    ⌉ \rceil  ∣ |  ′ '  °º˚ ^\circ  ٫ .  ٬、 ,  。 .  ٪ %  “” "  ‘’ '  ℝ \mathbb{R}  ℤ \mathbb{Z}  ℚ \mathbb{Q}
-    ℕ \mathbb{N}  ℂ \mathbb{C}
+    ⌉ \rceil  ′ '  °º˚ ^\circ  。 .  “” "  ‘’ '  ℝ \mathbb{R}  ℤ \mathbb{Z}  ℚ \mathbb{Q}  ℕ \mathbb{N}  ℂ \mathbb{C}
 """
 _SIGNS: dict[int, str | None] = {
     ord(character): latex + " " * latex[-1].isalpha()
@@ -110,90 +93,66 @@ _SIGNS |= dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
 
 
 _NAMES = {
-    "": "bf it bfseries boldmath normalsize displaystyle textstyle left right large Large LARGE huge Huge small tiny "
-    "big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr euro EUR pounds texteuro textdollar",
-    " ": "quad qquad thinspace enspace medspace thickspace",
+    "": "bf it bfseries boldmath displaystyle textstyle left right large Large LARGE huge Huge small big Big bigg Bigg "
+    "bigl bigr Bigl Bigr biggl biggr Biggl Biggr euro pounds texteuro",
+    " ": "quad qquad thinspace",
     r"\text": "textnormal textrm textsf texttt textup textsl textsc textmd textit textbf mbox hbox emph rm mathrm "
     "mathsf mathit mathtt mathnormal operatorname",
     r"\mathbf": "bold boldsymbol bm pmb underline",
     **{r"\frac": "tfrac dfrac cfrac", r"\le ": "leq leqslant le", r"\ge ": "geq geqslant ge", r"\ne ": "neq"},
-    **{"<": "lt", ">": "gt", r"\emptyset ": "varnothing", r"^\circ ": "degree", r"\mathbb": "Bbb mathds"},
+    **{"<": "lt", ">": "gt", r"\emptyset ": "varnothing", r"^\circ ": "degree", r"\mathbb": "Bbb"},
     **{r"\phi": "varphi", r"\epsilon": "varepsilon", r"\theta": "vartheta", r"\{": "lbrace", r"\}": "rbrace"},
 }
-# What stands for a macro: one name for each thing, nothing for what only changes the looks.
 _PLAIN = {name: plain for plain, names in _NAMES.items() for name in names.split()}
+"""What stands for a macro: one name for each thing, nothing for what only changes the looks."""
+_PLAIN |= {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "==": "="}
 _SCALES = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "1000000", "billion": "1000000000"}
 _THOUSANDS = re.compile(
-    r"(?:(?<![\w.,(\[{])|(?<=[^\\]\{)|(?<=[(\[{])(?=[0-9,]+,[ ]))"
-    r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
+    r"(?:(?<![\w.,(\[{])|(?<=[^\\]\{)|(?<=[(\[{])(?=[0-9,]+,[ ]))[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
 )
 """In brackets, "1,234" counts as a number only if a comma with a space follows, which then separates the entries."""
 
-_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        # Markdown, dollars, spaces, fonts and colours
-        (r"~~(.+?)~~", r"\\sout{\1}"),
-        (r"(?<![\w)}])\*\*(?! )([^*]+)\*\*(?!\w)", r"\1"),
-        (r"^([*_\"`]|__)([^*_\"`]+)\1$", r"\2"),
-        (r"\\\$|\$|(?<!\\)\\!", ""),
-        (r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|mm|cm)\]", r"\\\\"),
-        (r"\\(?:text)?color ?(?:\[[^\[\]]*\])?\{[^{}]*\} ?", ""),
-        (r"\{ ?\\(?:rm|sf|tt|sl|it|bf) ([^{}]*)\}", r"\\text{\1}"),
-        (r"\\operatorname\*? ?\{(sin|cos|tan|log|ln|gcd|lcm|max|min|det)\}", r"\\\1 "),
-        (r"(?<!\\)\\([A-Za-z]+)\*?(?![A-Za-z])", lambda macro: _PLAIN.get(macro[1], macro[0])),
-        (r"~|(?<!\\)\\[ ,;:>]|\s", " "),
-        (r" +", " "),
-        (r"\\mathbf ?\{([^{}]*)\}", r"\1"),
-        (r"\\text ?\{ ?([-+]?) ?\}", r"\1"),
-        (r"\\text ?\{([^{}]*)\^\{([23])\}\}", r"\\text{\1}^{\2}"),
-        (r"^\\text ?\{ ?([-+]?[\d.,]+) ?\}(?=.)", r"\1"),
-        # one name for each thing
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
-        (r"!=", r"\\ne "),
-        (r"==", "="),
-        (r"(?:\\text ?\{)? ?(?<![A-Za-z])(?:[Tt]he )?[Ee]mpty set ?\}?|^\\\{ ?\\\}$", r"\\emptyset "),
-        (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ ?", r"^\\circ "),
-        (r"\\mathbb ?\{?([A-Z])(?![A-Za-z])\}?|\\([RZQNC])(?![A-Za-z])", r"\\mathbb{\1\2}"),
-        (
-            r"^(?:[A-Za-z] ?\\in ?)?(?:\\mathbb\{R\}|(?:\\text ?\{)? ?[Aa]ll real(?: numbers|s) ?\}?)$",
-            r"(-\\infty , \\infty )",
-        ),
-        (r"\\text ?\{ ?[Ii]nfinity ?\}|(?<![\w\\])[Ii]nfinity(?!\w)", r"\\infty "),
-        (r"^(?:(?:USD|EUR|GBP|US|Rs\.?) ?(?=[-+]?[\d.]))|(?<=\d) ?(?:USD|EUR|GBP)$", ""),
-        (r"(?<![A-Za-z\\])(sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-        (r"\\text ?\{ ?((?![CFKMSGHLmsghl])[A-Za-z]) ?\}", r" \1"),
-        # numbers
-        (r"(^|[(\[{,;]) ?\+ ?", r"\1"),
-        (r"^[A-Za-z] ?\\in ?(?=[(\[]|\\\{|\\mathbb)", ""),
-        (r"(?<=\d) ?(k?m)/(s|h)$", r" \\text{\1/\2}"),
-        (r"(?<=\d)(?:\\?_|')(?=\d{3}(?!\d))", ","),
-        (r"(?<![\w.])(?<!\{,\})[1-9]\d{0,2}(?:\{,\}\d{3})+(?!\d|\{,\})", lambda number: number[0].replace("{,}", "")),
-        (r"(?<![\w.,}(\[{])([0-9]+)\{,\}([0-9]+)(?![0-9{])", r"\1.\2"),
-        (r"\{([,:])\}", r"\1"),
-        (r" ?\\text ?\{ ?percent\}| ?\bpercent\b|\\%", "%"),
-        (r"\{?([^{}\\]+)\\over ([^{}\\]+)\}?", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d|\\pi(?![A-Za-z]))", r"\\frac{\1}"),
-        (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-        (r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
-        (r"\\sqrt ?(\d)(?!\d)", r"\\sqrt{\1}"),
-        (
-            rf"(?<=[\d}}]) ?(?:\\text ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?",
-            lambda scale: rf" \cdot {_SCALES[scale[1]]}",
-        ),
-        (r"(?<=\d) ?\^ ?(?:\{ ?\\text ?\{(?:st|nd|rd|th)\} ?\}|\\text ?\{(?:st|nd|rd|th)\})$", ""),
-        (
-            rf"^(?:\\text ?\{{)? ?((?i:{'|'.join(NUMBER_WORDS)})) ?\}}?$",
-            lambda word: str(NUMBER_WORDS.index(word[1].lower())),
-        ),
-        # what stands around all of it
-        (r"^ +| +$", ""),
-        (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2"),
-        (r"(?:\\\\|\\|[,;:]| )+$", ""),
-        (r"(?<!\.)\.$", ""),
-        (r"^= ?", ""),
-        (r"^\{([^{}]*)\}$|^\{([-+]?[\d.,]+)\}(?!\d)", r"\1\2"),
-        (r"^ +| +$", ""),
-    )
-]
+_TABLE_OF_RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    # Markdown, dollars, spaces, fonts and colours
+    (r"(?<![\w)}])\*\*(?! )([^*]+)\*\*(?!\w)", r"\1"),
+    (r"^([*_\"`]|__)([^*_\"`]+)\1$", r"\2"),
+    (r"\\\$|\$|(?<!\\)\\!|\\(?:text)?color ?(?:\[[^\[\]]*\])?\{[^{}]*\} ?|(?<=\\\\) ?\[[\d.]+ ?(?:pt|ex|em|mm)\]", ""),
+    (r"(?<!\\)\\([A-Za-z]+)\*?(?![A-Za-z])", lambda macro: _PLAIN.get(macro[1], macro[0])),
+    (r"[<>!=]=", lambda sign: _PLAIN[sign[0]]),
+    (r"(?:(?<!~)~(?!~)|(?<!\\)\\[ ,;:>]|\s)+", " "),
+    (r"\\mathbf ?\{([^{}]*)\}|\\text ?\{ ?([-+]?) ?\}", r"\1\2"),
+    (r"\\text ?\{(sin|cos|tan|log|ln|gcd|lcm|det)\}|(?<![A-Za-z\\])(sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1\2 "),
+    (r"\\text ?\{([^{}]*)\^\{([23])\}\}", r"\\text{\1}^{\2}"),
+    # one name for each thing
+    (r"(?:\\text ?\{)? ?(?<![A-Za-z])(?:[Tt]he )?[Ee]mpty set ?\}?|^\\\{ ?\\\}$", r"\\emptyset "),
+    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", r"^\\circ "),
+    (r"\\mathbb ?\{?([A-Z])(?![A-Za-z])\}?|\\([RZQNC])(?![A-Za-z])", r"\\mathbb{\1\2}"),
+    (r"^[A-Za-z] ?\\in ?(?=[(\[]|\\\{|\\mathbb)", ""),
+    (r"^(?:\\mathbb\{R\}|(?:\\text ?\{)? ?[Aa]ll real(?: numbers|s) ?\}?)$", r"(-\\infty , \\infty )"),
+    (r"\\text ?\{ ?[Ii]nfinity ?\}|(?<![\w\\])[Ii]nfinity(?!\w)", r"\\infty "),
+    (r"^(?:(?:USD|EUR|GBP|US|Rs\.?) ?(?=[-+]?[\d.]))|(?<=\d) ?(?:USD|EUR|GBP)$", ""),
+    (r"\\text ?\{ ?((?![CFKMSGHLmsghl])[A-Za-z]) ?\}", r" \1"),
+    # numbers
+    (r"(^|[(\[{,;]) ?\+ ?", r"\1"),
+    (r"(?<=\d) ?(k?m)/(s|h)$", r" \\text{\1/\2}"),
+    (r"\{(,)\}(?=\d{3}(?!\d))|\{(:)\}", r"\1\2"),
+    (r" ?\\text ?\{ ?percent\}| ?\bpercent\b|\\%", "%"),
+    (r"\\frac\s*(\d|\\pi(?![A-Za-z]))", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
+    (r"\\sqrt ?(\d)(?!\d)", r"\\sqrt{\1}"),
+    (
+        rf"(?<=[\d}}]) ?(?:\\text ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?",
+        lambda scale: rf" \cdot {_SCALES[scale[1]]}",
+    ),
+    (r"(?<=\d) ?\^ ?(?:\{ ?\\text ?\{(?:st|nd|rd|th)\} ?\}|\\text ?\{(?:st|nd|rd|th)\})$", ""),
+    (
+        rf"^(?:\\text ?\{{)? ?((?i:{'|'.join(NUMBER_WORDS)})) ?\}}?$",
+        lambda word: str(NUMBER_WORDS.index(word[1].lower())),
+    ),
+    # what stands around all of it
+    (r"^ *\\\((.*)\\\) *$|^ *\\\[(.*)\\\] *$", r"\1\2"),
+    (r"^(?: |= )+|(?:\\\\|\\|[,;: ]|(?<!\.)\.)+$", ""),
+    (r"^\{([^{}]*)\}$|^\{([-+]?[\d.,]+)\}(?!\d)", r"\1\2"),
+)
+_RULES = [(re.compile(pattern), plain) for pattern, plain in _TABLE_OF_RULES]
