@@ -1,114 +1,84 @@
-import hashlib
-import json
-from collections import Counter
+r"""Where the answer of a response is: in its last box, or without one behind "####" or at its end."""
 
 import pytest
+from test_equality import cases
 
+from scored import score_text
 from tandemrl.config import RewardConfig
-from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import DataError
-from tandemrl.rewards.scoring import Scorer
-from tandemrl.tasks.math.rows import BENCHMARK_ROWS, BOXED_SUFFIX, build_benchmark, build_deepscaler
+from tandemrl.data.rows import Row
+from tandemrl.tasks.math.boxed import boxed, extract_boxed
 
 
-def jsonl(path, records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def problems(count, start=0):
-    return [{"problem": f"Problem {i}?", "answer": str(i)} for i in range(start, start + count)]
-
-
-def questions(count):
-    return [{"id": i, "question": f"Question {i}?", "answer": i} for i in range(count)]
-
-
-AMC24 = [{"problem": f"B {i}?", "answer": str(i), "exam": f"2024 AMC 12{'AB'[i % 2]}"} for i in range(45)]
-AMC24_UNGRADED = [
-    {"problem": "?", "answer": answer, "exam": "2024 AMC 12A"}
-    for answer in (r"(0, \frac{1}{2})", r"[\frac{3}{4}, \frac{7}{8}]", r"\frac{\pi}{2} - 2\alpha", "D")
-]
-AMC25_UNGRADED = [{"question": "?", "answer": answer} for answer in ("4{:}30", "k")]
-COPIES = {
-    "aime24": [{"problem": f"P{i}?", "solution": rf"It is \boxed{{{i:03}}}, not \boxed{{9}}"} for i in range(30)],
-    "aime25": problems(30),
-    "aime_2026": problems(30),
-    "amc23": questions(40),
-    "2024_AMC12": AMC24_UNGRADED[:1] + AMC24 + AMC24_UNGRADED[1:],
-    "amc12-2025-non-figure": questions(20) + AMC25_UNGRADED + questions(16),
-    "MATH-500": problems(500),
-    "minervamath": questions(272),
-    "olympiad": [
-        {"problem": f"P{i}?", "reward_model": {"ground_truth": str(i), "style": "rule"}, "prompt": None}
-        for i in range(581)
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"\boxed{1} then \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{\boxed{5}}", "5"),
+        ("\\boxed{a\nb}", "a\nb"),
+        (r"\fbox{5} \boxed{6}", "6"),
+        *((text, None) for text in (r"\boxed{}", r"\boxed 5", r"\boxed5{x}", r"\fbox{5}", r"\boxed{5", "5", "")),
+        (r"\boxed{1} and \boxed{", None),
+        # a box in a box is part of it
+        (r"\boxed{\boxed{7} or 8}", "{7} or 8"),
+        (r"\boxed{\boxed{7} or \boxed{8}}", "{7} or {8}"),
+        (r"\boxed{\boxed{\boxed{7}}}", "7"),
+        (r"\boxed{\boxed{7} or {8}}", "{7} or {8}"),
+        (r"\boxed{" * 500 + "7" + "}" * 500, "7"),
+        (r"{ \boxed{1} and \boxed{2} }", "2"),
     ],
-}
+)
+def test_extract_boxed(text, answer):
+    assert extract_boxed(text) == answer
 
 
-@pytest.fixture
-def copies(tmp_path):
-    folder = tmp_path / "copies"
-    for name, records in COPIES.items():
-        jsonl(folder / f"{name}.jsonl", records)
-    return folder
+def test_long_hostile_text_is_cheap():
+    for text in (r"\boxed{" * 20000, "{" * 100000, r"\boxed{" + r"\text{" * 10000 + "}" * 10001, "#### " * 50000):
+        assert boxed(Row("r", (), "math500", "7", {}), text, RewardConfig()).value == 0.0  # type: ignore[union-attr]
 
 
-# ---- DeepScaleR ----------------------------------------------------------------------------------------------------
+STATED = r"""
+-5 :: #### −5 | #### $-5 | #### -$5 | #### -5 | It is −5.  ;;  5 :: #### +5 | #### $5 | #### €5 | #### **5** | ####5
+5 :: **#### 5** | *#### 5* | #### \boxed{5} | #### $\boxed{5}$ | #### $5$ | #### 5. | #### 5.00 | #### 5 apples
+5 :: #### 5 more apples | #### x = 5 | ####␤5 | #### 5␍Done | #### 5␤That is 6 less. | #### The answer is 5
+5 :: #### Answer: 5 | #### 5 dollars. | #### 5 USD | #### ５ | #### `5` | #### 6␤#### 5 | ##### 5 | ### 6␤#### 5
+5 :: #### it must be 5 | It is 5. | 20 - 15 = 5 | 20-15 | #### 5␤6 were left | #### 5 | Therefore, Tom has 5 apples.
+5 :: It costs $5. | The answer is indeed 5. | The answer is:␤\[␤5␤\] | The answer is␤$$␤x = 5.␤$$  ;;  0.5 :: #### .5
+1000 :: #### 1,000 | #### $1,000.00 | so $1,000. | 1,000 | She needs 1,000 steps  ;;  50 :: #### 50% | #### 50 percent
+5000 :: #### 5e3 | #### 5 thousand  ;;  5000000 :: #### 5 million  ;;  1,000 :: #### 1,000 | #### 1000
+7.0 :: #### 7  ;;  $5 :: #### 5  ;;  300 :: Answer: 300  ;;  0.4 :: .4  ;;  n :: the answer is n
+4 :: As $x^2 = 16$, x is 4.  ;;  12 :: that is 3 * 4 | <answer>12</answer>  ;;  1.5 :: It takes 1.5 hours.
+5 km :: He ran 5 km.
+"""
+NOT_STATED = r"""
+5 :: #### −5 | **#### 6** | #### \boxed{6} | #### 5! | #### 5␤#### 6 | #### 5 or 6 | #### 5/6 | #### 5e3
+5 :: #### 5 million | #### 5, 6 | #### 5-6 | #### 5 to 6 | #### 5 dozen | #### 5k | #### not 5 | #### 5 x 6 | #### 5^2
+5 :: #### 5:30 | #### 5.5 | #### 5 (not 6) | ####  | #### five or 6 | #### 1 5 | #### square root of 5
+5 :: #### the log of 5 | #### it cannot be 5 | #### it can't be 5 | #### it should not be 5 | #### 5 (six)
+5 :: #### 5 kilo | #### 5 in the red | It is −5. | It is 5 million | 5 then 6 | 5e3 | it cannot be 5 | nothing
+5 :: $x = 7, y = 5$ | x + 3 = 5 | Tom has about 5 apples. | Tom doesn't have 5 apples. | He cannot have 5 apples.
+5 :: Tom has 5 dozen apples. | Tom has 5 apples or 6. | Tom has 5 or | Tom has 5 apples? | Look at step 5.
+5 :: Tom has 5 of 6. | Chapter 5 | Tom ran 5 m. | He eats 5 to ten apples. | It costs 5 + x.
+5 :: He wrongly counts 5 apples. | So the answer is -$5$ | So the answer is −$5$ | So the answer is √$5$
+5 :: So the answer is e^$5$ | So the answer is ≠ $5$ | So the answer is > $5$ | So the answer is ±$5$
+5 :: So the answer is x$5$ | So the answer is log $5$ | So the answer is sin $5$ | So the answer is ½ of $5$
+5 :: So the answer is square root of $5$ | So the answer is a multiple of $5$ | So the answer is x or $5$
+5 :: So the answer is $5$x | So the answer is $5$ x | So the answer is -$5$ apples | So the answer is $5$ or x
+56 :: #### 5,6  ;;  15 :: 20-15  ;;  6 :: It is 5/6 | 5 or 6  ;;  4 :: .4 | the answer is not 4 | it is 5 or 4.
+2 :: AZYUK2A | H2O  ;;  42 :: version42  ;;  n :: nothing | then n  ;;  16 :: As $x^2 = 16$, x is 4.
+7 :: 3 * 4 = 7
+"""
+"""``␤`` stands for the end of a line."""
+LATER = "\nSo that is how many there are." * 12
 
 
-def test_deepscaler_has_the_published_counts_and_split(tmp_path):
-    records = problems(40_309)
-    records[5:5] = [{"problem": "?", "answer": ""}, {"problem": "?", "answer": None}]
-    source = tmp_path / "deepscaler.json"
-    source.write_text(json.dumps(records))
-    manifest = build_deepscaler(source, tmp_path / "out")
-    assert {name: split["rows"] for name, split in manifest["splits"].items()} == {"train": 39_309, "heldout": 1000}
-    assert manifest["dropped"] == {"no answer": 2}
-    assert manifest["shared_prompts"] == {}
-    assert manifest["source_sha256"] == {str(source): hashlib.sha256(source.read_bytes()).hexdigest()}
-
-    held, train = (load_rows([str(tmp_path / "out" / f"{name}.parquet")]) for name in ("heldout", "train"))
-    positions = [row.extra_info["index"] for row in held]
-    # pandas 3.1.1: pd.DataFrame(index=range(40309)).sample(n=1000, random_state=0).index
-    assert positions[:8] == [31695, 393, 3110, 34805, 16940, 271, 28459, 22421]
-    assert (positions[-3:], sum(positions)) == ([18927, 2800, 14747], 20_242_157)
-    assert sorted([*positions, *(row.extra_info["index"] for row in train)]) == list(range(40_309))
-    assert all(row.ground_truth == str(row.extra_info["index"]) for row in held)  # the position after the drops
-    assert {row.data_source for row in held + train} == {"deepscaler"}
-    assert held[0].messages == ({"role": "user", "content": f"Problem 31695?{BOXED_SUFFIX}"},)
-
-
-# ---- evaluation sets -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", BENCHMARK_ROWS)
-def test_every_evaluation_set_has_the_published_count_and_is_gradable(name, copies, tmp_path):
-    manifest = build_benchmark(name, copies, tmp_path / "out", alone=False)
-    assert manifest["splits"]["test"]["rows"] == BENCHMARK_ROWS[name]
-    rows = load_rows([str(tmp_path / "out" / name / "test.parquet")])
-    assert {row.data_source for row in rows} == {name}
-    assert [row.extra_info["index"] for row in rows] == list(range(BENCHMARK_ROWS[name]))
-    assert all(row.messages[0]["content"].endswith(BOXED_SUFFIX) for row in rows)
-    with Scorer(RewardConfig()) as scorer:
-        assert scorer.score([(rows[0], rf"\boxed{{{rows[0].ground_truth}}}")])[0].value == 1.0
-
-
-def test_aime24_takes_the_first_box_of_the_solution(copies, tmp_path):
-    build_benchmark("aime24", copies / "aime24.jsonl", tmp_path)
-    rows = load_rows([str(tmp_path / "aime24" / "test.parquet")])
-    assert [row.ground_truth for row in rows][:3] == ["000", "001", "002"]
-    jsonl(copies / "aime24.jsonl", [*COPIES["aime24"][:29], {"problem": "p", "solution": r"It is \fbox{7}."}])
-    with pytest.raises(DataError, match=r"aime24\.jsonl, line 30, field 'solution': no \\boxed"):
-        build_benchmark("aime24", copies, tmp_path)
-
-
-def test_amc_leaves_out_six_answers_and_names_its_parts(copies, tmp_path):
-    manifest = build_benchmark("amc23_25", copies, tmp_path)
-    assert manifest["dropped"] == {record["answer"]: 1 for record in AMC24_UNGRADED + AMC25_UNGRADED}
-    assert len(manifest["source_sha256"]) == 3
-    rows = load_rows([str(tmp_path / "amc23_25" / "test.parquet")])
-    subsets = [row.extra_info["subset"] for row in rows]
-    assert Counter(subsets) == {"amc23": 40, "amc24_12A": 23, "amc24_12B": 22, "amc25": 36}
-    assert not {row.ground_truth for row in rows} & {record["answer"] for record in AMC24_UNGRADED + AMC25_UNGRADED}
+@pytest.mark.parametrize(("table", "value"), [(STATED, 1.0), (NOT_STATED, 0.0)])
+def test_an_answer_without_a_box(table, value):
+    items = [(gold, text.replace("␤", "\n").replace("␍", "\r\n")) for gold, text in cases(table)]
+    items += [("42", f"#### {42 if value else 43}{LATER}"), ("5", "####  5  " if value else "")]
+    options = RewardConfig(scorers={"mine": "math"})
+    found = [score_text(Row("r", (), "mine", gold, {}), text, options) for gold, text in items]
+    assert [item for item, score in zip(items, found, strict=True) if score.parts["acc"] != value] == []

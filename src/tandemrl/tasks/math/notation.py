@@ -9,6 +9,11 @@ NUMBER_WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
+GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|psi|omega"
+    "|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega"
+)
+LETTER = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![A-Za-z]) ?)"
 TEXT = re.compile(r"\\text ?\{(?P<text>[^{}]*)\}")
 
 
@@ -16,8 +21,8 @@ def clean(answer: str) -> str:
     r"""An answer in which Unicode is LaTeX, words stand in ``\text``, and single spaces are the only ones.
 
     Examples:
-        >>> clean("½"), clean(r"\bf €1,234"), clean(r"7\ \mathrm{cm}²"), clean("7 3/4")
-        ('\\frac{1}{2}', '1,234', '7 \\text{cm}^{2}', '7\\frac{3}{4}')
+        >>> clean("x²"), clean(r"\bf €1,234"), clean(r"7\ \mathrm{cm}²"), clean("7 3/4")
+        ('x^{2}', '1,234', '7 \\text{cm}^{2}', '7\\frac{3}{4}')
     """
     if not answer.isascii():
         answer = _in_latex(answer)
@@ -54,17 +59,11 @@ def split(answer: str, separators: str = ",;") -> tuple[str, ...]:
 
 
 def _in_latex(text: str) -> str:
-    """x₁² as x_{1}^{2}, ⅓ as a fraction, θ as a macro; no currencies."""
-    text = unicodedata.normalize("NFKC", _RAISED.sub(_raised, text.translate(_SIGNS)))
+    """x₁² as x_{1}^{2}, ⅓ as 1/3, θ as a macro; no currencies."""
+    text = _RAISED.sub(lambda run: f"{'^' if run[1] else '_'}{{{run[0]}}}", text.translate(_SIGNS))
+    text = unicodedata.normalize("NFKC", re.sub("[¼-¾⅐-⅞]", r" \g<0>", text)).translate(_SIGNS)
     text = re.sub(r"([√∛]) ?(?:\(([^()]*)\)|(\d+|[A-Za-z](?![A-Za-z])))", r"\1{\2\3}", "".join(map(_character, text)))
     return text.replace("√", r"\sqrt").replace("∛", r"\sqrt[3]")
-
-
-def _raised(run: re.Match[str]) -> str:
-    plain = unicodedata.normalize("NFKC", run[0]).replace("\N{MINUS SIGN}", "-")
-    if run.lastgroup == "fraction":
-        return r"\frac{{{}}}{{{}}}".format(*plain.split("\N{FRACTION SLASH}"))
-    return f"{'^' if run.lastgroup == 'power' else '_'}{{{plain}}}"
 
 
 def _character(character: str) -> str:
@@ -75,7 +74,11 @@ def _character(character: str) -> str:
     return "" if unicodedata.category(character) == "Sc" and character != "$" else character
 
 
-_RAISED = re.compile("(?P<power>[²³¹⁰-ⁿ]+)|(?P<index>[₀-ₜ]+)|(?P<fraction>[¼-¾⅐-⅞])")
+def _plain(name: re.Match[str]) -> str:
+    return _PLAIN.get(name[1], name[0])
+
+
+_RAISED = re.compile("([²³¹⁰-ⁿ]+)|[₀-ₜ]+")
 _TABLE = r"""
     −–‐‑‒﹣➖ -  ×✕✖ \times  ⋅·∙• \cdot  ÷ \div  ∕⁄ /  ∶ :  ∪⋃ \cup  ∩⋂ \cap  ∅⌀Ø \emptyset  ∈ \in  ∖ \setminus  ∣ |
     ∞ \infty  ± \pm  → \to  ∠ \angle  ≈ \approx  ≡ \equiv  ≠ \ne  ≤⩽≦ \le  ≥⩾≧ \ge  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil
@@ -106,7 +109,9 @@ _NAMES = {
 _PLAIN = {name: plain for plain, names in _NAMES.items() for name in names.split()}
 """What stands for a macro: one name for each thing, nothing for what only changes the looks."""
 _PLAIN |= {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "==": "="}
+_PLAIN |= {name: str(i) for i, word in enumerate(NUMBER_WORDS) for name in (word, word.title())}
 _SCALES = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "1000000", "billion": "1000000000"}
+_PLAIN |= {name: rf" \cdot {number}" for name, number in _SCALES.items()}
 _THOUSANDS = re.compile(
     r"(?:(?<![\w.,(\[{])|(?<=[^\\]\{)|(?<=[(\[{])(?=[0-9,]+,[ ]))[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
 )
@@ -117,8 +122,8 @@ _TABLE_OF_RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = 
     (r"(?<![\w)}])\*\*(?! )([^*]+)\*\*(?!\w)", r"\1"),
     (r"^([*_\"`]|__)([^*_\"`]+)\1$", r"\2"),
     (r"\\\$|\$|(?<!\\)\\!|\\(?:text)?color ?(?:\[[^\[\]]*\])?\{[^{}]*\} ?|(?<=\\\\) ?\[[\d.]+ ?(?:pt|ex|em|mm)\]", ""),
-    (r"(?<!\\)\\([A-Za-z]+)\*?(?![A-Za-z])", lambda macro: _PLAIN.get(macro[1], macro[0])),
-    (r"[<>!=]=", lambda sign: _PLAIN[sign[0]]),
+    (r"(?<!\\)\\([A-Za-z]+)\*?(?![A-Za-z])", _plain),
+    (r"([<>!=]=)", _plain),
     (r"(?:(?<!~)~(?!~)|(?<!\\)\\[ ,;:>]|\s)+", " "),
     (r"\\mathbf ?\{([^{}]*)\}|\\text ?\{ ?([-+]?) ?\}", r"\1\2"),
     (r"\\text ?\{(sin|cos|tan|log|ln|gcd|lcm|det)\}|(?<![A-Za-z\\])(sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1\2 "),
@@ -141,15 +146,9 @@ _TABLE_OF_RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = 
     (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
     (r"\\sqrt ?(\d)(?!\d)", r"\\sqrt{\1}"),
-    (
-        rf"(?<=[\d}}]) ?(?:\\text ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?",
-        lambda scale: rf" \cdot {_SCALES[scale[1]]}",
-    ),
+    (rf"(?<=[\d}}]) ?(?:\\text ?\{{)? ?({'|'.join(_SCALES)})(?![A-Za-z-])\}}?", _plain),
     (r"(?<=\d) ?\^ ?(?:\{ ?\\text ?\{(?:st|nd|rd|th)\} ?\}|\\text ?\{(?:st|nd|rd|th)\})$", ""),
-    (
-        rf"^(?:\\text ?\{{)? ?((?i:{'|'.join(NUMBER_WORDS)})) ?\}}?$",
-        lambda word: str(NUMBER_WORDS.index(word[1].lower())),
-    ),
+    (rf"^(?:\\text ?\{{)? ?((?i:{'|'.join(NUMBER_WORDS)})) ?\}}?$", _plain),
     # what stands around all of it
     (r"^ *\\\((.*)\\\) *$|^ *\\\[(.*)\\\] *$", r"\1\2"),
     (r"^(?: |= )+|(?:\\\\|\\|[,;: ]|(?<!\.)\.)+$", ""),

@@ -23,8 +23,8 @@ from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.rewards.protocol import Deferred, Lost, Score
 from tandemrl.tasks.math.boxed import settled
+from tandemrl.tasks.math.equality import NeedsSympy
 from tandemrl.tasks.math.published import braced, normalise_math
-from tandemrl.tasks.math.verify import NeedsSympy
 
 TOLERANCE = 1e-4
 MAX_CHARS = 1000

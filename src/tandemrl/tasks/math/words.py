@@ -51,14 +51,8 @@ def changed(before: str, behind: str | None = "") -> bool:
 
 def harmless(before: str, behind: str) -> bool:
     """Whether the words around an answer, as in "the value is … cm.", leave it as it is."""
-    before, behind = (TEXT.sub(r"\g<text>", side.replace("**", "")) for side in (before, behind))
-    if not (_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind)) or changed(before, behind):
-        return False
-    beside = [word.strip(",.:;()") for word in (*before.split()[-1:], *behind.split()[:1])]
-    return not any(
-        word in _FORMULA_WORDS or (len(word) == 1 and word.lower() not in UNITS and word not in "aAI%°")
-        for word in beside
-    )
+    found = quantity(f"{before.replace('**', '')} 7 {behind.replace('**', '')}".strip())
+    return found is not None and found.value == "7"
 
 
 def _flat(answer: str) -> str:
@@ -97,8 +91,6 @@ _MEASURED = re.compile(
     r"(?P<value>.*[\w)}\]])"
     r"(?P<tail>(?: ?\\text ?\{(?: ?[msghl] ?| ?[ap]\.m\. ?|[^{}\d]*[^\W\d_]{2}[^{}\d]*)\}(?: ?\^ ?\{?[23]\}?)?)+)"
 )
-_BEFORE = re.compile(r"\s*(?:#*[A-Za-z]+(?:['’-][a-z]+)*[,.:;]*\s+|[:#]+\s*)*")
-_BEHIND = re.compile(r"(?: ?\\?%| ?°)?[,.:;]*(?:\s+\(?[A-Za-z]+(?:['’-][a-z]+)*\)?[,.:;]*)*\s*")
 _COUNTS = f"{'|'.join(NUMBER_WORDS)}|nil|thirty|forty|fifty|sixty|seventy|eighty|ninety|dozen|hundred|thousand"
 _PART = "half|quarter|third|fourth|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|sixteen|twentie|hundred|thousand)th"
 _CHANGES = re.compile(
