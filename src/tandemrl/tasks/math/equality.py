@@ -361,14 +361,14 @@ def _distance(a: Any, b: Any) -> float | None:
 def _parsed(formula: str) -> Any:
     """A formula as math-verify's reader of LaTeX has it, or None. Its own steps before it drop units, as the t of 2t,
     and its reader of plain arithmetic would `eval`."""
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended import latex2sympy
     from sympy import I
 
     for pattern, plain in _FOR_MATH_VERIFY:
         formula = re.sub(pattern, plain, formula)
     real = re.search(r"\bi\b", formula) is None
     try:
-        parsed = latex2sympy(formula, is_real=real, normalization_config=NormalizationConfig(malformed_operators=True))
+        parsed = latex2sympy(formula, is_real=real, normalization_config=None)
     except Exception:  # it raises anything
         return None
     return parsed.subs({symbol: I for symbol in parsed.free_symbols if str(symbol) == "i"})

@@ -89,7 +89,8 @@ _COUNTED = re.compile(
 )
 _MEASURED = re.compile(
     r"(?P<value>.*[\w)}\]])"
-    r"(?P<tail>(?: ?\\text ?\{(?: ?[msghl] ?| ?[ap]\.m\. ?|[^{}\d]*[^\W\d_]{2}[^{}\d]*)\}(?: ?\^ ?\{?[23]\}?)?)+)"
+    r"(?P<tail>(?:(?: ?\\text ?\{(?: ?[msghl] ?| ?[ap]\.m\. ?|[^{}\d]*[^\W\d_]{2}[^{}\d]*)\}"
+    rf"| (?:{_WORD_UNITS})(?![A-Za-z]))(?: ?\^ ?\{{?[23]\}}?)?)+)"
 )
 _COUNTS = f"{'|'.join(NUMBER_WORDS)}|nil|thirty|forty|fifty|sixty|seventy|eighty|ninety|dozen|hundred|thousand"
 _PART = "half|quarter|third|fourth|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|sixteen|twentie|hundred|thousand)th"
