@@ -21,7 +21,8 @@ hypothesis.settings.load_profile("untimed")
 
 ON_VLLM = "rollout/vllm/"
 WHOLE_RUNS = (
-    "training/", "apps/", "distributed/", "evals/", "cli/", "rollout/fleet/", "rollout/gateway/", "test_", ON_VLLM,
+    "training/", "apps/", "distributed/", "evals/", "cli/", "rollout/fleet/", "rollout/gateway/", "rollout/test_",
+    "test_", ON_VLLM,
 )  # fmt: skip
 """Tests that check no array annotations: a run calls the same few functions some thousand times, and the check takes a
 third of its time. The tests of those functions check them, and so do the whole runs of `CHECKED`."""
@@ -34,10 +35,24 @@ CHECKED = (
     "test_behaviour_logprobs_are_those_of_the_authors_sampling_distribution",
     "test_limits_and_stops_inside_a_draft",
     "test_planner.py",
-    "test_requests_of_any_kind_join_a_call_that_has_begun",
     "test_samples_that_start_together",
-    "test_the_reference_engine_writes_the_same_turns",
-    "test_vllm_writes_what_the_reference_engine_writes",
+    "test_a_stop_string_belongs_to_one_turn",
+    "test_it_hands_over_by_steps_too",
+    # of the torch engine
+    "test_before_word.py",
+    "test_collect.py",
+    "test_engine.py",
+    "test_sync.py",
+    "test_a_session_computes_its_new_tokens_alone",
+    "test_a_step_asks_the_host_for_nothing",
+    "test_auto_gives_the_same_completions",
+    "test_behaviour_logprobs_are_those_of_the_authors_distribution",
+    "test_no_row_waits_for_the_answer_to_another",
+    "test_no_two_tokens_of_a_text_come_from_one_number",
+    "test_one_call_mixes_strategies_limits_and_lone_turns",
+    "test_requests_join_at_a_look",
+    "test_stop_strings_are_kept_and_may_span_tokens",
+    "test_the_junior_is_asked_for_no_more_than_it_can_read",
 )
 """Tests, or files of them."""
 

@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tandemrl.types import Transcript
 
 EOS = IDS["<eos>"]
 RULE = before_text_word(0.5, text_tables(tokenizer()))
-KEYS = tuple(range(40))
+KEYS = tuple(range(24))
 SAMPLING = Sampling(24)
 
 
@@ -44,8 +44,8 @@ def engine_of(partner: EndpointJunior) -> TorchEngine:
     return TorchEngine(prepared(qwen3(5)), None, tokenizer(), partner=partner)
 
 
-def written(partner: EndpointJunior, sampling: Sampling = SAMPLING) -> list[Completion]:
-    asked = Request((3, 4), KEYS, sampling, RULE, junior_prompt=(5, 6, 7))
+def written(partner: EndpointJunior, sampling: Sampling = SAMPLING, keys: Sequence[int] = KEYS) -> list[Completion]:
+    asked = Request((3, 4), tuple(keys), sampling, RULE, junior_prompt=(5, 6, 7))
     found = flat(engine_of(partner).generate([asked]))
     check_authors(found, RULE)
     return found
@@ -82,7 +82,7 @@ def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> Non
     with endpoint(answer) as server:
         found = written(junior(server.url))
     said = [(before, text) for completion in found for before, text in spans(completion)]
-    assert len(said) > 20
+    assert len(said) > 12
     assert any("caf\u00e9" in text for _, text in said)
     for before, text in said:
         assert text.startswith("" if not before else " ")
@@ -149,7 +149,7 @@ def test_in_a_later_turn_the_junior_reads_the_longer_conversation() -> None:
     for body, count in zip(server.bodies, turns, strict=True):
         end = max((i for i, token in enumerate(body["prompt"]) if token == 40), default=2) if count else 2
         assert tuple(body["prompt"][: end + 1]) in wanted
-    assert min(map(turns.count, (0, 1, 2))) > 5
+    assert min(map(turns.count, (0, 1, 2))) > 3
     assert len({body["seed"] for body in server.bodies}) > 0.9 * len(server.bodies)
     assert {len(completion.turns) for completion in found if completion.stop_reason == "turns"} == {3}
 
@@ -174,7 +174,7 @@ def test_no_default_of_a_server_changes_how_the_junior_samples() -> None:
 def test_control_tokens_of_the_junior_are_no_text() -> None:
     with endpoint(lambda prompt, number: reply(" a<pad> b" if prompt[3:] else "a<pad>")) as server:
         lost = [c for c in written(junior(server.url)) if (c.author == 0).any() or c.stop_reason == "untranslatable"]
-    assert len(lost) > 20
+    assert len(lost) > 12
     assert {c.stop_reason for c in lost} == {"untranslatable"}
     ends = []
     for end in ("", "<eos>"):
@@ -188,7 +188,7 @@ def test_the_junior_is_asked_for_no_more_than_it_can_read(listed: dict[str, Any]
     with endpoint(go_on, **listed) as server:
         found = written(junior(server.url))
     assert all(len(body["prompt"]) + body["max_tokens"] <= 12 for body in server.bodies)
-    assert sum(c.stop_reason == "length" and len(c.tokens) < 24 for c in found) > 20
+    assert sum(c.stop_reason == "length" and len(c.tokens) < 24 for c in found) > 12
     assert not any(c.stop_reason == "failed" for c in found)
 
 
@@ -198,8 +198,8 @@ def test_the_end_of_a_text_is_the_end_unless_the_senior_has_the_next_word() -> N
     last = [(completion, *text) for completion in found for text in [*spans(completion)][-1:]]
     ended = [completion for completion, *_ in last if completion.author[-1] == 0 and completion.stop_reason == "eos"]
     went_on = [completion for completion in found for text in [*spans(completion)] if completion.author[-1] == 1]
-    assert len(ended) > 3
-    assert len(went_on) > 3  # it had written all of its words, so its end was dropped
+    assert len(ended) > 1
+    assert len(went_on) > 1  # it had written all of its words, so its end was dropped
     assert all(completion.tokens[-1] == tokenizer().eos_token_id for completion in ended)
 
 
@@ -215,7 +215,7 @@ def test_answers_that_begin_no_word_are_asked_again_with_another_seed() -> None:
     with endpoint(lambda prompt, number: reply("on and on", "stop") if prompt[3:] else reply("go on and on")) as server:
         found = written(junior(server.url, attempts=3, max_failure_rate=0.99))
         failed = [c for c in found if c.stop_reason == "failed"]
-        assert len(failed) > 10
+        assert len(failed) > 6
         assert all(c.author[-1] == 1 for c in failed if len(c.tokens))
         with pytest.raises(EngineError, match=r"rollouts got no words .*max_failure_rate=0\.1; .* word in 3 attempts"):
             written(junior(server.url, attempts=3))
@@ -238,7 +238,7 @@ def test_an_endpoint_that_does_not_work_ends_the_run_with_its_reason(answer: Rep
         endpoint(lambda prompt, number: answer) as server,
         pytest.raises(EngineError, match=rf"(?s)rollouts got no words from the junior, .*{reason}"),
     ):
-        written(junior(server.url, timeout_s=1.0 if answer.delay else 30.0))
+        written(junior(server.url, timeout_s=1.0 if answer.delay else 30.0), keys=KEYS[:6])
 
 
 def test_a_dead_endpoint_is_found_before_the_run() -> None:

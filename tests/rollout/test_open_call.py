@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ KINDS = {
     "penalised": Sampling(max_tokens=16, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.2),
     "stopped": Sampling(max_tokens=40, stop_token_ids=(7, 8), ignore_eos=True),
     "stopped by text": Sampling(max_tokens=40, stop=("a",)),
-    "longer": Sampling(max_tokens=90, ignore_eos=True),
+    "longer": Sampling(max_tokens=60, ignore_eos=True),
 }
 
 
@@ -46,11 +46,18 @@ def asked(kind: str, strategy: Strategy, seed: int) -> Request:
     return Request(prompt, (10 * seed, 10 * seed + 1), KINDS[kind], strategy)
 
 
+@cache
+def by_themselves() -> tuple[list[Request], list[Completion]]:
+    """Requests of all kinds, and what each writes in a call of its own, without drafts."""
+    running, strategies = engine(), (solo("senior"), bernoulli(0.5), solo("junior"))
+    batch = [asked(kind, strategies[i % 3], seed=i) for i, kind in enumerate(KINDS)]
+    return batch, [each for request in batch for each in flat(running.generate([request]))]
+
+
 @pytest.mark.parametrize("options", [{}, {"max_rows": 3}, {"draft_tokens": 3}], ids=["free", "full", "drafts"])
 def test_requests_of_any_kind_join_a_call_that_has_begun(options: dict[str, int]) -> None:
     """First the senior alone, whose call has no keys and values of the junior yet."""
-    running, strategies = engine(**options), (solo("senior"), bernoulli(0.5), solo("junior"))
-    batch = [asked(kind, strategies[i % 3], seed=i) for i, kind in enumerate(KINDS)]
+    running, (batch, alone) = engine(**options), by_themselves()
     found, left = list[list[int]](), set[int]()
     with running.open() as call:
         for request in batch:
@@ -59,7 +66,7 @@ def test_requests_of_any_kind_join_a_call_that_has_begun(options: dict[str, int]
             for _ in range(5):
                 left -= {event.number for event in call.step() if isinstance(event, Finished)}
         together = [each for numbers in found for each in ended(call, numbers, left)]
-    same(together, [each for request in batch for each in flat(running.generate([request]))])
+    same(together, alone)
 
 
 def steps_until_told(call: BatchCall, request: Request) -> int:
@@ -82,7 +89,7 @@ def test_a_first_token_comes_at_most_two_steps_later_than_alone() -> None:
 
 def test_what_is_kept_of_sequences_does_not_grow_with_those_that_were_taken() -> None:
     running, strategy = engine(max_rows=4), bernoulli(0.5)
-    batch = [asked("plain", strategy, seed=i) for i in range(12)]
+    batch = [replace(asked("plain", strategy, seed=i), sampling=Sampling(max_tokens=5)) for i in range(12)]
     found = list[Completion]()
     with running.open() as call:
         for request in batch:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -94,41 +95,35 @@ def assert_sound(completions: list[Completion], strategy: Strategy) -> None:
 # -------------------------------------------------------------------------------------------------- greedy: which model
 
 
-@pytest.fixture(scope="module")
-def generated() -> list[list[int]]:
-    """What transformers' own ``generate`` writes with an untouched senior, prompt by prompt, greedily."""
-    senior = pair("same family")[0]
-    out = []
-    for prompt in prompts(6):
-        ids = torch.tensor([prompt])
-        whole = senior.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=GREEDY.max_tokens
-        )
-        out.append(whole[0, len(prompt) :].tolist())
-    return out
+def by_strategy(engine: TorchEngine, given: list[list[int]]) -> dict[str, list[Completion]]:
+    """What is written with each strategy, greedily, in one call."""
+    asked = [request for strategy in strategies().values() for request in requests(given, GREEDY, strategy)]
+    written = iter(flat(engine.generate(asked)))
+    found = {name: list(islice(written, len(given))) for name in strategies()}
+    for name, completions in found.items():
+        assert_sound(completions, strategies()[name])
+    return found
 
 
-@pytest.mark.parametrize("name", strategies())
-def test_two_equal_models_write_what_transformers_generates(name, generated):
-    senior = pair("same family")[0]
-    engine = TorchEngine(prepared(senior), prepared(senior), tokenizer())
-    strategy = strategies()[name]
-    completions = flat(engine.generate(requests(prompts(6), GREEDY, strategy)))
-    assert [c.tokens.tolist() for c in completions] == generated
-    assert_sound(completions, strategy)
-    assert {who for c in completions for who in c.author} == WRITERS.get(name, {0, 1})
-    assert all((c.behaviour_logprobs == 0).all() for c in completions)
+def test_two_equal_models_write_what_transformers_generates():
+    given, senior = prompts(6), pair("same family")[0]
+    wanted = []
+    for prompt in given:  # by transformers' own ``generate``
+        ids, limit = torch.tensor([prompt]), GREEDY.max_tokens
+        whole = senior.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit)
+        wanted.append(whole[0, len(prompt) :].tolist())
+    for name, completions in by_strategy(TorchEngine(prepared(senior), prepared(senior), tokenizer()), given).items():
+        assert [c.tokens.tolist() for c in completions] == wanted
+        assert {who for c in completions for who in c.author} == WRITERS.get(name, {0, 1})
+        assert all((c.behaviour_logprobs == 0).all() for c in completions)
 
 
 @pytest.mark.parametrize("pair_name", PAIRS)
 def test_every_greedy_token_is_the_best_of_its_authors_model(pair_name):
     senior, junior = pair(pair_name)
     given = prompts(4)
-    both = engine(pair_name)
     disagreements = 0
-    for name, strategy in strategies().items():
-        completions = flat(both.generate(requests(given, GREEDY, strategy)))
-        assert_sound(completions, strategy)
+    for name, completions in by_strategy(engine(pair_name), given).items():
         for prompt, completion in zip(given, completions, strict=True):
             logits = author_logits(senior, junior, prompt, completion)
             chosen = logits[np.arange(len(logits)), completion.tokens]
@@ -181,11 +176,11 @@ def test_behaviour_logprobs_are_those_of_the_authors_distribution(pair_name):
 
 
 def test_first_tokens_have_their_authors_frequencies():
-    """15 000 draws at temperature 1: per author the exact softmax, and the author does not depend on the draw."""
+    """8000 draws at temperature 1: per author the exact softmax, and the author does not depend on the draw."""
     prompt = prompts(1, seed=5, lengths=(3,))
     both = engine(max_rows=4096)
     strategy = bernoulli(0.3)
-    group = both.generate(requests(prompt, Sampling(max_tokens=1, ignore_eos=True), strategy, samples=15_000))[0]
+    group = both.generate(requests(prompt, Sampling(max_tokens=1, ignore_eos=True), strategy, samples=8000))[0]
     tokens = np.concatenate([c.tokens for c in group])
     author = np.concatenate([c.author for c in group])
     assert abs(author.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / len(author))
@@ -224,7 +219,7 @@ def test_the_same_call_gives_the_same_bits(whole_batch):
 
 @pytest.mark.parametrize(
     ("max_rows", "order"),
-    [(1, "backwards"), pytest.param(3, "forwards", marks=pytest.mark.slow), (32, "forwards"), (80, "backwards")],
+    [(1, "backwards"), pytest.param(3, "forwards", marks=pytest.mark.slow), (32, "backwards")],
 )
 def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows, order):
     batch = reproduction(samples=1 if max_rows == 1 else 8)  # ten rows by themselves, since they are eighty calls else
@@ -329,7 +324,7 @@ def test_tokens_are_told_once_and_in_order(draft_tokens):
     calls: list[int] = []
 
     with both.open() as call:
-        numbers = call.submit(reproduction())
+        numbers = call.submit(reproduction(samples=2))
         left = set(numbers)
         while left:
             for event in call.step():

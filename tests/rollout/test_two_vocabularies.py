@@ -26,12 +26,9 @@ from helpers import (
     tokenizer,
 )
 from tandemrl.apps.experiments.tiny import WORD_SPLIT
-from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import encode_prompts
 from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_scores
 from tandemrl.models.head import ForwardOptions
-from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.models.sampling import Truncation, race_times
 from tandemrl.rollout import torch_engine
 from tandemrl.rollout.engine import Completion, EngineError, Request, Responder, Sampling, check_authors
@@ -40,7 +37,7 @@ from tandemrl.selection import Strategy, before_word, boundaries, draws, solo, w
 from tandemrl.selection.whole_words import before_text_word, text_tables
 from tandemrl.types import Author, Rollout
 
-EOS, P, COUNT, LONGEST = 0, 0.6, 5000, 3
+EOS, P, COUNT, LONGEST = 0, 0.6, 3000, 3
 ONE = {"<eos>": EOS, "a": 1, "b": 2, "Ġ": 3, "aĠb": 4}
 OTHER = {"<eos>": EOS, "Ġ": 1, "b": 2, "a": 3, "Ġa": 4, "ab": 5, "bĠ": 6}
 MERGES = [("Ġ", "a"), ("a", "b")]
@@ -260,7 +257,7 @@ def spied(partner: Any, kept: dict[int, list[tuple[bytes, bytes]]]) -> Any:
 
 
 def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = request(Sampling(max_tokens=24), 200)
+    asked = request(Sampling(max_tokens=24), 100)
     kept: dict[int, list[tuple[bytes, bytes]]] = {}
     made = engine()._make_partner
     assert made is not None
@@ -275,7 +272,7 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
             whole = before + span
             assert text.startswith(whole) or (completion.stop_reason == "length" and whole.startswith(text))
     switched = [c for c in completions if len(set(c.author.tolist())) == 2]
-    assert len(switched) > 15
+    assert len(switched) > 10
     narrow = TorchEngine(engine().senior, engine().junior, own, junior_tokenizer=tokenizers()[0], max_rows=3)
     few = dataclasses.replace(asked, keys=asked.keys[:24])
     again = flat(narrow.generate([few, dataclasses.replace(asked, strategy=solo("senior"), keys=(99,))]))
@@ -286,36 +283,9 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
     assert 0 < passes.junior < passes.tokens
 
 
-def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(tiny_pair, record_property, monkeypatch):
-    share_the_streams(monkeypatch)  # one vocabulary has one count of tokens
-    senior, junior = (load_model(tiny_pair / name) for name in ("senior", "junior"))
-    known = load_tokenizer(tiny_pair / "senior")
-    prompts, _ = encode_prompts(load_rows(["synthetic:plain:train:24"]), known, max_prompt_tokens=128)
-    tables, sampling = text_tables(known), Sampling(max_tokens=60)
-
-    def completions(engine: TorchEngine, strategy: Strategy) -> list[Completion]:
-        found = [Request(p.tokens, (3, 4), sampling, strategy, junior_prompt=p.tokens) for p in prompts]
-        return flat(engine.generate(found))
-
-    together = completions(TorchEngine(senior, junior, known), before_word(0.5, boundaries.start_table(known)))
-    apart = completions(TorchEngine(senior, junior, known, junior_tokenizer=known), before_text_word(0.5, tables))
-    canonical = 0
-    for one, other in zip(together, apart, strict=True):
-        text = known.decode(one.tokens, skip_special_tokens=True)
-        spans = np.split(one.tokens, np.flatnonzero(np.diff(one.author)) + 1)
-        by_junior = [known.decode(span, skip_special_tokens=True) for span in spans[one.author[0] :: 2]]
-        whole = [known.encode(each) for each in by_junior] == [
-            [t for t in span.tolist() if t != known.eos_token_id] for span in spans[one.author[0] :: 2]
-        ]
-        if whole and "  " not in text and "\n " not in text and other.stop_reason != "untranslatable":
-            canonical += 1
-            assert one.tokens.tolist() == other.tokens.tolist()
-            assert one.author.tolist() == other.author.tolist()
-            assert one.stop_reason == other.stop_reason
-            assert one.handover_logprobs is not None
-            assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-5)
-    record_property("canonical", canonical / len(together))
-    assert canonical > 0.6 * len(together)
+@cache
+def longer_texts() -> list[Completion]:
+    return flat(engine().generate([request(Sampling(max_tokens=40), 60)]))
 
 
 @pytest.mark.parametrize("limit", ["max_position_embeddings", "sliding_window"])
@@ -338,7 +308,7 @@ def test_a_text_ends_where_the_junior_sees_no_more_of_it(limit: str, monkeypatch
     assert not len(partners[0]._writer)
     short = [c for c in found if c.stop_reason == "length" and len(c.tokens) < 40]
     assert len(short) > 8
-    whole = {c.key: c.tokens.tolist() for c in flat(engine().generate([request(Sampling(max_tokens=40), 60)]))}
+    whole = {c.key: c.tokens.tolist() for c in longer_texts()}
     for completion in short:
         assert len(whole[completion.key]) > len(completion.tokens)
         assert whole[completion.key][: len(completion.tokens)] == completion.tokens.tolist()

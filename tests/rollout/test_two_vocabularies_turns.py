@@ -296,8 +296,8 @@ def test_a_turn_has_one_author(name: str) -> None:
 
 def test_a_cut_turn_is_cut_for_the_junior_too() -> None:
     """Its tokens are longer than the senior's, so that it writes more than there is room for."""
-    found = played(engine(max_rows=5), strategies()["before_word"])
-    assert sum(CUTS[5]) > 3
+    found = played(engine(max_rows=12), strategies()["before_word"])
+    assert sum(CUTS[12]) > 3
     for one, other in zip(found, episodes(), strict=True):  # whichever rows are decoded together
         assert one.completion.tokens.tolist() == other.completion.tokens.tolist()
         assert one.completion.author.tolist() == other.completion.author.tolist()
@@ -322,7 +322,7 @@ def test_no_token_of_an_episode_is_drawn_from_the_numbers_of_another(monkeypatch
 
 
 def test_an_episode_ends_where_the_junior_can_read_no_more() -> None:
-    found = [episode.completion for episode in played(engine(max_rows=7, context=24), strategies()["before_word"])]
+    found = [episode.completion for episode in played(engine(max_rows=20, context=24), strategies()["before_word"])]
     check_authors(found, strategies()["before_word"])
     short = 0
     for one, other in zip(found, episodes(), strict=True):
@@ -333,7 +333,7 @@ def test_an_episode_ends_where_the_junior_can_read_no_more() -> None:
 
 
 def test_aborted_episodes_end_and_the_others_go_on() -> None:
-    running, told = engine(max_rows=7), list[int]()
+    running, told = engine(max_rows=14), list[int]()
     going_on = running.generate
 
     def aborting(*given: Any, **options: Any) -> list[list[Completion]]:

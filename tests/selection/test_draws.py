@@ -1,5 +1,4 @@
 import pytest
-import selection_oracle as oracle
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +24,6 @@ def test_mix64_of_one_word_is_published_splitmix64() -> None:
 @given(st.lists(INT64, min_size=1, max_size=6), st.lists(INT64, max_size=3))
 def test_python_and_torch_agree(keys: list[int], words: list[int]) -> None:
     assert draws.mix(torch.tensor(keys), *words).tolist() == [draws.mix64(key, *words) for key in keys]
-
-
-@given(st.lists(INT64, min_size=1, max_size=6), st.integers(0, 2**40))
-def test_uniforms_agree_with_plain_python(keys: list[int], counter: int) -> None:
-    streams = draws.stream(torch.tensor(keys), draws.SELECTION)
-    got = draws.uniforms(streams, torch.full((len(keys),), counter))
-    assert got.tolist() == [oracle.uniform(key, counter) for key in keys]
-    assert all(0.0 <= u < 1.0 for u in got.tolist())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -101,7 +101,7 @@ def some_keys(rows: int) -> Tensor:
     return torch.tensor([request_key(0, 0, row // 8, row % 8) for row in range(rows)], dtype=torch.int64)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(CASES, ROWS, st.integers(-(2**40), 2**40))
 def test_replay_is_the_naive_single_row_computation(case: Case, rows: list[tuple[int, list[int]]], pad: int) -> None:
     strategy, naive = case
@@ -236,7 +236,7 @@ EPISODES = st.one_of(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(EPISODES, st.lists(st.tuples(KEYS, TURNS), min_size=1, max_size=4), st.integers(0, 4))
 def test_several_turns_are_the_naive_computation_also_when_resumed(case, rows, begun):
     strategy, naive = case
