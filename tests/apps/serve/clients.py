@@ -1,15 +1,21 @@
 """What a client of a server computes, and what it reads of a stream."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import uvicorn
+from starlette.testclient import TestClient
 
 from helpers import VOCABULARY, tokenizer
-from tandemrl.config import SelectionConfig
+from tandemrl.apps.serve import engine_server
+from tandemrl.config import Config, SelectionConfig
 from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, replay
 from tandemrl.selection.draws import mix64
 
@@ -28,6 +34,17 @@ def authors(seed: int, tokens: Sequence[int], selection: SelectionConfig = DEFAU
 
 def written(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist()
+
+
+@contextmanager
+def served_here(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """A client of ``tandemrl serve`` in this process, in place of its web server; the engine is not closed."""
+    apps: list[Any] = []
+    monkeypatch.setattr(TorchEngine, "close", lambda self: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: apps.append(self.config.app))
+    engine_server.serve(config, port=0)
+    with TestClient(apps[0], base_url="http://127.0.0.1") as client:
+        yield client
 
 
 def events(data: bytes) -> list[Any]:

@@ -95,7 +95,7 @@ def openai_client(server: Server) -> Any:
     return client
 
 
-def complete(client: Any, prompt: Any = "ab cd", *, max_tokens: int = 40, tandem: Any = None, **options: Any) -> Any:
+def complete(client: Any, prompt: Any = "ab cd", *, max_tokens: int = 20, tandem: Any = None, **options: Any) -> Any:
     body = {"ignore_eos": True} | ({} if tandem is None else {"tandem": tandem}) | options.pop("extra", {})
     return client.completions.create(
         model=client.model, prompt=prompt, max_tokens=max_tokens, extra_body=body, **options

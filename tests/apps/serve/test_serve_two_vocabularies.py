@@ -3,15 +3,14 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
-from clients import events
+from clients import events, served_here
 from starlette.testclient import TestClient
 
 from fake_judge import FakeJudge, Reply
@@ -37,14 +36,6 @@ def settings(senior: Path, junior: Path, *more: str) -> Config:
     return load(overrides=[*both, *more])
 
 
-def serve(config: Config, monkeypatch: pytest.MonkeyPatch, use: Callable[[TestClient], object]) -> None:
-    """Run `serve`, with a client in place of a web server."""
-    monkeypatch.setattr(
-        uvicorn.Server, "run", lambda self, sockets: use(TestClient(self.config.app, base_url="http://127.0.0.1"))
-    )
-    engine_server.serve(config, port=0)
-
-
 @pytest.fixture(scope="module")
 def pair(tiny_pair: Path, other_junior: Path) -> tuple[Any, Any]:
     """The tokenizers."""
@@ -59,10 +50,10 @@ def engine(tiny_pair: Path, other_junior: Path, pair: tuple[Any, Any]) -> TorchE
 
 @pytest.fixture(scope="module")
 def client(tiny_pair: Path, other_junior: Path) -> Iterator[TestClient]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        clients: list[TestClient] = []
-        serve(settings(tiny_pair / "senior", other_junior), monkeypatch, clients.append)
-    with clients[0] as asking:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        served_here(settings(tiny_pair / "senior", other_junior), monkeypatch) as asking,
+    ):
         yield asking
 
 
@@ -200,15 +191,9 @@ def test_a_junior_behind_an_endpoint_writes_its_words(tiny_pair, other_junior, p
     models = Reply(body=json.dumps({"data": [{"id": "fake"}]}).encode())
     with FakeJudge(answer, path="/v1/completions", models=models) as server:
         more = [f"model.junior_endpoint.url={server.url}", "model.junior_endpoint.backoff_s=0.01"]
-        found: list[Any] = []
-
-        def use(asking: TestClient) -> None:
-            with asking:
-                found.append(ask(asking, n=4, seed=1)["choices"])
-                found.append(asking.post(CHAT, json={"messages": MESSAGES, "presence_penalty": 1}).json()["error"])
-
-        serve(settings(tiny_pair / "senior", other_junior, *more), monkeypatch, use)
-    choices, refused = found
+        with served_here(settings(tiny_pair / "senior", other_junior, *more), monkeypatch) as asking:
+            choices = ask(asking, n=4, seed=1)["choices"]
+            refused = asking.post(CHAT, json={"messages": MESSAGES, "presence_penalty": 1}).json()["error"]
     assert "each count the tokens of each span alone" in refused["message"]
     assert all(ids[: len(pair[1](TOLD)["input_ids"])] == pair[1](TOLD)["input_ids"] for ids in read)
     for choice in choices:

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import authors, strategy_of, written
-from pairs import CONTEXT, VLLM, greedy_gaps, models, reference
+from clients import authors, served_here, strategy_of, written
+from pairs import CONTEXT, VLLM, reference
 from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
 
 import artefacts
 from helpers import save_speaker
-from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.config import load
+from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.selection import solo
 from tandemrl.selection.draws import mix64
 
-pytest.importorskip("openai", reason="the tests ask by OpenAI's client")
+OpenAI: Any = pytest.importorskip("openai", reason="the tests ask by OpenAI's client").OpenAI
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def client(running: Server) -> Any:
 def test_a_completion_has_authors(client: Any) -> None:
     response = complete(client, seed=3)
     [choice] = response.choices
-    assert len(choice.authorship) == len(choice.token_ids) == 40
+    assert len(choice.authorship) == len(choice.token_ids) == 20
     assert choice.authorship == authors(3, choice.token_ids, SERVED)
     assert set(choice.authorship) == {0, 1}
     assert response.tandem["senior_frac"] == pytest.approx(np.mean(choice.authorship))
@@ -57,17 +58,6 @@ def test_a_completion_has_authors(client: Any) -> None:
     assert complete(client, seed=other.tandem["seed"]).choices[0].text == other.choices[0].text
 
 
-def test_every_token_is_the_argmax_of_the_author_it_is_said_to_have(client: Any) -> None:
-    prompt = written(9)
-    for tandem in ({}, {"strategy": "alternating"}, {"solo": "junior"}, {"solo": "senior"}):
-        [choice] = complete(client, prompt, temperature=0, tandem=tandem).choices
-        channels = np.array(choice.token_ids), np.array(choice.authorship, dtype=np.int8), np.zeros(40, np.float32)
-        request = Request(tuple(prompt), (0,), Sampling(temperature=0.0), strategy_of(SERVED))
-        assert greedy_gaps(models(PAIR), [request], [[Completion(0, *channels, "length")]]).max() < 1e-4
-        if "solo" in tandem:
-            assert set(choice.authorship) == {int(tandem["solo"] == "senior")}
-
-
 def test_a_client_that_leaves_frees_its_request(client: Any) -> None:
     for _ in range(3):
         stream = complete(client, max_tokens=CONTEXT - 10, stream=True)
@@ -76,7 +66,7 @@ def test_a_client_that_leaves_frees_its_request(client: Any) -> None:
     assert complete(client, max_tokens=3).choices[0].token_ids
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any, count: int) -> None:
     """From several threads, in tandem and alone, each a while after the other."""
     engine, generator = reference(PAIR), np.random.default_rng(0)
@@ -90,7 +80,7 @@ def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any,
     def ask(one: tuple[Any, float]) -> Any:
         (prompt, seed, tandem), wait = one
         time.sleep(max(0.0, begin + wait - time.monotonic()))
-        return complete(client, prompt, seed=seed, tandem=tandem, max_tokens=10 + seed % 30)
+        return complete(client, prompt, seed=seed, tandem=tandem, max_tokens=5 + 2 * seed % 30)
 
     with ThreadPoolExecutor(16) as pool:
         responses = list(pool.map(ask, zip(asked, waits, strict=True)))
@@ -98,7 +88,7 @@ def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any,
         Request(
             tuple(prompt),
             (mix64(seed),),
-            Sampling(max_tokens=10 + seed % 30, ignore_eos=True),
+            Sampling(max_tokens=5 + 2 * seed % 30, ignore_eos=True),
             solo("senior") if "solo" in tandem else strategy_of(replace(SERVED, **tandem)),
         )
         for prompt, seed, tandem in asked
@@ -142,8 +132,9 @@ CALL = """<tool_call>
 </tool_call>"""
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=[*VLLM, pytest.mark.slow])])
-def test_a_published_template_tells_of_tools_and_its_calls_are_read(engine: str, tmp_path: Path) -> None:
+def test_a_published_template_tells_of_tools_and_its_calls_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With Qwen3's tokenizer. The models generate the call after any prompt that ends as its template ends one."""
     words = artefacts.tokenizer("qwen3")
 
@@ -156,10 +147,11 @@ def test_a_published_template_tells_of_tools_and_its_calls_are_read(engine: str,
     question = {"role": "user", "content": "What is there?"}
     written = [*words.encode(CALL), words.eos_token_id]
     folder = save_speaker(tmp_path / "pair", words, [template([question])[-1], *written])
-    with serving(engine, folder, folder, tmp_path / "log", "selection.max_gap_tokens=4") as server:
-        client = openai_client(server)
+    keys = [f"model.senior={folder}", f"model.junior={folder}", "model.device=cpu", "selection.max_gap_tokens=4"]
+    with served_here(load(overrides=keys), monkeypatch) as asking:
+        client = OpenAI(base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=asking)
         body = {"return_token_ids": True}
-        create = partial(client.chat.completions.create, model=client.model, tools=TOOLS, temperature=0, seed=1)
+        create = partial(client.chat.completions.create, model=str(folder), tools=TOOLS, temperature=0, seed=1)
         whole = create(messages=[question], extra_body=body)
         [choice] = whole.choices
         result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "a cat"}
