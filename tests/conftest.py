@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
 import fcntl
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,15 @@ import pytest
 sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
 
 
+# Thousands of modules are imported before the first test, and none of them goes: they are no garbage to look for.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 # No test is timed: a busy machine is not a fault.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -27,10 +37,8 @@ WHOLE_RUNS = (
 """Tests that check no array annotations: a run calls the same few functions some thousand times, and the check takes a
 third of its time. The tests of those functions check them, and so do the whole runs of `CHECKED`."""
 CHECKED = (
-    "test_a_run_leaves_its_files",
     "test_every_knob_trains_and_matches_the_engine",
     "test_a_run_plays_episodes_and_its_record_says_what_happened",
-    "test_a_run_trains_the_senior_and_resumes",
     "test_evals.py",
     "test_behaviour_logprobs_are_those_of_the_authors_sampling_distribution",
     "test_limits_and_stops_inside_a_draft",
@@ -93,6 +101,13 @@ def other_junior(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from other_vocabulary import build_other_junior
 
     return _shared(tmp_path_factory, "other", build_other_junior)
+
+
+@pytest.fixture
+def without_math(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring processes begin without math-verify, whose import takes most of their start."""
+    start = "from tandemrl.rewards.worker import serve; serve(lambda: None)"
+    monkeypatch.setattr("tandemrl.rewards.scoring.WORKER", (sys.executable, "-P", "-c", start))
 
 
 def _shared(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:

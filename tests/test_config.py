@@ -250,7 +250,7 @@ PLAIN: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(text=TEXTS, tags=st.lists(TEXTS, max_size=3), scorers=st.dictionaries(TEXTS, TEXTS, max_size=2), free=PLAIN)
 def test_a_stored_value_is_read_as_it_was(text: str, tags: list[str], scorers: dict[str, str], free: Any) -> None:
     kinds = {

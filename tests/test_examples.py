@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch):
 def settings(tiny_pair):
     """Of a training run with the tiny pair, on four groups of four a step."""
     pair = [f"model.{name}={tiny_pair}/{name}" for name in ("senior", "junior")]
-    return [*pair, "train.eval_every=0", "train.prompts_per_step=4", "rollout.group_size=4"]
+    return [*pair, "data.limit=64", "train.eval_every=0", "train.prompts_per_step=4", "rollout.group_size=4"]
 
 
 def test_the_ablation_trains_with_its_own_strategy_and_loss(run, settings, tmp_path, capsys):
@@ -70,9 +70,9 @@ def test_the_games_train(agent, package, run, settings, tmp_path):
 
 
 def test_an_agent_of_ones_own_is_trained(run, settings, tmp_path, capsys):
-    run("agent.py", *settings, "train.steps=2")
+    run("agent.py", *settings, "train.steps=1")
     lines = [json.loads(line) for line in (tmp_path / "runs" / "agent" / "metrics.jsonl").read_text().splitlines()]
-    assert len(capsys.readouterr().out.splitlines()) == len(lines) == 2
+    assert len(capsys.readouterr().out.splitlines()) == len(lines) == 1
     assert all(line["agent/failed"] == line["agent/forks"] == 0 for line in lines)
     assert any(line["agent/requests"] > 1 for line in lines)
 
@@ -101,7 +101,7 @@ def test_countdown_is_taught_trained_by_both_recipes_and_measured(tmp_path, monk
 
 def test_a_junior_of_another_family_is_trained_with_and_measured(tiny_pair, other_junior, run, tmp_path):
     small = ["train.steps=1", "train.prompts_per_step=4", "rollout.group_size=2", "data.max_prompt_tokens=128"]
-    data = ["data.train=[synthetic:plain:train]", "data.eval=[synthetic:plain:heldout:4]"]
+    data = ["data.train=[synthetic:plain:train:16]", "data.eval=[synthetic:plain:heldout:4]"]
     arguments = [f"{tiny_pair}/senior", str(other_junior), *small, *data, "selection.max_untranslatable=1"]
     run("other_family.py", *arguments, "--json", "result.json", "--control", f"{tiny_pair}/junior")
     result = json.loads((tmp_path / "result.json").read_text())

@@ -30,7 +30,7 @@ COMMANDS = {name: next(line for line in WHOLE if f"{name}:" in line and line.sta
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, without_math: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with the page's files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

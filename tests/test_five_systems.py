@@ -24,7 +24,7 @@ TOY = [
     *("model.device=cpu", "model.dtype=float32", "model.gradient_checkpointing=false", "rollout.engine=torch"),
     *("rollout.vllm.sleep=false", "rollout.vllm.multiprocess=false", "rollout.vllm.junior_device=null"),
     *("parallel.sp=1", "data.max_prompt_tokens=600", "data.monitor=[]", "rollout.max_tokens=12"),
-    *("rollout.max_rows=16", "rollout.group_size=4", "reward.workers=1"),
+    *("rollout.max_rows=16", "rollout.group_size=4", "reward.workers=1", "reward.timeout_s=60"),
     *("train.steps=1", "train.prompts_per_step=4", "train.mini_batch_prompts=4", "train.tokens_per_micro_batch=4096"),
     *("train.threads=1", "train.eval_every=1", "train.eval_first=false", "train.save_every=1"),
     *("train.critic_warmup_steps=0", "eval.train_problems=2", "eval.profile=custom", "eval.max_tokens=12"),

@@ -50,9 +50,14 @@ MODULES = modules()
 
 
 @cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
+@cache
 def imported(name: str, *, top_level_only: bool = False) -> frozenset[str]:
     """Dotted names that a module imports; ``from package import name`` is ``package.name`` where that is a module."""
-    tree = ast.parse(MODULES[name].read_text())
+    tree = tree_of(name)
     names = set[str]()
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):

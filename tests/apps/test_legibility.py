@@ -131,15 +131,6 @@ def test_what_cannot_be_judged_is_refused(arguments, fault):
     assert fault in result.output
 
 
-def test_a_line_without_a_row_is_named(tmp_path, tiny_pair):
-    file = tmp_path / "texts.jsonl"
-    file.write_text('{"example_id": "nobody", "response": "7"}\n')
-    arguments = ["M", "--responses", str(file), "--reader", str(tiny_pair / "junior"), "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, ["legibility", *arguments, "--data", "synthetic:plain:heldout:2"])
-    assert result.exit_code == 2
-    assert "line 1: no row 'nobody'" in result.output
-
-
 def stored(tmp_path, *lines, limit=None, rows=4):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

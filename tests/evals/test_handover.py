@@ -167,6 +167,7 @@ def test_the_phase_stores_places_and_the_report_shows_them(pair, tmp_path):
     assert f"before the first: {samples[0].places[0]['effect']:+.2f}" in page
 
 
+@pytest.mark.slow
 def test_a_planted_place_is_found(pair):
     """The script's measure, for one seed and few problems: the junior cannot go on where a number is in jargon only."""
     file = Path(__file__).parents[2] / "benchmarks" / "handover_effect.py"

@@ -18,7 +18,7 @@ TEXTS = [r"so \boxed{7}", "so the answer is 7", r"\boxed{8}", r"\boxed{8.0}"]
 
 
 @pytest.fixture(autouse=True)
-def grader(tmp_path, monkeypatch):
+def grader(tmp_path, without_math, monkeypatch):
     """A custom grader, ``graders:anywhere``, as verl has them: right if the text has the ground truth anywhere."""
     head = "def anywhere(data_source, solution_str, ground_truth, extra_info=None):"
     (tmp_path / "graders.py").write_text(f"{head}\n    return float(ground_truth in solution_str)\n")

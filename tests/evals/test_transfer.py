@@ -1,7 +1,6 @@
 """Other models as readers: what they get of a text, what they make of it, and what is said of it."""
 
 import json
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +11,9 @@ from planted import Adder, Slipping, planted
 from runs import evaluate_phase
 from tandemrl import evals
 from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
-from tandemrl.config import Config, DataConfig, EvalConfig, RewardConfig
+from tandemrl.config import EvalConfig, RewardConfig
 from tandemrl.evals import Sample, traces
 from tandemrl.evals.readers import Reader
-from tandemrl.evals.session import Session
 from tandemrl.evals.transfer import (
     LABELS,
     LOOKS,
@@ -303,28 +301,6 @@ def test_at_once_is_one_line_of_a_reader_that_does_not_stop(read):
     said = [e for e in samples if (e.arm, e.given) == ("other", "forced/0")]
     assert len(said) == 12
     assert not any("\n" in each.text.rpartition("\\boxed{")[2].strip() for each in said)
-
-
-def test_shuffled_words_are_of_less_use(tiny_pair, tmp_path):
-    """To the model itself, which goes on from its steps as they are, and from the same words in another order."""
-    source = "synthetic:plain:heldout:24"
-    data, reward = DataConfig(eval=(source,)), RewardConfig(workers=1)
-    config = Config(data=data, reward=reward, eval=EvalConfig(samples=1, k=(1,), readers=(str(tiny_pair / "senior"),)))
-    texts, prompts, grade = planted("plain", 0, count=24)
-    rng = random.Random(0)
-
-    def shuffled(text):
-        *steps, answer = text.split("\n\n")
-        words = " ".join(steps).split()
-        rng.shuffle(words)
-        return " ".join(words) + "\n\n" + answer
-
-    def right(texts):
-        session = Session(config, str(tiny_pair / "senior"), [evals.PHASES["transfer"]])
-        read = transfer([each._replace(transcript=None) for each in texts], prompts, session.readers(), grade, 0)
-        return sum(each.correct for each in read if each.given == "free/100")
-
-    assert right(texts) >= right([each._replace(text=shuffled(each.text)) for each in texts]) + 6
 
 
 def test_a_reader_behind_an_endpoint_writes_and_is_not_surprised(tiny_pair, tmp_path):

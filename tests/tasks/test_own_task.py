@@ -46,7 +46,7 @@ def scored(*arguments: str) -> list[float]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, without_math: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "echo_task").mkdir()
     (tmp_path / "echo_task" / "rows.py").write_text(ROWS)
     (tmp_path / "echo_task" / "grader.py").write_text(GRADER)

@@ -92,7 +92,7 @@ def test_a_run_whose_senior_alone_does_not_stop_says_so_once(tiny_pair, tmp_path
 
     monkeypatch.setattr(evaluation, "evaluate_solo", never_ending)
     screen = io.StringIO()
-    settings = ["eval.train_samples=8", "eval.train_problems=16", "train.eval_every=1", "train.steps=2"]
+    settings = ["eval.train_samples=2", "eval.train_problems=16", "train.eval_every=1", "train.steps=2"]
     train(config(tiny_pair, tmp_path, *settings), console=Console(file=screen, width=200))
     assert screen.getvalue().count("warning: the limit of tokens cuts off 100% of the held-out texts") == 1
     for line in metrics(tmp_path):

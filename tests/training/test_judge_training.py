@@ -23,7 +23,7 @@ from tandemrl.training.preflight import NotHereError, Preflight
 SMALL = ["model.device=cpu", "model.dtype=float32", "model.gradient_checkpointing=false", "train.threads=1"]
 SMALL += ["train.steps=3", "train.eval_first=false", "train.prompts_per_step=4", "train.mini_batch_prompts=4"]
 SMALL += ["train.lr=1e-3", "rollout.group_size=4", "data.max_prompt_tokens=256", "eval.bootstrap=0"]
-SMALL += ["rollout.engine=torch", "rollout.vllm.sleep=false"]
+SMALL += ["rollout.engine=torch", "rollout.vllm.sleep=false", "reward.workers=1", "reward.timeout_s=60"]
 
 
 def write_rows(file: Path, rows: list[dict]) -> Path:

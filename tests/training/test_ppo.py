@@ -124,9 +124,12 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(junior_weight
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def test_the_critic_warms_up_alone(tiny_pair: Path, tmp_path: Path) -> None:
-    out = train(
-        config(tiny_pair, tmp_path, "train.steps=2", "train.critic_warmup_steps=1", "train.save_every=1"), quiet=True
+def test_the_critic_warms_up_alone_and_micro_batches_change_no_step(tiny_pair: Path, tmp_path: Path) -> None:
+    knobs = ["train.steps=2", "train.critic_warmup_steps=1", "loss.kl_coef=0.1", "loss.kl_in_reward=true"]
+    knobs += ["train.save_every=1"]
+    out, other = (
+        train(config(tiny_pair, tmp_path / n, *knobs, f"train.tokens_per_micro_batch={n}"), quiet=True)
+        for n in ("8192", "192")
     )
     first, second = metrics(out)
     assert same(weights(out, 1), load_file(tiny_pair / "senior" / "model.safetensors"))
@@ -139,16 +142,8 @@ def test_the_critic_warms_up_alone(tiny_pair: Path, tmp_path: Path) -> None:
         assert line["mismatch/mean_abs"] < 1e-5
     assert first["value/explained_variance"] == pytest.approx(0, abs=1e-5)  # a head of zeros
     assert second["value/explained_variance"] != pytest.approx(0, abs=1e-5)
-
-
-def test_micro_batches_do_not_change_the_step(tiny_pair: Path, tmp_path: Path) -> None:
-    knobs = ["train.steps=2", "train.critic_warmup_steps=1", "loss.kl_coef=0.1", "loss.kl_in_reward=true"]
-    one, many = (
-        metrics(train(config(tiny_pair, tmp_path / n, *knobs, f"train.tokens_per_micro_batch={n}"), quiet=True))
-        for n in ("8192", "192")
-    )
     names = ["loss", "grad_norm", "value/loss", "value/grad_norm", "value/explained_variance", "kl/per_token"]
-    for a, b in zip(one, many, strict=True):
+    for a, b in zip((first, second), metrics(other), strict=True):
         assert {name: a[name] for name in names} == pytest.approx({name: b[name] for name in names}, abs=1e-4)
 
 
@@ -157,17 +152,17 @@ EVERYTHING += ["train.warmup_steps=2", "train.mini_batch_prompts=2", "train.max_
 
 
 def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Path, tmp_path: Path) -> None:
-    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=4", *EVERYTHING), quiet=True)
+    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=3", *EVERYTHING), quiet=True)
     resumed = shutil.copytree(whole, tmp_path / "resumed")
     step_2 = str(resumed / "checkpoints" / "step_2")
-    shutil.rmtree(resumed / "checkpoints" / "step_4")  # which is to be made again
-    train(config(tiny_pair, resumed, "train.steps=4", *EVERYTHING), quiet=True, resume=step_2)
+    shutil.rmtree(resumed / "checkpoints" / "step_3")  # which is to be made again
+    train(config(tiny_pair, resumed, "train.steps=3", *EVERYTHING), quiet=True, resume=step_2)
     assert metrics(whole) == metrics(resumed)
     assert (whole / "samples.jsonl").read_text() == (resumed / "samples.jsonl").read_text()
-    runs = [build(config(tiny_pair, out, "train.steps=4", *EVERYTHING)) for out in (whole, resumed)]
+    runs = [build(config(tiny_pair, out, "train.steps=3", *EVERYTHING)) for out in (whole, resumed)]
     for run in runs:
         restore(run, "auto")
-        assert run.progress.step == 4
+        assert run.progress.step == 3
     a, b = (run.models.critic for run in runs)
     assert a is not None
     assert b is not None

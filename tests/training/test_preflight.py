@@ -336,6 +336,7 @@ def two_rows(row):
 """
 
 
+@pytest.mark.usefixtures("without_math")
 def test_a_dry_run_calls_a_reward_once_and_says_on_which_text(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     result = dry_run(*arguments, "reward.scorers.math500=boxed + mine:right + mine:of_trl")
@@ -346,6 +347,7 @@ def test_a_dry_run_calls_a_reward_once_and_says_on_which_text(arguments: list[st
     )
 
 
+@pytest.mark.usefixtures("without_math")
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -358,7 +360,9 @@ def test_a_dry_run_calls_a_reward_once_and_says_on_which_text(arguments: list[st
 def test_a_reward_that_fails_is_found_by_a_dry_run_in_a_line(arguments, tmp_path, function, reason):
     (tmp_path / "mine.py").write_text(REWARDS)
     limit_s = 1 if function == "slow" else 60
-    result = dry_run(*arguments, f"reward.scorers.math500=mine:{function}", f"reward.timeout_s={limit_s}")
+    result = dry_run(
+        *arguments, f"reward.scorers.math500=mine:{function}", f"reward.timeout_s={limit_s}", "reward.workers=1"
+    )
     assert result.exit_code == 2
     assert reason in " ".join(result.stdout.split())
     assert "Traceback" not in result.output

@@ -1,4 +1,4 @@
-"""A pretrained model trains in both dtypes with both engines, all gates on, and a wrong weight still stops it."""
+"""A pretrained model trains in both dtypes with both engines, all gates on."""
 
 import json
 import shutil
@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from real_model import pretrained
 from runs import metrics
 from tandemrl.config import load
 from tandemrl.training import loop
-from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -74,23 +72,3 @@ def test_a_pretrained_model_passes_all_gates(engine, dtype, model, out, monkeypa
         assert max(found) < 1e-4
     else:
         assert 1.5 * max(found) < limits[0] < 0.5
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_wrong_weight_in_the_engine_stops_a_pretrained_model(engine, dtype, model, out, monkeypatch):
-    """A single matrix of the thirty layers, which no checksum sees: it is wrong when it is sent."""
-    sync = loop.sync_weights
-
-    def with_a_wrong_one(policy: Any, *given: Any, **options: Any) -> int:
-        weight = policy.model.layers[15].mlp.down_proj.weight
-        with torch.no_grad():
-            weight.neg_()
-            checksum = sync(policy, *given, **options)
-            weight.neg_()
-        return checksum
-
-    monkeypatch.setattr(loop, "sync_weights", with_a_wrong_one)
-    with pytest.raises(TrainError, match=r"differ by \d.* nats per senior token on average") as refused:
-        train(**arguments(model, out, engine, dtype, steps=1))
-    print(f"{engine}, {dtype}: {refused.value}")

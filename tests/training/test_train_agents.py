@@ -27,7 +27,14 @@ from tandemrl.training.loop import train
 from tandemrl.types import Group, Rollout
 
 MORE = ["rollout.keep_turns=true", "rollout.max_tokens=40", "rollout.turn_tokens=10"]
-EVALUATED = ["train.eval_every=3", "eval.profile=custom", "eval.max_tokens=24", "eval.k=[1]", "eval.train_samples=2"]
+EVALUATED = [
+    "train.steps=2",
+    "train.eval_every=2",
+    "eval.profile=custom",
+    "eval.max_tokens=24",
+    "eval.k=[1]",
+    "eval.train_samples=2",
+]
 EVALUATED += ["eval.bootstrap=10", "train.eval_first=false"]
 
 
@@ -51,18 +58,18 @@ async def talk(row: Row, client: Any) -> float:
 
 @pytest.mark.parametrize("extra", [[], ["selection.strategy=turn", "train.async_steps=1"]], ids=["word", "turn, async"])
 def test_an_outside_program_trains_as_the_environment_does(agents: Path, tmp_path: Path, extra: list[str]) -> None:
-    """Same tokens, authors, rewards and weights, in three steps and an evaluation."""
+    """Same tokens, authors, rewards and weights, in two steps and an evaluation."""
     one, other = tmp_path / "environment", tmp_path / "agent"
     how = [*MORE, *EVALUATED, "loss.importance=none", *extra]
     train(config(agents, one, *how), environment=Talk(), quiet=True)
     train(config(agents, other, *how), rollouts=openai_agent(talk, scores=True), quiet=True)
     first, second = samples(one), samples(other)
-    assert len(first) == len(second) == 18
+    assert len(first) == len(second) == 12
     for a, b in zip(first, second, strict=True):
         for name in ("example_id", "seed", "tokens", "author", "reward", "stop_reason", "turns"):
             assert a[name] == b[name], name
         np.testing.assert_allclose(a["behaviour_logprobs"], b["behaviour_logprobs"], atol=1e-4)
-    left, right = weights(one, 3), weights(other, 3)
+    left, right = weights(one, 2), weights(other, 2)
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert len({line["reward"] for line in first}) > 2
     for a, b in zip(metrics(one), metrics(other), strict=True):

@@ -170,6 +170,7 @@ def test_the_rate_is_that_of_all_processes() -> None:
         spread(16, failing)
 
 
+@pytest.mark.usefixtures("without_math")
 def test_all_are_lost_only_if_they_are_in_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_fragile.py").write_text(
         "import os\ndef fragile(row, text):\n    return os._exit(1) if 'unmarkable' in text else 1.0\n"

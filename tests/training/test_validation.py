@@ -143,7 +143,7 @@ def test_best_is_chosen_by_what_the_rewards_allow(name: str, built: Run, monkeyp
 def test_the_base_point_is_in_the_record_and_can_be_best(tiny_pair, tmp_path, capsys):
     """With a learning rate that ruins the model; the run says what chose its best, and a resume changes nothing."""
     knobs = ["train.eval_first=true", "train.steps=2", "train.eval_every=1", "train.save_every=1"]
-    settings = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=16")
+    settings = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=8")
     out = loop.train(settings)
     first, *steps = metrics(out)
     assert (first["step"], [line["step"] for line in steps]) == (0, [1, 2])
@@ -157,7 +157,7 @@ def test_the_base_point_is_in_the_record_and_can_be_best(tiny_pair, tmp_path, ca
     assert f"hf/best: {said}" in capsys.readouterr().out
     assert said in (out / "hf" / "step_2" / "README.md").read_text()
     assert (out / "eval_texts" / "step_0.jsonl").is_file()
-    more = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=16", "train.save_every=2")
+    more = config(tiny_pair, tmp_path / "a", *knobs, "train.lr=1.0", "eval.train_problems=8", "train.save_every=2")
     loop.train(more, resume=str(out / "checkpoints" / "step_1"), quiet=True)
     assert [line["step"] for line in metrics(out)] == [0, 1, 2]
     assert "# a, step 0" in (out / "hf" / "best" / "README.md").read_text()

@@ -1,10 +1,12 @@
 """Rewards of the arms, against log-probs that transformers computes token by token."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandemrl.apps.experiments.arm_rewards import _asked, junior_likelihood
+from tandemrl.apps.experiments.arm_rewards import _asked, brevity, junior_likelihood
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
@@ -53,18 +55,20 @@ def test_prompts_are_rendered_as_training_renders_them(junior: str) -> None:
     assert _asked(row, tokenizer).endswith("assistant\n<think></think>")
 
 
-def test_it_is_a_term_of_a_sum_in_a_config(junior: str) -> None:
-    [row] = load_rows(["synthetic:jargon:heldout:1"])
-    module = "tandemrl.apps.experiments.arm_rewards"
+@pytest.mark.parametrize("child", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_is_a_term_of_a_sum_in_a_config(child: bool, junior: str) -> None:
+    [row], mine = load_rows(["synthetic:jargon:heldout:1"]), {"model": junior}
+    module = "tandemrl.apps.experiments.arm_rewards:" if child else ""
     reward = RewardConfig(
-        scorers={"*": f"boxed + {module}:junior_likelihood + {module}:brevity"},
+        scorers={"*": f"boxed + {module}junior_likelihood + {module}brevity"},
         weights={"junior_likelihood": 0.1, "brevity": 0.5},
-        parameters={"junior_likelihood": {"model": junior}},
+        parameters={"junior_likelihood": mine} if child else {},
         timeout_s=120.0,
         workers=1,
     )
+    functions = {} if child else {"junior_likelihood": partial(junior_likelihood, **mine), "brevity": brevity}
     text = rf"so \boxed{{{row.ground_truth}}}"
-    with Scorer(reward) as scorer:
+    with Scorer(reward, functions=functions) as scorer:
         [score] = scorer.score([(row, Response(text, text, ids=(5, 6, 7)))])
     [likelihood] = junior_likelihood(row, [text], model=junior)
     assert score.value == pytest.approx(1 + 0.1 * likelihood + 0.5 * -0.03, abs=1e-5)

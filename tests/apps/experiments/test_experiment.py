@@ -42,6 +42,7 @@ SHORT = (
     "rollout.group_size=2",
     "train.eval_every=0",
     "rollout.max_tokens=24",
+    "data.limit=8",
 )
 
 
@@ -63,9 +64,9 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
     small = Experiment(
         "small",
-        (GRPO, TANDEM),
+        (TANDEM,),
         pairs=("plain",),
-        contrasts=(("tandem", "grpo"),),
+        contrasts=(("tandem", "base"),),
         seeds=(0, 1),
         overrides=SHORT,
         problems=6,
@@ -87,15 +88,15 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> None:
     _, out, results, said = finished
-    assert len(said) == 2 * (1 + 3) + 1
+    assert len(said) == 2 * (1 + 2) + 1
     assert re.search(r"^  tandem +\d\.\d+ \[", said[-1], re.MULTILINE)
     assert [(row["pair"], row["arm"], row["seed"]) for row in results["rows"]] == [
-        ("plain", arm, seed) for arm in (BASE, "grpo", "tandem", "junior") for seed in (0, 1)
+        ("plain", arm, seed) for arm in (BASE, "tandem", "junior") for seed in (0, 1)
     ]
     once = [out / "plain" / f"seed-{seed}" / "eval" / BASE / "junior.json" for seed in (0, 1)]
     assert sorted(out.rglob("junior.json")) == once  # not for every arm
     assert "junior alone</th>" in (out / "report.html").read_text()
-    for row in results["rows"][:6]:
+    for row in results["rows"][:4]:
         folder = out / "plain" / f"seed-{row['seed']}" / "eval" / row["arm"]
         stored = {phase: json.loads((folder / f"{phase}.json").read_text()) for phase in ("pass-at-k", "legibility")}
         assert row["solo/pass@1"] == stored["pass-at-k"]["metrics"]["macro"]["pass@1"]
@@ -108,7 +109,7 @@ def test_readers_that_no_arm_was_trained_with_read_every_arm(finished: Finished)
     """Apart from the junior, and beside what they solve alone, which is the same for all arms of a seed."""
     _, out, results, _ = finished
     rows = {(row["arm"], row["seed"]): row for row in results["rows"]}
-    for arm, seed in [(arm, seed) for arm in (BASE, "grpo", "tandem") for seed in (0, 1)]:
+    for arm, seed in [(arm, seed) for arm in (BASE, "tandem") for seed in (0, 1)]:
         samples = read_samples(out / "plain" / f"seed-{seed}" / "eval" / arm / "transfer.samples.jsonl")
         assert {sample.arm for sample in samples} == {"junior", "reader-1", "reader-2"}
         assert {sample.sample for sample in samples} == {0}
@@ -123,20 +124,20 @@ def test_readers_that_no_arm_was_trained_with_read_every_arm(finished: Finished)
     page = (out / "report.html").read_text()
     for title in ("Solo against transfer", "What readers make of parts of the texts", "Trained one way, evaluated"):
         assert f"<figcaption>{title}" in page
-    mean = sum(rows["grpo", seed]["seen/free/step"] for seed in (0, 1)) / 2
+    mean = sum(rows["tandem", seed]["seen/free/step"] for seed in (0, 1)) / 2
     assert f">{mean:.2f}</tspan>" in page or f">{mean:.2f}<" in page
 
 
 def test_contrasts_are_those_of_compare(finished: Finished) -> None:
     _, out, results, _ = finished
-    sides = ([out / "plain" / f"seed-{seed}" / "eval" / arm for seed in (0, 1)] for arm in ("tandem", "grpo"))
+    sides = ([out / "plain" / f"seed-{seed}" / "eval" / arm for seed in (0, 1)] for arm in ("tandem", BASE))
     expected = {(each.phase, each.metric): each.difference.mean for each in compare(*sides)}
     found = {(each["phase"], each["metric"]): each["difference"]["mean"] for each in results["contrasts"]}
     assert found == {key: expected[key] for key in found}
     assert {("pass-at-k", "pass@1"), ("handoff", "pass@1"), ("legibility", "cross_entropy"), ("drift", "kl")} <= set(
         found
     )
-    assert {(each["A"], each["B"], each["pair"]) for each in results["contrasts"]} == {("tandem", "grpo", "plain")}
+    assert {(each["A"], each["B"], each["pair"]) for each in results["contrasts"]} == {("tandem", "base", "plain")}
 
 
 def test_a_second_run_does_nothing_again(finished: Finished) -> None:
@@ -152,7 +153,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     small, out, _, _ = finished
     with pytest.raises(ExperimentError, match="another problems"):
         run_experiment(replace(small, problems=7), out)
-    other = replace(small, arms=(GRPO, TANDEM._replace(overrides=("selection.prob_senior=0.3",))))
+    other = replace(small, arms=(TANDEM._replace(overrides=("selection.prob_senior=0.3",)),))
     with pytest.raises(ExperimentError, match="another arm tandem"):
         run_experiment(other, out)
     stored = (out / "experiment.json").read_text()
@@ -163,10 +164,10 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
 
 def test_added_readers_read_what_is_finished(finished: Finished) -> None:
     small, out, _, _ = finished
-    home = out / "plain" / "seed-0" / "eval" / "grpo"
+    home = out / "plain" / "seed-0" / "eval" / "tandem"
     before = {file: file.read_bytes() for file in home.glob("transfer*")}
     weights = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
-    experiments.run_job(replace(small, readers=3), Job("plain", 0, GRPO), out)
+    experiments.run_job(replace(small, readers=3), Job("plain", 0, TANDEM), out)
     arms = {sample.arm for sample in read_samples(home / "transfer.samples.jsonl")}
     assert arms == {"junior", "reader-1", "reader-2", "reader-3"}
     assert {file: file.stat().st_mtime_ns for file in weights} == weights
@@ -196,39 +197,28 @@ def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], me
 def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What follows a pair are its arms, and an arm that is made of others follows them."""
+
     def run_job(experiment: Experiment, job: Job, out: Path) -> str:
-        if str(job) in ("plain/seed-1/pair", "plain/seed-0/grpo"):
+        if str(job) in failing:
             raise OSError(f"disk full at {job}")
         done.append(str(job))
         return "fine"
 
-    done: list[str] = []
-    said: list[str] = []
+    failing, done, said = ["plain/seed-1/pair", "plain/seed-0/grpo"], list[str](), list[str]()
     monkeypatch.setattr(experiments, "run_job", run_job)
     two = Experiment("two", (GRPO, TANDEM), pairs=("plain",), seeds=(0, 1))
     with pytest.raises(ExperimentError, match=r"2 of 8 parts failed .*seed-0/grpo: OSError: disk full.*run again"):
-        run_experiment(two, tmp_path, workers=1, say=said.append)
+        run_experiment(two, tmp_path / "two", workers=1, say=said.append)
     assert done == ["plain/seed-0/pair", "plain/seed-0/tandem", "plain/seed-0/base"]
     assert len(said) == 5
     assert re.fullmatch(r"\[2/8, \d+ s\] plain/seed-1/pair: OSError: disk full at .*", said[1])
     assert re.fullmatch(r"\[4/8, \d+ s, about \d+ s left\] plain/seed-0/tandem: fine", said[3])
-    assert not (tmp_path / "results.json").exists()
-
-
-def test_an_arm_made_of_others_comes_after_them_and_not_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_job(experiment: Experiment, job: Job, out: Path) -> str:
-        if str(job) == "plain/seed-1/tandem":
-            raise OSError("disk full")
-        done.append(str(job))
-        return "fine"
-
-    done: list[str] = []
-    monkeypatch.setattr(experiments, "run_job", run_job)
-    three = Experiment("three", (MATCHED, GRPO, TANDEM), pairs=("plain",), seeds=(0, 1))
+    assert not (tmp_path / "two" / "results.json").exists()
+    failing = ["plain/seed-1/tandem"]
+    three = replace(two, name="three", arms=(MATCHED, GRPO, TANDEM))
     with pytest.raises(ExperimentError, match="1 of 10 parts failed"):
-        run_experiment(three, tmp_path, workers=1, say=lambda line: None)
+        run_experiment(three, tmp_path / "three", workers=1, say=said.append)
     assert done[-1] == "plain/seed-0/matched"
     assert "plain/seed-1/matched" not in done
 
@@ -285,7 +275,7 @@ def test_a_refused_pair_is_counted_and_the_others_are_compared(
     refused = {1}
     monkeypatch.setitem(PAIRS, "plain", PAIRS["plain"]._replace(build=build))
     found = run_experiment(small, out, workers=1, say=lambda line: None)
-    assert [row["seed"] for row in found["rows"]] == [0, 0, 0, 0]  # three arms and the junior
+    assert [row["seed"] for row in found["rows"]] == [0, 0, 0]  # two arms and the junior
     assert found["refused"] == [{"pair": "plain", "seed": 1, "reason": f"{out}/plain/seed-1/pair: refused"}]
     assert [(claim["bar"], claim["values"], claim["verdict"]) for claim in found["claims"]] == [("<= 0", [1], "fails")]
     assert "refused" in (out / "report.html").read_text()

@@ -20,7 +20,7 @@ from tandemrl.tasks.generated.synthetic import uses_jargon
 
 @pytest.fixture
 def of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Making:
-    monkeypatch.setattr(makings, "PROBLEMS", 256)
+    monkeypatch.setattr(makings, "PROBLEMS", 128)
     monkeypatch.setattr(makings, "IMITATION", WarmStart(steps=60, lr=1e-3))
     monkeypatch.setattr(makings, "VERIFIER", WarmStart(steps=60, lr=1e-3))
     build_tiny_pair(tmp_path / "pair", pair="jargon")

@@ -22,7 +22,7 @@ from tandemrl.rollout.engine import Sampling
 
 def settings(*overrides: str) -> Config:
     of_eval = ("eval.profile=custom", "eval.max_tokens=24", "eval.bootstrap=0", "eval.k=[1]", "eval.samples=1")
-    return load(None, ["data.eval=[synthetic:plain:heldout:24]", "model.device=cpu", *of_eval, *overrides])
+    return load(None, ["data.eval=[synthetic:plain:heldout:8]", "model.device=cpu", *of_eval, *overrides])
 
 
 def logits_of(model: Path, tokens: list[int]) -> torch.Tensor:

@@ -21,6 +21,14 @@ from tandemrl.tasks.generated.synthetic import PAIRS, examples
 STEPS = 12
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_problems():
+    """A barely trained pair is measured on few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.WARM_STARTS, "plain", {"base": WarmStart(eval_rows=16)})
+        yield
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A barely trained pair, with what its progress callback was told."""

@@ -103,8 +103,8 @@ def test_a_block_in_a_list_loses_what_its_fence_has_before_it(place, inside, fen
 def test_extraction_is_linear():
     start = time.process_time()
     for piece in ("```", "```\n", "```python", "```python\n", "`", "```x`"):
-        extract_program(piece * 200_000)
-    assert time.process_time() - start < 10
+        extract_program(piece * 100_000)
+    assert time.process_time() - start < 5
 
 
 def test_formats():
