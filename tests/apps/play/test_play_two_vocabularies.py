@@ -80,9 +80,8 @@ def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, selection: 
     assert set(expected.author.tolist()) == ({1} if selection == ALONE else {0, 1})
 
 
-@pytest.mark.parametrize("selection", [WORDS, ALONE], ids=["before_word", "solo"])
-def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo, selection: SelectionConfig) -> None:
-    draft = longer(Draft(ASKED, 7, selection), duo.write(Draft(ASKED, 7, selection), 4))
+def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo) -> None:
+    draft = longer(Draft(ASKED, 7, WORDS), duo.write(Draft(ASKED, 7, WORDS), 4))
     typed = " which makes é seven"
     piece = duo.say(draft, typed)
     assert "".join(token.text for token in piece.tokens) == typed
@@ -93,12 +92,11 @@ def test_after_a_person_the_two_go_on_from_a_text_that_each_reads(duo: Duo, sele
     pieces = in_pieces(duo, after, [2, 5])
     text = str(duo.tokenizer.decode(draft.tokens)) + typed
     own_tokens = tuple(duo.tokenizer(TOLD)["input_ids"]) + after.tokens
-    strategy = solo() if selection == ALONE else before_text_word(0.6, text_tables(duo.tokenizer))
     request = Request(
         own_tokens,
         (request_key(7, 0, after.given, 0),),
         Sampling(max_tokens=duo.longest - len(own_tokens)),
-        strategy,
+        before_text_word(0.6, text_tables(duo.tokenizer)),
         junior_prompt=tuple(own(duo)(TOLD + text)["input_ids"]),
     )
     duo._free_engine()
