@@ -39,6 +39,7 @@ third of its time. The tests of those functions check them, and so do the whole 
 CHECKED = (
     "test_every_knob_trains_and_matches_the_engine",
     "test_a_run_plays_episodes_and_its_record_says_what_happened",
+    "test_a_run_trains_the_senior_and_resumes",
     "test_evals.py",
     "test_behaviour_logprobs_are_those_of_the_authors_sampling_distribution",
     "test_limits_and_stops_inside_a_draft",
