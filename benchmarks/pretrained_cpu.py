@@ -4,8 +4,9 @@ gates, beside what `tandemrl plan` says of the same keys.
     tandemrl data build gsm8k --out data/gsm8k
     python benchmarks/pretrained_cpu.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --data data/gsm8k
 
-A step is that of `gsm8k_tandem` but for size: 2 prompts x 4 rollouts of at most 64 tokens, the model beside its copy.
-`peak_gib` is the largest resident memory of the process: its weights, caches and what Python and torch themselves need.
+A step is that of `gsm8k_tandem` but for size and reward: 2 prompts x 4 rollouts of at most 64 tokens, the model beside
+its copy. So short a text has no answer yet: the reward is the share of digits, which differs within a group.
+`peak_gib` is the largest resident memory of the process: weights, caches, and what Python and torch themselves need.
 """
 
 import argparse
@@ -19,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import about
+from _common import about, digit_fraction
 
 SETTINGS = {
     "torch, float32": ("model.dtype=float32",),
     "torch, bfloat16": ("model.dtype=bfloat16",),
-    "torch, bfloat16, drafts": ("model.dtype=bfloat16", "rollout.draft_tokens=4"),
-    "torch, bfloat16, LoRA 32": ("model.dtype=bfloat16", "model.lora.rank=32", "train.lr=1e-5"),
+    "torch, float32, drafts": ("model.dtype=float32", "rollout.draft_tokens=4"),
+    "torch, float32, LoRA 32": ("model.dtype=float32", "model.lora.rank=32", "train.lr=1e-5"),
     "vllm, float32": ("model.dtype=float32", "rollout.engine=vllm"),
     "vllm, bfloat16": ("model.dtype=bfloat16", "rollout.engine=vllm"),
 }
@@ -45,10 +46,22 @@ def main() -> None:
         *(f"data.train=[{o.data / 'train.parquet'}]", "data.max_prompt_tokens=256", "train.prompts_per_step=2"),
         *("train.mini_batch_prompts=2", "rollout.group_size=4", "rollout.max_tokens=64", "rollout.max_rows=8"),
         *("train.steps=1", "train.eval_every=0", "train.eval_first=false", "rollout.vllm.kv_cache_gb=0.5"),
-        *("reward.scorers.openai/gsm8k=math", "train.tokens_per_micro_batch=2560", f"train.threads={o.threads}"),
+        *(
+            "reward.scorers.openai/gsm8k=pretrained_cpu:digits",
+            "train.tokens_per_micro_batch=2560",
+            *(f"train.threads={o.threads}", "reward.timeout_s=120"),  # its process imports torch
+        ),
     ]
-    found = [measured(common, name) for name in o.settings]
-    o.out.write_text(json.dumps({"model": Path(o.model).name, "about": about(), "settings": found}, indent=1))
+    found = list[dict[str, Any]]()
+    for name in o.settings:
+        found.append(measured(common, name))
+        o.out.write_text(
+            json.dumps({"model": Path(o.model).name, "about": about(), "settings": found}, indent=1) + "\n"
+        )
+
+
+def digits(row: Any, text: str) -> float:
+    return digit_fraction(text)
 
 
 def measured(common: list[str], name: str) -> dict[str, Any]:
@@ -70,6 +83,7 @@ def measured(common: list[str], name: str) -> dict[str, Any]:
 
 TANDEMRL = (sys.executable, "-m", "tandemrl")
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT["PYTHONPATH"] = str(Path(__file__).parent)
 
 if __name__ == "__main__":
     main()
