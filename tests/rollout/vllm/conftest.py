@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from forked import fork_vllm, stop_server
+from forked import fork_vllm, scan_once, stop_server
 from pairs import Engines
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     fork_vllm()
+    scan_once()
     running = Engines(tmp_path_factory.mktemp("models"))
     yield running
     running.close()

@@ -4,6 +4,8 @@
 """
 
 import os
+from contextlib import nullcontext
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
@@ -59,6 +61,18 @@ def fork_vllm() -> None:
     from vllm.v1.executor import multiproc_executor
 
     utils.get_mp_context = multiproc_executor.get_mp_context = _Context
+
+
+def scan_once() -> None:
+    """From now on, only the first engine of this process looks through all modules, two thirds of another one's start:
+    for what vLLM cannot read, and for kernels of which it has its own on a CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from tandemrl.rollout.vllm import engine
+
+    readable, first = engine._readable_modules, iter([True])
+    engine._readable_modules = lambda: readable() if next(first, False) else nullcontext()
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
 
 
 def stop_server() -> None:

@@ -14,6 +14,7 @@ from pairs import (
     JUNIORS,
     LENGTHS,
     MODES,
+    ROWS,
     VLLM,
     assert_equal_completions,
     assert_sound,
@@ -229,7 +230,7 @@ def loading(request: pytest.FixtureRequest, engines) -> Iterator[Any]:
 
 def test_loaded_weights_write_and_the_junior_stays(loading):
     new = qwen3(11)
-    batch = mixed(prompts(len(strategies()), seed=20, lengths=LENGTHS), GREEDY, seed=20)
+    batch = mixed(prompts(ROWS, seed=20, lengths=LENGTHS), GREEDY, seed=20)
     before, junior = loading.generate(batch), loading.fingerprint("junior")
     assert {c.policy_version for c in flat(before)} == {3}
     assert loading.fingerprint() == fingerprint(model("senior").named_parameters())
@@ -246,7 +247,7 @@ def test_loaded_weights_write_and_the_junior_stays(loading):
 
 
 def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
-    batch = mixed(prompts(len(strategies()), seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
+    batch = mixed(prompts(ROWS, seed=61, lengths=LENGTHS), Sampling(max_tokens=24), seed=61)
     wanted, apart = flat(engines(PAIR).generate(batch)), loadable(engines, True)
     assert not apart.in_process
     for mode in (*MODES, "draft"):

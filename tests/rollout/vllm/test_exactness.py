@@ -9,6 +9,7 @@ import pytest
 from pairs import (
     LENGTHS,
     MODES,
+    ROWS,
     UNEQUAL,
     VLLM,
     assert_equal_completions,
@@ -35,19 +36,17 @@ from tandemrl.selection.draws import request_key
 
 pytestmark = VLLM
 
-GREEDY = Sampling(max_tokens=48, temperature=0.0, ignore_eos=True)
-SAMPLED = Sampling(max_tokens=48)
+GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=40)
 TIGHT = {
     "chunked prefill": dict(max_batched_tokens=64, max_rows=48),
     "preemption": dict(kv_blocks=22, block_size=32),
     "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
 }
 LLAMA = [("Llama junior", "lazy"), ("Llama junior", "lockstep")]
-SMALLER = ("smaller junior", "lazy")
 PAIRS_AND_MODES = [*((pair, "lazy") for pair in UNEQUAL), LLAMA[1]]
 PRESSED = [*((tight, "lazy") for tight in TIGHT), ("both", "lockstep")]
 BOTH = [("both", "lazy"), ("both", "lockstep")]  # chunks and preemption at once
-NEITHER = [(None, mode) for mode in MODES]
 
 
 def cases(kept: Sequence[tuple[str | None, str]], every: Sequence[tuple[str | None, str]]) -> list[Any]:
@@ -55,7 +54,7 @@ def cases(kept: Sequence[tuple[str | None, str]], every: Sequence[tuple[str | No
     return [*kept, *(pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in kept)]
 
 
-ALL_PROMPTS = prompts(len(strategies()), lengths=LENGTHS)  # one for each strategy when they take turns
+ALL_PROMPTS = prompts(ROWS, lengths=LENGTHS)
 
 
 def assert_pressed(name: str | None, scheduled, batch: Sequence[Request]) -> None:
@@ -74,7 +73,7 @@ def stock(engines) -> list[list[int]]:
     return engines.stock(ALL_PROMPTS, GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize(("tight", "mode"), cases([*NEITHER[:1], *BOTH], PRESSED))
+@pytest.mark.parametrize(("tight", "mode"), cases(BOTH, PRESSED))
 def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, scheduled, tight, mode):
     engine = engines("equal", mode=mode, **TIGHT.get(tight, {}))
     batch = mixed(ALL_PROMPTS, GREEDY)
@@ -88,33 +87,13 @@ def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, scheduled
 # ------------------------------------------------------------------------------------------------- two different models
 
 
-@pytest.mark.parametrize(("pair", "mode"), cases([*LLAMA, SMALLER], PAIRS_AND_MODES))
-def test_every_greedy_token_is_the_best_of_its_authors_model(engines, pair, mode):
-    batch = mixed(ALL_PROMPTS, GREEDY)
-    written = engines(pair, mode=mode).generate(batch)
-    assert_sound(batch, written)
-    assert greedy_gaps(models(pair), batch, written).max() < 1e-4
-    swapped = greedy_gaps(models(pair)[::-1], batch, written)
-    assert (swapped > 1e-4).mean() > 0.5  # the two models are told apart
-
-
-@pytest.mark.parametrize(("tight", "mode"), cases(BOTH, PRESSED))
-def test_every_greedy_token_is_the_best_under_pressure(engines, scheduled, tight, mode):
-    batch = mixed(ALL_PROMPTS, GREEDY, seed=1)
-    written = engines("Llama junior", mode=mode, **TIGHT[tight]).generate(batch)
-    assert_sound(batch, written)
-    assert greedy_gaps(models("Llama junior"), batch, written).max() < 1e-4
-    assert_pressed(tight, scheduled, batch)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_catch_up_longer_than_the_token_budget_takes_several_passes(engines, mode):
-    """The junior sleeps for 150 tokens, then has them to read with 64 tokens a step."""
-    engine = engines("Llama junior", mode=mode, **TIGHT["chunked prefill"])
+def test_a_catch_up_longer_than_the_token_budget_takes_several_passes(engines):
+    """The junior sleeps for 90 tokens, then has them to read with 64 tokens a step."""
+    engine = engines("Llama junior", **TIGHT["chunked prefill"])
     given = prompts(6, seed=5, lengths=(3, 90, 40))
-    kinds = [chunk(150, "senior"), chunk(150, "junior")]
+    kinds = [chunk(90, "senior"), chunk(90, "junior")]
     batch = [
-        Request(tuple(p), (request_key(5, 0, i, 0),), changed(GREEDY, max_tokens=330), kinds[i % 2])
+        Request(tuple(p), (request_key(5, 0, i, 0),), changed(GREEDY, max_tokens=200), kinds[i % 2])
         for i, p in enumerate(given)
     ]
     written = engine.generate(batch)
@@ -130,7 +109,7 @@ def test_two_turns_with_a_prefix_cache(engines, scheduled, pair, mode):
     """The second prompt is the first one, what was written, and new text; the strategies change between the turns."""
     engine = engines(pair, mode=mode, block_size=32)
     seed = 10 + MODES.index(mode)
-    first = mixed(prompts(len(strategies()), seed=seed, lengths=LENGTHS), GREEDY, seed=seed)
+    first = mixed(prompts(ROWS, seed=seed, lengths=LENGTHS), GREEDY, seed=seed)
     texts = tokens(flat(engine.generate(first)))
     more = prompts(len(first), seed=seed + 1, lengths=(5, 20, 1))
     before = scheduled.cached_tokens
@@ -145,11 +124,10 @@ def test_two_turns_with_a_prefix_cache(engines, scheduled, pair, mode):
     assert logprob_errors(models(pair), again, engine.generate(again)).max() < 1e-4
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_requests_that_share_a_prefix(engines, scheduled, mode):
+def test_requests_that_share_a_prefix(engines, scheduled):
     """Some let one model alone write, some both: what one model read is not what both read."""
-    engine = engines("Llama junior", mode=mode, block_size=32)
-    prefix = prompts(1, seed=20 + MODES.index(mode), lengths=(240,))[0]
+    engine = engines("Llama junior", block_size=32)
+    prefix = prompts(1, seed=20, lengths=(240,))[0]
     ends = prompts(24, seed=22, lengths=(1, 30, 3))
     kinds = [solo("senior"), alternating("junior"), solo("junior"), alternating("senior")]
     for turn in range(3):
@@ -169,7 +147,7 @@ def test_requests_that_share_a_prefix(engines, scheduled, mode):
 def test_samples_that_start_together(engines, scheduled, options, mode):
     """A request may find its prompt in blocks that another one is filling in the same step."""
     engine = engines("Llama junior", mode=mode, **options)
-    seed = 24 + MODES.index(mode)
+    seed = 26 + MODES.index(mode)
     kinds = list(strategies().values())[seed % 3 :: 3]
     batch = [
         Request(
@@ -205,7 +183,7 @@ def reference_texts(pair: str) -> tuple[list[Request], list[list[Completion]]]:
         Request(
             r.prompt, tuple(request_key(40, 0, i, s) for s in range(2)), changed(setting, max_tokens=24), r.strategy
         )
-        for i, r in enumerate(mixed(prompts(10 * len(settings), seed=40, lengths=(1, 7, 33, 12)), SAMPLED))
+        for i, r in enumerate(mixed(prompts(4 * len(settings), seed=40, lengths=(1, 7, 33, 12, 2, 16, 257)), SAMPLED))
         for setting in [settings[i % len(settings)]]
     ]
     return batch, reference(pair).generate(batch)
@@ -214,14 +192,13 @@ def reference_texts(pair: str) -> tuple[list[Request], list[list[Completion]]]:
 @pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, PAIRS_AND_MODES))
 def test_the_reference_engine_writes_the_same(engines, scheduled, pair, mode):
     """Both draw by the same keys, so tokens may differ only where a logit's rounding decides; each log-prob is that of
-    its author's distribution. The first case samples where there is little memory."""
+    its author's distribution, where there is little memory."""
     batch, wanted = reference_texts(pair)
-    tight = (pair, mode) == LLAMA[0]
-    found = engines(pair, mode=mode, **(TIGHT["both"] if tight else {})).generate(batch)
+    found = engines(pair, mode=mode, **TIGHT["both"]).generate(batch)
     assert_sound(batch, found)
     sampled = [i for i, request in enumerate(batch) if request.sampling.temperature > 0]
     assert logprob_errors(models(pair), *([each[i] for i in sampled] for each in (batch, found))).max() < 1e-4
-    assert scheduled.preemptions >= 5 * tight
+    assert scheduled.preemptions >= 5
     rounded = 0
     for one, other in zip(flat(found), flat(wanted), strict=True):
         same = np.array_equal(one.tokens, other.tokens)
@@ -230,7 +207,7 @@ def test_the_reference_engine_writes_the_same(engines, scheduled, pair, mode):
             assert one.author.tolist() == other.author.tolist()
             assert one.stop_reason == other.stop_reason
             assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
-    assert rounded <= 0.005 * len(flat(wanted))
+    assert rounded <= 1
 
 
 # ---------------------------------------------------------------------------------------------------- several processes

@@ -19,26 +19,12 @@ def config(pair: Path, out: Path, engine: str, *extra: str) -> Config:
     return load(
         "quickstart_vllm",
         [
-            f"model.senior={pair}/senior",
-            f"model.junior={pair}/junior",
-            f"output_dir={out}",
-            f"rollout.engine={engine}",
-            "rollout.vllm.kv_cache_gb=0.05",
-            "train.prompts_per_step=4",
-            "train.steps=3",
-            "train.save_every=1",
-            "train.eval_every=3",
-            "eval.train_problems=8",
-            "train.threads=1",
-            *extra,
+            f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}",
+            f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=0.05", "train.prompts_per_step=4", "train.steps=2",
+            "train.save_every=2", "train.eval_every=2", "train.threads=1", "eval.train_problems=4",
+            "data.eval=[synthetic:plain:heldout:8]", *extra,
         ],
-    )
-
-
-@pytest.fixture(scope="module")
-def runs(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("runs")
-    return {engine: train(config(tiny_pair, out / engine, engine), quiet=True) for engine in ("torch", "vllm")}
+    )  # fmt: skip
 
 
 def assert_same(torch_run: Path, vllm_run: Path) -> None:
@@ -52,16 +38,15 @@ def assert_same(torch_run: Path, vllm_run: Path) -> None:
     assert metrics(torch_run)[-1]["eval/pass@1"] == metrics(vllm_run)[-1]["eval/pass@1"]
 
 
-def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
+def test_a_run_is_the_same_with_either_engine(tiny_pair: Path, tmp_path: Path) -> None:
     """Same keys, same draws, same tokens: rewards are equal, losses to rounding, and every sync was read back."""
-    assert_same(runs["torch"], runs["vllm"])
+    assert_same(*(train(config(tiny_pair, tmp_path / each, each), quiet=True) for each in ("torch", "vllm")))
 
 
 @pytest.mark.slow
 def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pair: Path, tmp_path: Path) -> None:
-    few = ["train.steps=2", "train.eval_every=2", "eval.train_problems=4", "parallel.dp_shard=2"]
-    wanted = train(config(tiny_pair, tmp_path / "one", "torch", *few[:-1]), quiet=True)
-    two = config(tiny_pair, tmp_path / "two", "vllm", *few, "rollout.vllm.multiprocess=true")
+    wanted = train(config(tiny_pair, tmp_path / "one", "torch"), quiet=True)
+    two = config(tiny_pair, tmp_path / "two", "vllm", "parallel.dp_shard=2", "rollout.vllm.multiprocess=true")
     file = tmp_path / "two.yaml"
     file.write_text(to_yaml(two))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]

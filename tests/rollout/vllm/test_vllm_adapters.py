@@ -63,8 +63,8 @@ def runners(engine: Any) -> tuple[Any, Any]:
     return both[1], both[0]
 
 
-def batch(count: int = 18) -> list[Request]:
-    return mixed(prompts(count, lengths=LENGTHS), Sampling(max_tokens=30), seed=1)
+def batch() -> list[Request]:
+    return mixed(prompts(14, lengths=LENGTHS), Sampling(max_tokens=16), seed=1)
 
 
 def assert_writes_what_merged_weights_write(engine: Any, kind: str, trained: PreTrainedModel) -> None:

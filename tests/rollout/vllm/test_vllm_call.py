@@ -18,12 +18,12 @@ pytestmark = VLLM
 PAIR = "Llama junior"
 KINDS = [
     Sampling(max_tokens=20),
-    Sampling(max_tokens=30, temperature=0.5),
+    Sampling(max_tokens=24, temperature=0.5),
     Sampling(max_tokens=12, temperature=0.0),
     Sampling(max_tokens=16, top_k=5, top_p=0.8, min_p=0.05),
     Sampling(max_tokens=16, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.2),
-    Sampling(max_tokens=40, stop_token_ids=(7, 8), ignore_eos=True),
-    Sampling(max_tokens=40, stop=("a",)),
+    Sampling(max_tokens=24, stop_token_ids=(7, 8), ignore_eos=True),
+    Sampling(max_tokens=24, stop=("a",)),
 ]
 
 
@@ -52,7 +52,7 @@ def step(call: Any, left: set[int], told: dict[int, list[Any]]) -> None:
 @pytest.mark.parametrize("mode", ["lazy", "draft"])
 def test_requests_of_any_kind_join_a_call_that_has_begun(engines, mode):
     engine = engines(PAIR, mode=mode, **({"draft_tokens": 4} if mode == "draft" else {}))
-    batch, found, left, told = asked(14), list[list[int]](), set[int](), dict[int, list[Any]]()
+    batch, found, left, told = asked(8), list[list[int]](), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
         for request in batch:
             found.append(call.submit([request]))
@@ -91,7 +91,7 @@ def halfway() -> None:
 @pytest.mark.parametrize("begun", [True, False])
 def test_what_is_aborted_or_fails_ends_and_the_strategies_of_a_call_are_let_go(engines, begun, monkeypatch):
     engine = engines(PAIR)
-    batch = mixed(prompts(14, seed=30), changed(KINDS[0], max_tokens=25, ignore_eos=True), seed=30)
+    batch = mixed(prompts(9, seed=30), changed(KINDS[0], max_tokens=15, ignore_eos=True), seed=30)
     wanted, left, told = flat(engine.generate(batch)), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
         first = call.submit(batch[:3])

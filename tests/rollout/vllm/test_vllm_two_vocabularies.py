@@ -33,10 +33,10 @@ from tandemrl.training.preflight import Preflight
 pytestmark = VLLM
 
 SAMPLINGS = [
-    Sampling(max_tokens=48),
-    Sampling(max_tokens=48, temperature=0.0),
-    Sampling(max_tokens=40, temperature=1.3, top_k=20, top_p=0.9),
-    Sampling(max_tokens=40, min_p=0.05),
+    Sampling(max_tokens=36),
+    Sampling(max_tokens=36, temperature=0.0),
+    Sampling(max_tokens=30, temperature=1.3, top_k=20, top_p=0.9),
+    Sampling(max_tokens=30, min_p=0.05),
 ]
 
 
@@ -143,24 +143,23 @@ def test_in_an_environment_too(folders: tuple[Path, Path], reference: TorchEngin
     ours, theirs = (load_tokenizer(folder) for folder in folders)
     limits = RolloutConfig(max_turns=3, turn_tokens=40, observation_tokens=60, tool_timeout_s=60.0)
     reader, tables = Reader(theirs, (theirs.eos_token_id,)), text_tables(ours)
-    rows, ends, reasons, handed = load_rows(["synthetic:plain:train:4"]), set[tuple[bool, int]](), set[str](), 0
+    rows, ends = load_rows(["synthetic:plain:train:8"]), set[tuple[bool, int]]()
+    both = before_text_word(0.5, tables), in_two_vocabularies(turn(0.5), tables)
     with EpisodeRunner(Counts(), ours, limits, eos_token_ids=(ours.eos_token_id,), junior=reader) as runner:
-        for strategy in before_text_word(0.5, tables), in_two_vocabularies(turn(0.5), tables):
-            asked = [
-                replace(request, strategy=strategy, sampling=replace(request.sampling, max_tokens=70))
-                for request in requests(folders)[:4]
-            ]
-            asked = [runner.episode(request, row) for request, row in zip(asked, rows, strict=True)]
-            wanted = flat(reference.generate(asked, responder=runner.episodes()))
-            found = flat(vllm_engine.generate(asked, responder=runner.episodes()))
-            handed += assert_same(found, wanted)
-            assert [each.transcript for each in found] == [each.transcript for each in wanted]
-            reasons |= {each.stop_reason for each in wanted}
-            for each in wanted:
-                last = np.flatnonzero(np.diff(each.author >= 0, append=False) & (each.author >= 0))
-                ends |= {(int(each.tokens[i]) == ours.eos_token_id, int(each.author[i])) for i in last}
-    assert handed > 10
-    assert reasons == {"turns", "length"}
+        asked = [
+            runner.episode(
+                replace(each, strategy=both[i // 4], sampling=replace(each.sampling, max_tokens=70)), rows[i]
+            )
+            for i, each in enumerate(requests(folders))
+        ]
+        wanted = flat(reference.generate(asked, responder=runner.episodes()))
+        found = flat(vllm_engine.generate(asked, responder=runner.episodes()))
+    assert assert_same(found, wanted) > 10
+    assert [each.transcript for each in found] == [each.transcript for each in wanted]
+    assert {each.stop_reason for each in wanted} == {"turns", "length"}
+    for each in wanted:
+        last = np.flatnonzero(np.diff(each.author >= 0, append=False) & (each.author >= 0))
+        ends |= {(int(each.tokens[i]) == ours.eos_token_id, int(each.author[i])) for i in last}
     assert ends == {(by_token, who) for by_token in (False, True) for who in (0, 1)}
 
 
@@ -176,19 +175,18 @@ def test_in_one_vocabulary_too(tiny_pair: Path, one_vocabulary: Any) -> None:
         for i, prompt in enumerate(prompts)
     ]
     wanted = flat(reference.generate(asked))
-    assert assert_same(flat(one_vocabulary.generate(asked)), wanted) > 20
     assert all((completion.behaviour_logprobs[completion.author == 0] < 0).any() for completion in wanted[:2])
     text = tokenizer.decode(wanted[0].tokens.tolist())
     begins = [token for token in wanted[1].tokens.tolist() if starts[token]]
     own = tuple(wanted[0].tokens.tolist()[:6])
     more = [
-        replace(asked[0], sampling=Sampling(max_tokens=48, stop=(text[20:23],))),
-        replace(asked[0], sampling=Sampling(max_tokens=48, stop_token_ids=(begins[len(begins) // 2],))),
+        replace(asked[0], sampling=replace(SAMPLINGS[0], stop=(text[20:23],))),
+        replace(asked[0], sampling=replace(SAMPLINGS[0], stop_token_ids=(begins[len(begins) // 2],))),
         replace(asked[0], prompt=(*asked[0].prompt, *own), history=(own,)),
     ]
-    found = flat(one_vocabulary.generate(more))
-    assert_same(found, flat(reference.generate(more)))
-    assert {"stop"} < {each.stop_reason for each in found}
+    found = flat(one_vocabulary.generate([*asked, *more]))
+    assert assert_same(found, [*wanted, *flat(reference.generate(more))]) > 15
+    assert "stop" in {each.stop_reason for each in found}
     turns = [replace(each, turn_tokens=9, observation_tokens=30) for each in asked[:4]]
     wanted = flat(reference.generate(turns, responder=ScriptedWorld()))
     assert assert_same(flat(one_vocabulary.generate(turns, responder=ScriptedWorld())), wanted) > 5

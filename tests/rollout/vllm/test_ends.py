@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +79,20 @@ def test_loaded_models_bring_their_ends_along(tmp_path, named):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("drafts", [0, 4])
-def test_so_it_does_on_vllm(tmp_path, drafts):
-    pytest.importorskip("vllm", reason="needs the vllm extra")
-    folder = save_pair(tmp_path, "list")
-    own = VllmConfig(kv_cache_gb=0.05)
-    config = RolloutConfig(engine="vllm", draft_tokens=drafts, vllm=own)
-    sources = [ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior")]
-    engine = make_engine(config, *sources, load_tokenizer(folder / "senior"), longest=128)
-    try:
-        assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
-        assert len(written(engine, STRATEGIES[0], ignore_eos=True)[0]) == 8
-    finally:
-        engine.close()
-
-
-@pytest.mark.vllm
-def test_whole_words_end_so_where_each_model_has_a_vllm_engine(tmp_path):
-    pytest.importorskip("vllm", reason="needs the vllm extra")
+def test_so_it_does_on_vllm(engines, tmp_path):
+    """Also in drafts, and of whole words, for which each model has an engine."""
+    config = RolloutConfig(engine="vllm", draft_tokens=4, vllm=VllmConfig(kv_cache_gb=0.05))
     folder = save_pair(tmp_path, "number")
-    config = RolloutConfig(engine="vllm", vllm=VllmConfig(kv_cache_gb=0.05))
     senior, junior = (ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior"))
     words = load_tokenizer(folder / "senior")
-    engine = make_engine(config, senior, junior._replace(whole_words=True), words, longest=128)
-    starts = start_table(words, engine.vocabulary)
-    try:
-        assert [written(engine, before_word(p, starts)) for p in (0.0, 0.5, 1.0)] == [(ENDED, "eos")] * 3
-    finally:
-        engine.close()
+    engine = engines.keep(make_engine(config, senior, junior, words, longest=128))
+    for mode in ("lazy", "draft"):
+        engine.call_workers("tandem_mode", mode)
+        assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
+    assert len(written(engine, STRATEGIES[0], ignore_eos=True)[0]) == 8
+    config = replace(config, draft_tokens=0)
+    both = make_engine(config, senior, junior._replace(whole_words=True), words, longest=128)
+    for each in both.engines.values():
+        engines.keep(each)
+    starts = start_table(words, both.vocabulary)
+    assert [written(both, before_word(p, starts)) for p in (0.0, 0.5, 1.0)] == [(ENDED, "eos")] * 3
