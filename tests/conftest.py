@@ -107,7 +107,7 @@ def other_junior(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def without_math(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scoring processes begin without math-verify, whose import takes most of their start."""
-    start = "from tandemrl.rewards.worker import serve; serve(lambda: None)"
+    start = "from tandemrl.rewards.worker import serve; serve(())"
     monkeypatch.setattr("tandemrl.rewards.scoring.WORKER", (sys.executable, "-P", "-c", start))
 
 

@@ -1,6 +1,7 @@
 r"""The scoring pools: hard limits from any thread, replaced workers, order, chains, users' scorers. Bombs are real."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -433,3 +434,19 @@ def test_a_part_that_goes_by_the_name_of_a_reward_is_kept_under_another():
     with Scorer(options, judge=lambda items: [Score(0.5, {"acc": 0.0, "judge": 0.75}, None)]) as scorer:
         (score,) = scorer.score(items)
     assert (score.value, score.parts["judge"], score.parts["judge/part"]) == (0.5, 0.5, 0.75)
+
+
+def test_no_call_pays_for_imports() -> None:
+    calls = [("math.equality:equal", "x^2", "x x"), ("math.prime:equal", r"\frac{y}{3}", r"y \cdot 3^{-1}")]
+    program = f"""
+import sys
+from tandemrl.rewards.worker import FIRST_CALLS, call_by_name
+for each in FIRST_CALLS:
+    call_by_name(*each)
+before = set(sys.modules)
+for path, *answers in {calls!r}:
+    call_by_name(f"tandemrl.tasks.{{path}}", *answers)
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
