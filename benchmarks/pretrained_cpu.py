@@ -22,6 +22,8 @@ from typing import Any
 
 from _common import about, digit_fraction
 
+from tandemrl.files import read_json_lines
+
 SETTINGS = {
     "torch, float32": ("model.dtype=float32",),
     "torch, bfloat16": ("model.dtype=bfloat16",),
@@ -46,18 +48,14 @@ def main() -> None:
         *(f"data.train=[{o.data / 'train.parquet'}]", "data.max_prompt_tokens=256", "train.prompts_per_step=2"),
         *("train.mini_batch_prompts=2", "rollout.group_size=4", "rollout.max_tokens=64", "rollout.max_rows=8"),
         *("train.steps=1", "train.eval_every=0", "train.eval_first=false", "rollout.vllm.kv_cache_gb=0.5"),
-        *(
-            "reward.scorers.openai/gsm8k=pretrained_cpu:digits",
-            "train.tokens_per_micro_batch=2560",
-            *(f"train.threads={o.threads}", "reward.timeout_s=120"),  # its process imports torch
-        ),
+        *("reward.scorers.openai/gsm8k=pretrained_cpu:digits", "reward.timeout_s=120"),  # its process imports torch
+        *("train.tokens_per_micro_batch=2560", f"train.threads={o.threads}"),
     ]
     found = list[dict[str, Any]]()
     for name in o.settings:
         found.append(measured(common, name))
-        o.out.write_text(
-            json.dumps({"model": Path(o.model).name, "about": about(), "settings": found}, indent=1) + "\n"
-        )
+        result = {"model": Path(o.model).name, "about": about(), "settings": found}
+        o.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def digits(row: Any, text: str) -> float:
@@ -72,18 +70,19 @@ def measured(common: list[str], name: str) -> dict[str, Any]:
         begin = time.perf_counter()
         run = subprocess.Popen([*TANDEMRL, "train", *keys], stdout=sys.stderr, env=os.environ | ENVIRONMENT)
         _, status, usage = os.wait4(run.pid, 0)
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().split("\n") if status == 0 else []
-    metrics = {k: v for line in lines if line for k, v in json.loads(line).items() if KEPT.search(k)}
+        wall_s = time.perf_counter() - begin
+        log = read_json_lines(Path(folder) / "run" / "metrics.jsonl") if status == 0 else ()
+        metrics = {k: v for _, step in log for k, v in step.items() if KEPT.search(k)}
     line = {"setting": name, "command": ["tandemrl", "train", *keys], "exit": os.waitstatus_to_exitcode(status)}
     line |= {"planned_gib": float(planned[1]) if planned else plan.stdout[-500:] + plan.stderr[-500:]}
-    line |= {"peak_gib": usage.ru_maxrss / 2**20, "wall_s": time.perf_counter() - begin, "cpu_s": usage.ru_utime}
-    print(json.dumps(line | {"metrics": metrics}), flush=True)
-    return line | {"metrics": metrics}
+    line |= {"peak_gib": usage.ru_maxrss / 2**20, "wall_s": wall_s, "cpu_s": usage.ru_utime, "metrics": metrics}
+    print(json.dumps(line), flush=True)
+    return line
 
 
 TANDEMRL = (sys.executable, "-m", "tandemrl")
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-ENVIRONMENT["PYTHONPATH"] = str(Path(__file__).parent)
+ENVIRONMENT |= {"PYTHONPATH": str(Path(__file__).parent)}  # for the reward
 
 if __name__ == "__main__":
     main()

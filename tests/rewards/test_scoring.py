@@ -437,7 +437,7 @@ def test_a_part_that_goes_by_the_name_of_a_reward_is_kept_under_another():
 
 
 def test_no_call_pays_for_imports() -> None:
-    calls = [("math.equality:equal", "x^2", "x x"), ("math.prime:equal", r"\frac{y}{3}", r"y \cdot 3^{-1}")]
+    calls = [("math.equality:equal", "x^2", "x x"), ("math.prime:equal", r"\sqrt{y}", "y^{1/2}")]
     program = f"""
 import sys
 from tandemrl.rewards.worker import FIRST_CALLS, call_by_name

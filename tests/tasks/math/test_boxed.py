@@ -6,6 +6,7 @@ from test_equality import cases
 from scored import score_text
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
+from tandemrl.rewards.protocol import Score
 from tandemrl.tasks.math.boxed import boxed, extract_boxed
 
 
@@ -37,7 +38,9 @@ def test_extract_boxed(text, answer):
 
 def test_long_hostile_text_is_cheap():
     for text in (r"\boxed{" * 20000, "{" * 100000, r"\boxed{" + r"\text{" * 10000 + "}" * 10001, "#### " * 50000):
-        assert boxed(Row("r", (), "math500", "7", {}), text, RewardConfig()).value == 0.0  # type: ignore[union-attr]
+        score = boxed(Row("r", (), "math500", "7", {}), text, RewardConfig())
+        assert isinstance(score, Score)  # settled here, not by math-verify
+        assert score.value == 0.0
 
 
 STATED = r"""
