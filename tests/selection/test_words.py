@@ -20,7 +20,6 @@ from selection_tokenizers import WRITING, byte_level, sentencepiece
 import artefacts
 from helpers import tokenizer as small_tokenizer
 from real_model import smollm2
-from tandemrl.apps.experiments.smollm2 import NAME, cache_folder
 from tandemrl.selection import replay
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.whole_words import TextTables, before_text_word, text_sentence, text_tables
@@ -187,18 +186,13 @@ def test_what_cannot_be_read_in_another_vocabulary() -> None:
 
 
 @cache
-def vocabularies(fetch: bool) -> dict[str, tuple[Any, Vocabulary]]:
+def vocabularies() -> dict[str, tuple[Any, Vocabulary]]:
     from transformers import AutoTokenizer
 
-    folder = cache_folder() / NAME
-    if not (folder / "tokenizer.json").is_file():
-        if not fetch:
-            pytest.skip(f"{NAME} is not in {folder.parent}; the slow tests fetch it")
-        smollm2()
     tokenizers = {
         "qwen3": artefacts.tokenizer("qwen3"),
         "gemma3": artefacts.tokenizer("gemma3"),
-        "smollm2": AutoTokenizer.from_pretrained(folder),
+        "smollm2": AutoTokenizer.from_pretrained(smollm2()),
     }
     return {name: (tokenizer, vocabulary_of(tokenizer)) for name, tokenizer in tokenizers.items()}
 
@@ -276,7 +270,7 @@ def replayed(tokenizer: Any, keys: Sequence[int], rows: Sequence[list[int]]) -> 
 
 @pytest.mark.parametrize("count", [180, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int, record_property: Any) -> None:
-    known = vocabularies(fetch=count > 180)
+    known = vocabularies()
     gemma = known["gemma3"][1]  # it has one token for "> </", where a word begins
     assert read(b"<q> </q>", gemma, b"") is None
     assert read(b"<q> <q>", gemma, b"") is not None

