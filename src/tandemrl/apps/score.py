@@ -13,9 +13,8 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.data.responses import read_responses
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.functions import Term, means_of
+from tandemrl.rewards.functions import means_of
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rewards.routing import ideal_texts
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.services import code_scorer, judges
 
@@ -104,36 +103,16 @@ def means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def own_answers(config: Config, rows: Iterable[Row]) -> dict[str, str]:
-    """What the graders of the first row of each data source give for its ground truth, in words.
-
-    A grader of the library is tried in the form that it reads, one of the user's in all of them. One that needs a judge
-    or an episode, or whose right answers are no ground truths (tests of a program), is not tried.
-    """
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(row.data_source, row)
+    """What the graders of the first row of each data source give for its ground truth, in words (`Scorer.tried`)."""
+    found: dict[str, str] = {}
     with Scorer(config.reward, code=code_scorer(config)) as scorer:
-        return {data_source: _own_answer(scorer, row) for data_source, row in first.items()}
-
-
-def _own_answer(scorer: Scorer, row: Row) -> str:
-    def to_try(term: Term) -> list[Response]:
-        return [Response.of(text) for text in ideal_texts(term, row)] if term.own or row.ground_truth else []
-
-    try:
-        terms = {term.name: term for term in scorer.terms_of(row)}
-        found = scorer.tried(row, to_try)
-    except (DataError, GraderError) as error:
-        return str(error)
-    said = []
-    for name, term in terms.items():
-        if name not in found:
-            said.append(f"graded by {name}")
-            continue
-        best, text = max(zip((score.value for score in found[name]), (each.text for each in to_try(term)), strict=True))
-        doubt = "" if best > 0 else ": can a correct response earn a reward?"
-        said.append(f"{name} gives {best:g} for the ground truth of {row.example_id}, as {text[:60]!r}{doubt}")
-    return "; ".join(said)
+        for row in rows:
+            if row.data_source not in found:
+                try:
+                    found[row.data_source] = "; ".join(each.words for each in scorer.tried(row))
+                except (DataError, GraderError) as error:
+                    found[row.data_source] = str(error)
+    return found
 
 
 def _lines(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.config.catalogue import TASKS
+from tandemrl.data.controls import END_OF_THOUGHT, THOUGHT
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.names import function_named
 from tandemrl.rewards.calls import MEASURED
@@ -64,6 +65,8 @@ IDEAL: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("integer", "exact_match", "gym"), ("<answer>", "</answer>")),
 }
 """What stands before and after the ground truth in an ideal response, of scorers for which that is known."""
+THINKING = (f"{THOUGHT}\nSo it is.\n{END_OF_THOUGHT}\n", "")
+"""The same of a model that thinks first."""
 
 SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math", "*_prime*": "prime"}
 """Suffixes of a data source that name the scorer, whatever the data, as in TinyV."""
@@ -163,8 +166,11 @@ def ideal_texts(term: Term, row: Row) -> list[str]:
     """The responses with the ground truth of a row that a reward is tried on: in the form that a scorer of the library
     reads, in all of them for one of the user's. None if right answers are no ground truths, as with tests of a
     program."""
-    plain = isinstance(row.raw_ground_truth, str | int | float | None)
-    forms = [("", ""), *IDEAL.values()] if term.own else [IDEAL[term.name]] if plain and term.name in IDEAL else []
+    if term.own:
+        forms = [("", ""), *IDEAL.values(), THINKING]
+    else:
+        plain = row.ground_truth and isinstance(row.raw_ground_truth, str | int | float | None)
+        forms = [IDEAL[term.name]] if plain and term.name in IDEAL else []
     return [*dict.fromkeys(row.ground_truth.join(form) for form in forms)]
 
 

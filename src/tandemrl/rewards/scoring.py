@@ -20,8 +20,8 @@ from tandemrl.processes.calls import ChildCalls, Outcome, ProcessError
 from tandemrl.processes.child import cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.functions import call as call_by_name
-from tandemrl.rewards.protocol import Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
-from tandemrl.rewards.routing import EQUALITY, RowKind, check_rewards, terms_of
+from tandemrl.rewards.protocol import NO_SCORE, Deferred, GraderError, GroupScores, Item, Lost, Score, TrainerState
+from tandemrl.rewards.routing import EQUALITY, RowKind, check_rewards, ideal_texts, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 TASKS_PER_WORKER = 8
@@ -44,6 +44,15 @@ class Graded(NamedTuple):
     lost: bool = False
     extra: Mapping[str, Any] = {}
     metrics: Mapping[str, Sequence[float]] = {}
+
+
+class Tried(NamedTuple):
+    """What a reward gives to the ground truth of a row, in words. own: whether it is the user's. doubt: nothing, in any
+    form that it was tried in."""
+
+    words: str
+    own: bool
+    doubt: bool = False
 
 
 class Scorer:
@@ -188,29 +197,44 @@ class Scorer:
         return graded
 
     def tried(
-        self, row: Row, responses: Callable[[Term], Sequence[Response]], state: TrainerState | None = None
-    ) -> dict[str, list[Score]]:
-        """The scores that rewards give to responses, by the names of the rewards, before they are weighted.
+        self, row: Row, response: Callable[[str], Response] = Response.of, state: Any = None, *, thorough: bool = True
+    ) -> list[Tried]:
+        """What each reward gives to the ground truth of a row: the most of the forms that it is tried in.
 
-        They are called as in training, with the same limits. A function that reads transcripts is left out.
+        They are called as in training, with the same limits. One that needs a judge or an episode, or whose right
+        answers are no ground truths (tests of a program), is not tried.
 
         Args:
-            responses: the responses to try a reward on; none leaves it out.
+            response: the response with a text.
+            state: see `graded`.
+            thorough: False: try only the user's, in one form, unless they get several together.
 
         Raises:
             GraderError: a function fails, returns no score, hangs or crashes; the message names it.
         """
-        found: dict[str, list[Score]] = {}
+        found = []
         for term in self.terms_of(row):
-            items = [] if term.reads_transcripts else [Item(row, response) for response in responses(term)]
+            texts = [] if term.reads_transcripts else ideal_texts(term, row)
+            items = [Item(row, response(text)) for text in texts]
+            items = items if thorough or (term.own and term.grouped) else items[: term.own]
             calls = [items] if items and term.grouped else [[item] for item in items]
-            for call, (said, lost) in zip(calls, self._settled([(term, each) for each in calls], state), strict=True):
+            settled = self._settled([(term, call) for call in calls], state)
+            for item, (said, lost) in zip(items, settled, strict=False):
                 if lost:
                     late = f"took longer than reward.timeout_s={self._reward.timeout_s:g}"
                     how = late if "timeout" in said.scores[0].parts else "ended its process"
-                    text = call[0].response.text
-                    raise GraderError(f"{term.name}, row {row.example_id}: {how} on the text {text[:80]!r}")
-                found.setdefault(term.name, []).extend(said.scores)
+                    text = item.response.text[:80]
+                    raise GraderError(f"{term.name}, row {row.example_id}: {how} on the text {text!r}")
+            scores = [score for said, _ in settled for score in said.scores]
+            if not scores:
+                found.append(Tried(f"graded by {term.name}", term.own))
+                continue
+            best = max(scores, key=lambda score: score.value)
+            given = "no score" if best is NO_SCORE else f"{best.value:g}"
+            doubt = thorough and best is not NO_SCORE and best.value <= 0
+            words = f"{term.name} gives {given} for the ground truth of {row.example_id}, as "
+            words += f"{texts[scores.index(best)][:60]!r}{': can a correct response earn a reward?' * doubt}"
+            found.append(Tried(words, term.own, doubt))
         return found
 
     def close(self) -> None:

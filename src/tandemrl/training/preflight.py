@@ -44,9 +44,9 @@ from tandemrl.models.sharded_loading import meta_model
 from tandemrl.processes.names import import_object
 from tandemrl.processes.world import axes_of
 from tandemrl.rewards import routing
-from tandemrl.rewards.functions import RewardFunction, Term, with_environment
-from tandemrl.rewards.protocol import NO_SCORE, TrainerState
-from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.functions import RewardFunction, with_environment
+from tandemrl.rewards.protocol import TrainerState
+from tandemrl.rewards.scoring import Scorer, Tried
 from tandemrl.rollout.collect import ResponseReader
 from tandemrl.rollout.endpoint_partner import served
 from tandemrl.rollout.envs.environment import Environment
@@ -423,18 +423,35 @@ class Preflight:
             if words := other_words(rows, config.judge):
                 warnings.warn(words, stacklevel=2)
             used = {routing.RowKind.of(prompt.row): prompt for prompt in reversed(asked)}
-            reader, thorough = ResponseReader(self.tokenizer), not self.downloads
-            tried = [
-                _tried(scorer, row, self.tokenizer, reader.opened(tokens, row), state, thorough=thorough)
-                for row, tokens, _ in reversed(used.values())
-            ]
+            reader = ResponseReader(self.tokenizer)
+            places = [(row, reader.opened(tokens, row)) for row, tokens, _ in reversed(used.values())]
+            tried = [one for row, opened in places for one in self._tried(scorer, row, opened, state)]
         sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         every = [term for row, *_ in used.values() for term in routing.terms_of(row, config.reward, functions)]
         if any(term.name == "code" for term in every):
             Sandbox(config.sandbox).run("", Stdin(""))
             sources += "; the sandbox starts"
-        doubt = any(isinstance(each, Doubt) for each in tried)
-        return (Doubt if doubt else str)("".join([sources, *tried]))
+        said = [sources, *(one.words for one in tried if one.own or one.doubt)]
+        return (Doubt if any(one.doubt for one in tried) else str)("; ".join(said))
+
+    def _tried(self, scorer: Scorer, row: Row, opened: str, state: TrainerState) -> list[Tried]:
+        """What rewards give for the ground truth of a row.
+
+        Args:
+            opened: what the chat template begins the response with.
+        """
+        begun = f"{THOUGHT}\n" if THOUGHT in opened and END_OF_THOUGHT not in opened else ""
+
+        def response(form: str) -> Response:
+            text = form.removeprefix(begun)
+            return Response(text, text, opened, tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+
+        tried = scorer.tried(row, response, state, thorough=not self.downloads)
+        if opened and (blind := [term.name for term in scorer.terms_of(row) if term.own and not term.opened]):
+            begins = f"the chat template begins each response with {opened!r}"
+            why = f"{begins}, which {', '.join(blind)} will not see: a parameter `opened` gets it"
+            tried.append(Tried(why, own=True, doubt=True))
+        return tried
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -513,55 +530,6 @@ def trainer_state(config: Config, prompts: int, done: int) -> TrainerState:
     """How far a run with so many prompts is after ``done`` steps, for reward functions."""
     train, epoch = config.train, config.train.prompts_per_step / prompts
     return TrainerState(done, train.steps, done * epoch, math.ceil(train.steps * epoch))
-
-
-def _tried(
-    scorer: Scorer, row: Row, tokenizer: PreTrainedTokenizerBase, opened: str, state: TrainerState, *, thorough: bool
-) -> str:
-    """What the user's own functions give for the ground truth of a row, alone as a text, in words.
-
-    Args:
-        opened: what the chat template begins the response with.
-        thorough: also try forms of the ground truth that graders know, and the library's scorers on theirs. If a reward
-            gives nothing for any, the words are a `Doubt`.
-    """
-    begun = THOUGHT in opened and END_OF_THOUGHT not in opened
-    thought = ("" if begun else f"{THOUGHT}\n") + f"So it is.\n{END_OF_THOUGHT}\n"
-    texts = [
-        f"{before}{row.ground_truth}{after}" for before, after in (("", ""), *routing.IDEAL.values(), (thought, ""))
-    ]
-    forms = [
-        Response(text, text, opened, tuple(tokenizer.encode(text, add_special_tokens=False)))
-        for text in dict.fromkeys(texts)
-    ]
-
-    def to_try(term: Term) -> Sequence[Response]:
-        if term.own:
-            return forms if thorough or term.grouped else forms[:1]
-        known = routing.ideal_texts(term, row) if thorough else []
-        return [form for form in forms if form.text in known]
-
-    said, doubt, terms = [], False, {term.name: term for term in scorer.terms_of(row)}
-    for name, scores in scorer.tried(row, to_try, state).items():
-        best = max(scores, key=lambda score: score.value)
-        text = to_try(terms[name])[scores.index(best)].text
-        nothing = thorough and best is not NO_SCORE and best.value <= 0
-        if terms[name].own or nothing:
-            given = "no score" if best is NO_SCORE else f"{best.value:g}"
-            said.append(f"{name} gives {given}" + (f" for {text[:40]!r}" if text != row.ground_truth else ""))
-        doubt |= nothing
-    found = f"; tried on the text {row.ground_truth[:40]!r}, the ground truth of row {row.example_id}"
-    found = f"{found}{', and on other forms of it' * doubt}: {' and '.join(said)}" if said else ""
-    if doubt:
-        found += ": can a correct response earn a reward?"
-    blind = [term.name for term in terms.values() if term.own and not term.opened]
-    if opened and blind:
-        doubt, names = True, ", ".join(blind)
-        found += (
-            f"; the chat template begins each response with {opened!r}, which {names} will not see: a parameter "
-            "`opened` gets it"
-        )
-    return Doubt(found) if doubt else found
 
 
 def _size(model: Any) -> int:
