@@ -181,6 +181,13 @@ def test_blocks_of_a_step_that_failed_are_not_taken_for_filled(engines):
     assert greedy_gaps(models(PAIR), batch, engine.generate(batch)).max() < 1e-4
 
 
+def test_an_engine_that_gets_too_little_memory_names_the_keys(tmp_path):
+    senior, junior = (save(made, tmp_path / name) for name, made in zip("sj", models(PAIR), strict=True))
+    for _ in range(2):  # nothing of a failed start is in the way of the next one
+        with pytest.raises(EngineError, match=r"(?s)vLLM does not start: .*; raise rollout\.vllm\.kv_cache_gb"):
+            start_engine(senior, junior, kv_cache_gb=1e-5)
+
+
 def test_models_with_different_vocabularies_are_refused(engines, tmp_path):
     short = save(qwen3(3, vocab_size=VOCABULARY - 8), tmp_path / "short")
     with pytest.raises(EngineError, match=f"{VOCABULARY - 8} logits for the tokenizer's {VOCABULARY}"):

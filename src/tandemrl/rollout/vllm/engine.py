@@ -133,7 +133,7 @@ class VllmEngine(CallEngine):
             ends = stored_eos_token_ids(paths[0], tokenizer, *paths[1:])
         readable = _readable_modules() if on_cpu else nullcontext()
         with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1), readable:
-            self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
+            self.llm: Any = _started(args | dict(engine_args or {}))
         self.eos = tuple(end for end in ends if end < vocabulary)  # a generation config may be of a larger one
         self.tokenizer, self.vocabulary, self.context, self.has_junior = tokenizer, vocabulary, context, len(paths) > 1
         self.policy_version, self.passes = 0, Passes()
@@ -268,6 +268,25 @@ def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Itera
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
+
+
+def _started(args: Mapping[str, Any]) -> LLMEngine:
+    """vLLM with these arguments.
+
+    Raises:
+        EngineError: it does not start; the message says why, and which keys say how much memory it may have.
+    """
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**args))
+    except EngineError:
+        raise
+    except (ValueError, RuntimeError) as error:  # of its settings, of memory, of a process of its own
+        fix = (
+            "; raise rollout.vllm.kv_cache_gb (on a GPU, also gpu_memory_utilization), or lower the context: --context "
+            "of serve, data.max_prompt_tokens and rollout.max_tokens of a run"
+        )
+        why = str(error).rstrip(".")
+        raise EngineError(f"vLLM does not start: {why}{fix if 'memory' in why else ''}") from error
 
 
 @contextmanager
