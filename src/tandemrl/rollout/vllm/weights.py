@@ -60,7 +60,7 @@ ALIGNMENT = 64
 
 # It warns with every reload that no checkpoint holds rotary tables and tied heads.
 logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-_PROBES = 512  # how many rows of the identity matrix a packed layer is read with at once
+_PROBES = 128  # how many rows of the identity matrix a packed layer is read with at once
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 _VOCABULARY = (VocabParallelEmbedding, ParallelLMHead)
 
@@ -156,8 +156,10 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
             pieces = [whole(part, shard) for part, shard in group]
             yield name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
     for path, head in tied_heads(model):
-        if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
-            raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
+        for start, columns in _probed(head) if hasattr(head, "cpu_linear") else ():  # never as a whole: it is large
+            table = head.weight[:, start : start + len(columns)].T
+            if not torch.allclose(columns, table, rtol=0.0, atol=torch.finfo(dtype).tiny):
+                raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
 
 
 class Part(NamedTuple):
@@ -266,15 +268,17 @@ def whole(part: Part, shard: Tensor) -> Tensor:
 
 def _multiplied(layer: Any) -> Tensor:
     """This rank's weight as the layer's matrix product uses it."""
-    if not hasattr(layer, "cpu_linear"):
-        return layer.weight
-    vocabulary, rows = type(layer) in _VOCABULARY, list[Tensor]()
+    return torch.cat([columns for _, columns in _probed(layer)]).T if hasattr(layer, "cpu_linear") else layer.weight
+
+
+def _probed(layer: Any) -> Iterator[tuple[int, Tensor]]:
+    """Columns of a packed weight as rows, `_PROBES` at a time, each time with the number of the first."""
+    vocabulary = type(layer) in _VOCABULARY
     columns = layer.embedding_dim if vocabulary else getattr(layer, "input_size_per_partition", layer.input_size)
     for start in range(0, columns, _PROBES):
         identity = torch.zeros(min(_PROBES, columns - start), columns, dtype=layer.params_dtype)
         identity.diagonal(start).fill_(1)
-        rows.append(layer.quant_method.apply(layer, identity, None))
-    return torch.cat(rows).T
+        yield start, layer.quant_method.apply(layer, identity, None)
 
 
 def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
