@@ -10,9 +10,6 @@ Prints one JSON line per batch size, with CPU seconds per token of the response:
 
 Both write the responses to the same prompts, but other ones: the junior's random numbers differ. A response ends with
 EOS, and the next one takes its place, so the batch is full but for the end.
-
-With ``--engine vllm`` (on a CPU), *one* and *two* have an engine for each model, in which a run of words is a request.
-There, *word* is the strategy ``word`` (p 0.5) in one engine that holds both models.
 """
 
 import argparse
@@ -27,14 +24,13 @@ import torch
 from _common import about, cpu_seconds, ratios, tiny_senior, write_lines
 from transformers.utils import logging
 
-from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import encode_prompts
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Engine, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, before_word, word
-from tandemrl.selection.boundaries import start_table, word_boundary_table
+from tandemrl.selection import Strategy, before_word
+from tandemrl.selection.boundaries import start_table
 from tandemrl.selection.draws import request_key
 from tandemrl.selection.whole_words import before_text_word, text_tables
 
@@ -45,7 +41,6 @@ PER_ROW = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="HF folder of both models; default: the tiny pair's senior")
-    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--data", default="synthetic:plain:train:96")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="batch sizes")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -70,7 +65,6 @@ def main() -> None:
                     seconds[name].append((cpu_seconds()[0] - start) / written)
         line = about() | {
             "benchmark": "two_vocabularies",
-            "engine": options.engine,
             "command": shlex.join(["python", *sys.argv]),
             "model": "tiny" if options.model is None else options.model.name,
             "rows": rows,
@@ -78,9 +72,7 @@ def main() -> None:
             "rounds": options.rounds,
             "tokens": tokens,
             "median_cpu_ms_per_token": {name: round(1e3 * statistics.median(seconds[name]), 3) for name in names},
-            "ratios": ratios(
-                seconds, [("two", "one"), *([("one", "word"), ("two", "word")] if "word" in names else [])]
-            ),
+            "ratios": ratios(seconds, [("two", "one")]),
         }
         lines.append(line)
         print(json.dumps(line), flush=True)
@@ -106,17 +98,6 @@ def prepare(path: Path, rows: int, options: argparse.Namespace) -> dict[str, Cal
         return run
 
     vocabulary = senior.get_output_embeddings().weight.shape[0]
-    if options.engine == "vllm":
-        from tandemrl.rollout.vllm.engine import BLOCK_SIZE, VllmEngine, VllmTwoEngines
-
-        config = RolloutConfig(max_rows=rows, vllm=VllmConfig(kv_cache_gb=0.1))
-        together = VllmEngine(path, path, tokenizer, config, engine_args={"block_size": BLOCK_SIZE})
-        one, apart = (VllmTwoEngines(path, path, tokenizer, own, config) for own in (None, load_tokenizer(path)))
-        return {
-            "word": contestant(together, word(0.5, 32, word_boundary_table(tokenizer, vocabulary))),
-            "one": contestant(one, before_word(0.5, start_table(tokenizer, vocabulary))),
-            "two": contestant(apart, before_text_word(0.5, text_tables(tokenizer, vocabulary))),
-        }
     return {
         "one": contestant(
             TorchEngine(senior, junior, tokenizer, max_rows=rows), before_word(0.5, start_table(tokenizer, vocabulary))

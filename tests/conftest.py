@@ -50,7 +50,6 @@ CHECKED = (
     "test_planner.py",
     "test_samples_that_start_together",
     "test_a_stop_string_belongs_to_one_turn",
-    "test_it_hands_over_by_steps_too",
     # of the torch engine
     "test_before_word.py",
     "test_collect.py",

@@ -75,6 +75,10 @@ def packaged(name: str) -> Config:
             r"draft_tokens=4: must be 0 with .*before_word: .*=word can",
         ),
         (
+            "selection.strategy=before_word rollout.engine=vllm",
+            r"rollout\.engine=vllm: must be torch with .*before_word: .* stock vLLM \(model\.junior_endpoint\.url\)",
+        ),
+        (
             "selection.strategy=before_word loss.recipe=ppo",
             r"loss\.word_ends=True: must be false with .*before_word and .*ppo",
         ),

@@ -378,7 +378,8 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     lines = check("letters", "more")
     assert lines["junior"][0] == "27 tokens begin a word; a word begins inside of 1"
     assert lines["pair"][0].startswith("two vocabularies: 1 entries differ, the first is 'x y'")
-    assert lines["works"][0] == "before_word, turn, alternating_turns, solo, rollout.engine=vllm"
+    assert lines["works"][0] == "before_word, turn, alternating_turns, solo"
+    assert "rollout.engine=vllm: must be torch, since senior and junior have two" in lines["rollout.engine=vllm"][0]
     assert "no: selection.strategy=word: must be before_word" in lines["selection.strategy=word"][0]
     assert "two vocabularies: a junior drafts tokens of the senior's" in lines["rollout.draft_tokens=4"][0]
 

@@ -7,9 +7,10 @@ import pytest
 
 import tandemrl
 from helpers import IDS, save_speaker, tokenizer
-from tandemrl.config import RolloutConfig, VllmConfig
+from tandemrl.config import ConfigError, RolloutConfig, VllmConfig
 from tandemrl.rollout.engine import EngineError
-from tandemrl.selection import alternating, bernoulli, solo
+from tandemrl.selection import alternating, before_word, bernoulli, solo
+from tandemrl.selection.boundaries import start_table
 
 WRITTEN = ["!", "a", "Ġb", "c", "Ġd", "<eos>"]
 TEXT = "a bc d"
@@ -74,6 +75,9 @@ def test_an_end_of_the_juniors_alone_is_no_text(pair):
 def test_refusals_name_what_is_wrong(pair, options, says):
     with pytest.raises(EngineError, match=says):
         tandemrl.generate(pair[0], options.pop("junior", pair[1]), options.pop("prompts"), **options)
+    starts = start_table(tokenizer(), len(tokenizer()))
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: must be torch with a strategy such as before_word"):
+        tandemrl.generate(*pair, ["ab"], strategy=before_word(0.5, starts), engine="vllm")
     with pytest.raises(TypeError, match="max_token"):
         tandemrl.generate(*pair, ["ab"], max_token=3)
 

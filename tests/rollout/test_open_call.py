@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from helpers import assert_same, flat, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
-from tandemrl.rollout.batch_engine import BatchCall
 from tandemrl.rollout.call import Finished, NewTokens
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn
-from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.rollout.torch_engine import BatchCall, TorchEngine
 from tandemrl.selection import Strategy, bernoulli, solo
 
 

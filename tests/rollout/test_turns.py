@@ -30,11 +30,9 @@ from helpers import (
 from scripted_world import ScriptedWorld, played, repeating
 from tandemrl.rollout import kv_cache
 from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
-from tandemrl.rollout.relay import Relay, Written
-from tandemrl.rollout.torch_engine import TorchEngine, TorchWriter
+from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating_turns, before_word, bernoulli, solo, turn
 from tandemrl.selection.boundaries import start_table
-from tandemrl.selection.whole_words import id_tables
 
 STOPS = (5, 6, 7, 8)
 PLAIN = Sampling(max_tokens=17, stop_token_ids=STOPS, ignore_eos=True)
@@ -316,45 +314,6 @@ def test_no_row_waits_for_the_answer_to_another():
     assert_same(
         flat(engine().generate(batch, responder=world)), flat(engine().generate(batch, responder=ScriptedWorld()))
     )
-
-
-# ------------------------------------------------------------------------------------------------------ span by span
-
-
-class Whole(TorchWriter):
-    """Returns a span when it has ended, as an engine of vLLM does."""
-
-    def step(self, *, wait: bool) -> dict[int, Written]:
-        found = dict[int, Written]()
-        while len(self):
-            for number, new in super().step(wait=wait).items():
-                tokens, logprobs = found[number][:2] if number in found else ((), ())
-                found[number] = new._replace(tokens=[*tokens, *new.tokens], logprobs=[*logprobs, *new.logprobs])
-        return found
-
-
-class BySpans(TorchEngine):
-    """Its models write by turns, each in a batch of its own."""
-
-    def make_batch(self, requests: Sequence[Request], *, turns: bool, streams: bool) -> Relay:
-        both, tables = self._decoder, id_tables(start_table(tokenizer(), VOCABULARY))
-        alone = {who: replace(both, models={1: both.models[who]}, heads={1: both.heads[who]}) for who in both.models}
-        return self.relay({who: Whole(each, tables) for who, each in alone.items()}, turns=turns)
-
-
-def test_a_stop_string_ends_a_turn_at_any_token_of_a_span():
-    """Also at its last one, after which the other model was to go on."""
-    sampling = Sampling(max_tokens=24)
-    [request] = episodes(before_word(0.5, start_table(tokenizer(), VOCABULARY)), count=1, samples=1, sampling=sampling)
-    [whole] = flat(engine().generate([request], responder=ScriptedWorld()))
-    first = whole.turns[0]
-    stops = [text(first[: n + 1])[-2:] for n in range(len(first) - 1)]
-    batch = [replace(request, sampling=replace(sampling, stop=(stop,))) for stop in stops]
-    wanted = flat(engine().generate(batch, responder=ScriptedWorld()))
-    spans = BySpans(*map(prepared, pair()), tokenizer())
-    assert_same(flat(spans.generate(batch, responder=ScriptedWorld())), wanted)
-    handed = np.flatnonzero(np.diff(whole.author[: len(first)]))
-    assert {*handed + 1} & {len(each.turns[0]) for each in wanted}
 
 
 # --------------------------------------------------------------------------------------------------- aborts and faults

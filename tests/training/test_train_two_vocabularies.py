@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runs import assert_same_run, config, evaluate_phase, evaluate_with, metrics, samples, weights
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.loading import load_rows
-from tandemrl.evals import EvalError, Sample
+from tandemrl.evals import PHASES, EvalError, Sample
 from tandemrl.evals.files import read_samples
+from tandemrl.evals.session import Session
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rewards.protocol import NO_SCORE
 from tandemrl.selection.boundaries import token_bytes
@@ -159,3 +160,12 @@ def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(tiny_pair, other_j
     check_handed_over(read_samples(tmp_path / "all" / "handoff.samples.jsonl"), tiny_pair)
     with pytest.raises(EvalError, match=r"phase drift needs one vocabulary, .*; use tandem, or a junior of"):
         evaluate_phase("drift", **both, out=tmp_path / "drift", eval=small.eval)
+
+
+def test_vllm_evaluates_the_senior_alone(tiny_pair, other_junior, tmp_path, monkeypatch):
+    given = config(tiny_pair, tmp_path, f"model.junior={other_junior}", "rollout.engine=vllm")
+    alone, both = (PHASES[name] for name in ("pass-at-k", "tandem"))
+    session = Session(given, tiny_pair / "senior", [alone, both])
+    assert "rollout.engine=vllm: must be torch, since" in (session.refusal(both) or "")
+    monkeypatch.setattr("tandemrl.evals.session.make_engine", lambda rollout, senior, junior, *rest, **named: junior)
+    assert session.engine(alone) is None  # which has no junior

@@ -12,7 +12,6 @@ from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple, get_args
 
-from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, is_own
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.recipes import CLIPS, Recipe
@@ -105,7 +104,7 @@ def _rollout(c: Config) -> Rules:
     yield r.tensor_parallel > 1 and not kind.reserves, "rollout.tensor_parallel", f"1 with the {r.engine} engine"
     yield r.host_every != "auto" and not kind.steps, "rollout.host_every", f"auto with {name}, which has its own way"
     drafts = r.draft_tokens != 0
-    yield drafts and not kind.apart, "rollout.draft_tokens", f"0 with {name}, which does not draft"
+    yield drafts and not kind.drafts, "rollout.draft_tokens", f"0 with {name}, which does not draft"
     few = v.max_batched_tokens is not None and v.max_batched_tokens < r.max_rows
     yield few, "rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({r.max_rows})"
     must_be = "null unless rollout.vllm.multiprocess=true: a process has one set of devices"
@@ -165,8 +164,7 @@ def _selection(c: Config) -> Rules:
     if not kind.drops:
         return
     name = f"selection.strategy={s.strategy}"
-    if c.rollout.kind.spans:
-        yield from _in_two_engines(c, name)
+    yield _keeps_words(c, name)
     why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
     yield c.rollout.draft_tokens != 0, "rollout.draft_tokens", f"0 with {name}: {why}"
     if c.loss.kind.critic and c.functions.recipe is None:
@@ -261,6 +259,8 @@ def _by_facts(c: Config, facts: Facts) -> Rules:
         yield c.loss.importance_cap is not None and recipe.importance == "none", "loss.importance_cap", must_be
         if facts.drops and recipe.critic:
             yield _word_ends_of_a_critic(c, f"a strategy such as before_word and recipe {name}")
+    if facts.drops:
+        yield _keeps_words(c, "a strategy such as before_word")
     if facts.one_turn:
         one = f"with rollout.environment={c.rollout.environment}, where there is one turn; or name an environment"
         usual = RolloutConfig.max_turns
@@ -276,7 +276,7 @@ def _by_facts(c: Config, facts: Facts) -> Rules:
         yield not c.rollout.kind.steps, key, f"another model: {why}{fix}"
     if facts.apart:
         solo = c.selection.kind.solo and not facts.asked
-        yield from _with_two_vocabularies(c, solo=solo, asked=facts.asked)
+        yield from _with_two_vocabularies(c, solo=solo)
 
 
 _OF_A_CRITIC = {
@@ -307,14 +307,15 @@ def _word_ends_of_a_critic(c: Config, who: str) -> tuple[bool, str, str]:
     return c.loss.word_ends, "loss.word_ends", f"false with {who}: {why}"
 
 
-def _in_two_engines(c: Config, why: str) -> Rules:
-    """What needs both models in one engine, where each has its own."""
-    more = f"with rollout.engine={c.rollout.engine} and {why}: each model has an engine of its own; or use torch"
-    yield c.rollout.tensor_parallel > 1, "rollout.tensor_parallel", f"1 {more}"
-    yield c.rollout.vllm.junior_device is not None, "rollout.vllm.junior_device", f"null {more}"
+_SERVED = "a large junior can be served, also by a stock vLLM (model.junior_endpoint.url)"
 
 
-def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Rules:
+def _keeps_words(c: Config, who: str) -> tuple[bool, str, str]:
+    why = f"{c.rollout.engine} cannot drop what an author proposes; {_SERVED}"
+    return not c.rollout.kind.drops, "rollout.engine", f"torch with {who}: {why}"
+
+
+def _with_two_vocabularies(c: Config, *, solo: bool) -> Rules:
     two, loaded = "since senior and junior have two vocabularies", c.model.junior_endpoint.url is None
     same = "or use a junior of the senior's tokenizer family"
     if not loaded:
@@ -324,13 +325,8 @@ def _with_two_vocabularies(c: Config, *, solo: bool, asked: bool) -> Rules:
     must_be = f"{able}, {two}: others look at tokens of both; {same}"
     yield c.selection.kind.by_text is None, "selection.strategy", must_be
     if not solo:
-        suits = attrgetter("apart" if loaded else "steps")
-        able = ", ".join(kind.name for kind in ENGINES.values() if suits(kind))
-        yield not suits(c.rollout.kind), "rollout.engine", f"{able}, {two}; {same}"
-        if c.rollout.kind.spans:
-            must_be = f"torch, {two}, of which {c.rollout.engine} writes whole spans; {same}"
-            yield asked, "rollout.engine", must_be
-            yield from _in_two_engines(c, "two vocabularies")
+        must_be = f"torch, {two}; {f'{_SERVED}, ' if loaded else ''}{same}"
+        yield not c.rollout.kind.steps, "rollout.engine", must_be
         must_be = f"0, {two}: a junior drafts tokens of the senior's; {same}"
         yield c.rollout.draft_tokens != 0, "rollout.draft_tokens", must_be
     must_be = f"0, {two}: the junior has no log-probs of the senior's tokens; {same}"

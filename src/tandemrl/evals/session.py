@@ -360,7 +360,7 @@ class Session:
         config, rollout = self.config.model, self.config.rollout
         shared = not rollout.kind.in_trainer
         if self._engine is None or not shared:
-            both = any(each.both for each in self.phases) if shared else phase.both
+            both = any(each.both and not self.refusal(each) for each in self.phases) if shared else phase.both
             junior = self.junior if both else None
             self.close_engine()
             load = partial(self.load, junior)

@@ -210,7 +210,7 @@ class EndpointPartner(Partner):
         self._total += sum(len(request.keys) for request in requests)
 
     def admit(self, prompts: Mapping[Row, Sequence[int]]) -> None:
-        self._prompts |= {row.number: row.request.junior_prompt for row in prompts}
+        self._prompts |= {row.number: prompt for row, prompt in prompts.items()}
 
     def ask(self, jobs: Sequence[Job]) -> None:
         for job in jobs:

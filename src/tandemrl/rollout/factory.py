@@ -41,12 +41,9 @@ class ModelSource(NamedTuple):
     """Loads the model for the torch engine of a worker in another process, to which it is pickled. None stands for the
     model at ``path``, in the dtype of the engine."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """That of a junior with a vocabulary of its own, which only some engines can have (``EngineKind.apart``)."""
+    """That of a junior with a vocabulary of its own, which only some engines can have (``EngineKind.steps``)."""
     endpoint: JuniorEndpointConfig | None = None
     """Where such a junior is served. Then nothing is loaded."""
-    whole_words: bool = False
-    """Of a junior: whether strategies drop what an author proposes (``Strategy.starts``). The vLLM engine then decodes
-    each model in an engine of its own, as with two vocabularies."""
 
     def elsewhere(self, dtype: str, device: str) -> "ModelSource":
         """The source for a worker: of what ``load`` holds in this process, nothing is sent there."""
@@ -177,15 +174,21 @@ def vllm_engine(
     """Stock vLLM, on the device that it is built for."""
     require_vllm("rollout.engine=vllm")
     try:
-        from tandemrl.rollout.vllm.engine import VllmEngine, VllmTwoEngines, platform_device
+        from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
     except ImportError as error:
         raise cannot_import("rollout.engine=vllm", error) from None
     kind = resolve_device(device).type if device == "auto" else device.partition(":")[0]
     if (platform := platform_device()) != kind:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     number = resolve_device(device).index or 0  # this process's, which holds the trainer, too
-    given: dict[str, Any] = {"longest": longest, "dtype": dtype, "device": number, "ends": ends}
-    if junior is not None and (junior.tokenizer is not None or junior.whole_words):
-        return VllmTwoEngines(senior.path, junior.path, tokenizer, junior.tokenizer, config, **given)
-    partner = None if junior is None else junior.path
-    return VllmEngine(senior.path, partner, tokenizer, config, adapters=senior.adapters, **given)
+    return VllmEngine(
+        senior.path,
+        None if junior is None else junior.path,
+        tokenizer,
+        config,
+        dtype=dtype,
+        device=number,
+        longest=longest,
+        adapters=senior.adapters,
+        ends=ends,
+    )

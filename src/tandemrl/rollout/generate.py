@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import RolloutConfig, SelectionConfig
+from tandemrl.config import Config, RolloutConfig, SelectionConfig
+from tandemrl.config.compatibility import Facts, check
 from tandemrl.data.messages import Message
 from tandemrl.data.rows import chat_tokens, messages_of
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
@@ -71,8 +72,8 @@ def generate(
         sampling: fields of ``Sampling``, such as ``max_tokens=512, temperature=0.6``.
 
     Raises:
-        EngineError: the engine cannot do it. ModelError: a model cannot be loaded. DataError: a prompt is none.
-        TypeError, ValueError: a field of ``Sampling`` is unknown or out of range.
+        ConfigError, EngineError: the engine cannot do it. ModelError: a model cannot be loaded. DataError: a prompt is
+            none. TypeError, ValueError: a field of ``Sampling`` is unknown or out of range.
     """
     if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
         raise EngineError("prompts: expected a list of texts, of lists of messages, or of lists of token ids")
@@ -93,6 +94,7 @@ def generate(
         )
     else:
         chosen = strategy
+    check(Config(rollout=rollout), Facts(drops=chosen.starts is not None))
     requests = []
     for number, prompt in enumerate(prompts):
         keys = completion_keys(seed, 0, number, 0, n, shared=chosen.shared_draws)
@@ -110,7 +112,7 @@ def generate(
 
     partner = None
     if junior is not None:
-        partner = source(junior, paths[1], tokenizer=other, whole_words=chosen.starts is not None)
+        partner = source(junior, paths[1], tokenizer=other)
     ends = None
     if loaded:
         theirs = load_tokenizer(paths[1]) if all(paths) and junior is not None and other is None else words

@@ -1,10 +1,9 @@
-"""Two models that are writers of their own and write one text by turns, span by span.
+"""Two models with vocabularies of their own that write one text by turns, span by span.
 
 A row's author is asked for as many words as the draws give it. What it proposes beyond them is dropped, and the other
-one goes on. With one vocabulary, tokens are handed over. With two, the senior's tokens are spelled, a ``Partner`` goes
-on with the text, and the senior's tokenizer reads what that writes (``selection.words``). What a model wrote itself is
-never tokenised again. The draws of a junior with a vocabulary of its own have streams of their own
-(``selection.draws``).
+one goes on: the senior's tokens are spelled, a ``Partner`` goes on with the text, and the senior's tokenizer reads what
+that writes (``selection.words``). What a model wrote itself is never tokenised again. The junior's draws have streams
+of their own (``selection.draws``).
 
 Each turn of an episode is a text of its own. Its end and the observation come to each model in its own tokens.
 """
@@ -105,7 +104,7 @@ class SpanRules:
 
 class Job(NamedTuple):
     """A row to go on with. tokens: its prompt and all that follows, in the writer's vocabulary. room: how many more it
-    may have. text: of the present turn, where two vocabularies meet; None if it is none."""
+    may have. text: of the present turn; None if it is none."""
 
     row: Row
     tokens: Sequence[int]
@@ -137,20 +136,9 @@ class Writer(ABC):
     def __contains__(self, number: object) -> bool:
         """Whether it is writing in the row of this number."""
 
-    def extend(self, requests: Sequence[Request]) -> None:  # noqa: B027  # most need not know
-        """Hear of further requests of the call.
-
-        Raises:
-            EngineError: a request asks for what it cannot do.
-        """
-
-    def admit(self, prompts: Mapping[Row, Sequence[int]]) -> None:  # noqa: B027  # most need not know
+    @abstractmethod
+    def admit(self, prompts: Mapping[Row, Sequence[int]]) -> None:
         """Hear of rows that begin, with their prompts."""
-
-    def resume(self, rows: Sequence[Row]) -> list[int]:
-        """Hear of rows whose next turn begins, after ``Reply.junior_context``. Returns the numbers of those whose last
-        turn it cannot read."""
-        return []
 
     @abstractmethod
     def begin(self, jobs: Sequence[Job]) -> None:
@@ -195,6 +183,13 @@ class Partner(Writer):
         self._jobs: dict[int, Job] = {}
         """By number: what it is writing."""
 
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Hear of further requests of the call.
+
+        Raises:
+            EngineError: a request asks for what it cannot do.
+        """
+
     @abstractmethod
     def ask(self, jobs: Sequence[Job]) -> None:
         """Begin to write after ``Job.text``: so many words as the span has, or up to the end of a step."""
@@ -233,15 +228,17 @@ class Partner(Writer):
         why: StopReason | None = end if fits and end != "word" else None
         return Written(taken, [0.0] * len(taken), over, end=why if taken else "length", asks=said.asks)
 
-    def resume(self, rows: Sequence[Row]) -> list[int]:
-        lost = list[int]()
+    def resume(self, rows: Sequence[Row]) -> set[int]:
+        """Hear of rows whose next turn begins, after ``Reply.junior_context``. Returns the numbers of those whose last
+        turn it cannot read."""
+        lost = set[int]()
         for row in rows:
             own, by_token = row.parts[-1].tokens.tolist(), row.stop_reason == "eos"
             text = spell(own[:-1] if by_token else own, self._senior)
             if text is not None and not by_token:
                 text = whole_characters(text) or None
             if text is None or not self.read_turn(row, text):
-                lost.append(row.number)
+                lost.add(row.number)
         return lost
 
     def keep(self, live: Collection[int], waiting: Collection[int]) -> None:
@@ -299,9 +296,8 @@ class LocalPartner(Partner):
         return len(self._writer)
 
     def admit(self, prompts: Mapping[Row, Sequence[int]]) -> None:
-        read = {row: row.request.junior_prompt for row in prompts}
-        self.readers |= {r.number: Reader(r, [*prompt], self._earlier(r), len(prompt)) for r, prompt in read.items()}
-        self._writer.admit(read)
+        self.readers |= {r.number: Reader(r, [*read], self._earlier(r), len(read)) for r, read in prompts.items()}
+        self._writer.admit(prompts)
 
     def _earlier(self, row: Row) -> int:
         """How many draws earlier requests took at most: its tokens were others, each of at least a byte."""
@@ -459,19 +455,23 @@ def check_partnered(index: int, request: Request, *, apart: bool) -> None:
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
+_DISAGREE = "senior and junior count other words in the same text; please report this as a bug"
+
+
 class Relay(DecodingBatch):
     """The rows in the senior's tokens.
 
     Args:
-        decoder: of the senior. Its models, if it has any, are the writers'.
-        writers: by author. The junior's is a `Partner` if there are two vocabularies.
-        vocabulary: of the senior, where there are two.
+        decoder: of the senior. Its models are the writer's.
+        senior, junior: who write.
+        vocabulary: of the senior.
     """
 
     def __init__(
-        self, decoder: Decoder, writers: Mapping[int, Writer], vocabulary: Vocabulary | None, *, turns: bool
+        self, decoder: Decoder, senior: Writer, junior: Partner, vocabulary: Vocabulary, *, turns: bool
     ) -> None:
-        self.writers, self._vocabulary = writers, vocabulary
+        self._junior, self._vocabulary = junior, vocabulary
+        self._writers: dict[int, Writer] = {1: senior, 0: junior}
         self._opening: dict[int, float] = {}
         """The rows whose next token is the first after a handover: the log-prob of a word that the senior ended."""
         ends, own = decoder.eos, decoder.tokenizer.eos_token_id
@@ -481,27 +481,24 @@ class Relay(DecodingBatch):
     def extend(self, requests: Sequence[Request], total: int, *, drafts: bool = False) -> None:
         for index, request in enumerate(requests):
             refuse_penalties(index, request)
-        if self._vocabulary is not None and self.turns and any(request.sampling.stop for request in requests):
+        if self.turns and any(request.sampling.stop for request in requests):
             raise EngineError(
                 "stop strings in an environment with a junior of another vocabulary: there, a turn ends by EOS or a "
                 "limit on tokens; leave them out"
             )
-        for writer in self.writers.values():
-            writer.extend(requests)
+        self._junior.extend(requests)
         super().extend(requests, total)
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
     def admit(self, new: list[Row]) -> None:
         super().admit(new)
-        for who, writer in self.writers.items():
-            apart = not who and self._vocabulary is not None
-            mine = [row for row in new if not apart or row.request.strategy.removed is not None]
-            writer.admit({row: row.request.prompt for row in mine})
+        self._writers[1].admit({row: row.request.prompt for row in new})
+        self._junior.admit({row: row.request.junior_prompt for row in new if row.request.strategy.removed is not None})
 
     def resume(self, back: list[tuple[Row, Sequence[int]]]) -> None:
         rows = [row for row, _ in back]
-        lost = {number for writer in self.writers.values() for number in writer.resume(rows)}
+        lost = self._junior.resume(rows)
         for row in rows:
             if row.number in lost:
                 row.end("untranslatable")
@@ -513,11 +510,11 @@ class Relay(DecodingBatch):
         live = {*self._places()}
         self._opening = {number: over for number, over in self._opening.items() if number in live}
         waiting = {row.number for row in self._slots if self.turns and row.stop_reason and row.stays} - live
-        for writer in self.writers.values():
+        for writer in self._writers.values():
             writer.keep(live, waiting)
 
     def close(self) -> None:
-        for writer in self.writers.values():
+        for writer in self._writers.values():
             writer.keep((), ())
         super().close()
 
@@ -531,7 +528,7 @@ class Relay(DecodingBatch):
         """What is written after a step of each writer, and no token in the other rows."""
         places, spans = self._places(), dict[int, Written]()
         by_author = {who: [i for i in places.values() if bool(self.author[i]) == bool(who)] for who in (0, 1)}
-        for who, writer in self.writers.items():
+        for who, writer in self._writers.items():
             new = [i for i in by_author[who] if self.rows[i].number not in writer]
             writer.begin([self._job(i, words) for i, words in zip(new, self._words(new, who), strict=True)])
             self.passes += Passes(**{("junior", "senior")[who]: len(writer)})
@@ -550,15 +547,15 @@ class Relay(DecodingBatch):
         at = torch.tensor(rows)
         room = int((self.limit - self.written)[at].max())
         runs = self.selection.runs(self.slot[at], room, self._end_of_text, senior=bool(who))
-        for i, words in zip(rows, runs, strict=True):
+        for words in runs:
             if words == 0:
-                raise _disagreement(self.rows[i])
+                raise EngineError(_DISAGREE)
         return runs
 
     def _job(self, i: int, words: int | None) -> Job:
         row, written = self.rows[i], int(self.written[i])
         own = self.tokens[i, :written].tolist()
-        text = b"" if self._vocabulary is None else spell(own, self._vocabulary)
+        text = spell(own, self._vocabulary)
         opening = int(stream(torch.tensor([row.key]), HANDOVER)) if row.number in self._opening else None
         counter, tail = written + int(self.shift[i]), int.from_bytes((text or b"")[-3:])
         bare = row.request.strategy.starts is None
@@ -589,9 +586,8 @@ class Relay(DecodingBatch):
         count, stopped = super()._take(block)
         for k in range(int(count.max())):
             at = (count > k).nonzero().squeeze(1)
-            wrong = self.selection.step(self.slot[at], block.tokens[at, k]) != self.author[at]
-            if bool(wrong.any()):
-                raise _disagreement(self.rows[int(at[wrong][0])])
+            if bool((self.selection.step(self.slot[at], block.tokens[at, k]) != self.author[at]).any()):
+                raise EngineError(_DISAGREE)
         assert block.next is not None
         cut = (count < block.most) | stopped  # so that nobody was handed over to
         block.next[cut] = self.author[cut]
@@ -601,13 +597,3 @@ class Relay(DecodingBatch):
                 del block.ends[i]
             stopped[i] = True
         return count, stopped
-
-
-def _disagreement(row: Row) -> EngineError:
-    """The error of a strategy that gives an author other words than it did before they were written."""
-    if row.request.strategy.removed is not None:
-        return EngineError("senior and junior count other words in the same text; please report this as a bug")
-    return EngineError(
-        f"completion {row.number}: its strategy decides by more than where words begin, and whoever writes is told "
-        "beforehand how many words to write; use selection.strategy=before_word, or rollout.engine=torch"
-    )

@@ -156,8 +156,7 @@ def build_models(
     endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
     writer = None
     if preflight.strategy is not None or first.writers != "senior":
-        apart, whole_words = preflight.junior_tokenizer, first.starts is not None
-        writer = ModelSource(partner, load, None, in_a_worker, apart, endpoint, whole_words)
+        writer = ModelSource(partner, load, None, in_a_worker, preflight.junior_tokenizer, endpoint)
     acting = None if preflight.episode_runner is None else preflight.episode_runner.elsewhere(config)
     engine = build_engine(config, writer, preflight.tokenizer, factory, acting, world)
     with ExitStack() as unfinished:
@@ -186,18 +185,14 @@ def build_models(
     return made
 
 
-def shares_base(config: Config, *, whole_words: bool) -> bool:
+def shares_base(config: Config) -> bool:
     """Whether the engine's junior holds the very weights that the senior began with: same engine, model, dtype and
-    device.
-
-    Args:
-        whole_words: whether the strategy drops what an author proposes, for which some engines take one per model.
-    """
+    device."""
     v, dtype = config.rollout.vllm, config.model.dtype
     apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
     if config.model.junior_endpoint.url is not None:
         return False
-    return self_paired(config.model) and not (config.rollout.kind.spans and (apart or whole_words))
+    return self_paired(config.model) and not (config.rollout.kind.reserves and apart)
 
 
 @cache
@@ -230,7 +225,7 @@ def build_engine(
         acting, world: see ``make_engine``.
     """
     model = config.model
-    shared = model.lora.rank > 0 and junior is not None and shares_base(config, whole_words=junior.whole_words)
+    shared = model.lora.rank > 0 and junior is not None and shares_base(config)
     longest = config.longest_sequence
     if config.data.eval:
         observed = config.response_tokens - config.rollout.max_tokens

@@ -143,17 +143,6 @@ def test_what_vllm_has_on_other_cards_is_planned_there() -> None:
     assert planned(*elsewhere, "rollout.vllm.devices='2,3'")[0] == {"each of rollout.vllm.devices": split[""]}
 
 
-def test_whole_words_on_vllm_take_an_engine_for_each_model() -> None:
-    """Each with a KV cache, and no weights in common."""
-    words = "selection.strategy=before_word"
-    (one, found), (two, apart) = planned(), planned(words)
-    assert apart.cache.size == found.cache.size + GIB == 2 * GIB
-    assert two[""] - one[""] > GIB
-    assert planned(words, "model.lora.rank=8")[0] == two
-    shared, halves = (planned("rollout.vllm.kv_cache_gb=null", *more)[1].cache.size for more in ((), (words,)))
-    assert halves < shared
-
-
 def test_hours_come_from_the_steps_of_a_measured_run_without_its_first(tmp_path: Path) -> None:
     lines = [{"step": step, "time/step": seconds} for step, seconds in ((1, 90.0), (2, 30.0), (3, 50.0), (4, 36.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -649,15 +649,12 @@ def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyP
     assert calls == ["vllm" if installed else "torch"]
 
 
-VLLM_DROPS = "which this engine cannot do in an open call; use rollout.engine=torch (--engine torch)"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--", "--max-model-len", "4"], "'--max-model-len' has no effect here: the keys that are read are model"),
         (["train.steps=4"], "has no effect here: the keys that are read are model.*, rollout.*, selection.*"),
-        (["--engine", "vllm", "selection.strategy=before_word"], VLLM_DROPS),
+        (["--engine", "vllm", "selection.strategy=before_word"], "rollout.engine=vllm: must be torch with selection."),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_starts(words, tmp_path, options, message):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, before_word, bernoulli, solo
-from tandemrl.selection.boundaries import start_table
+from tandemrl.selection import Strategy, bernoulli, solo
 
 WRITTEN = ["!", "a", "Ġb", PAD, "c", "d", "e", "f", "g", "h"]
 """What both models write after the first; the junior's own end is the senior's padding."""
@@ -80,7 +78,7 @@ def test_loaded_models_bring_their_ends_along(tmp_path, named):
 
 @pytest.mark.vllm
 def test_so_it_does_on_vllm(engines, tmp_path):
-    """Also in drafts, and of whole words, for which each model has an engine."""
+    """Also in drafts."""
     config = RolloutConfig(engine="vllm", draft_tokens=4, vllm=VllmConfig(kv_cache_gb=0.05))
     folder = save_pair(tmp_path, "number")
     senior, junior = (ModelSource(str(folder / name), pytest.fail) for name in ("senior", "junior"))
@@ -90,9 +88,3 @@ def test_so_it_does_on_vllm(engines, tmp_path):
         engine.call_workers("tandem_mode", mode)
         assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3
     assert len(written(engine, STRATEGIES[0], ignore_eos=True)[0]) == 8
-    config = replace(config, draft_tokens=0)
-    both = make_engine(config, senior, junior._replace(whole_words=True), words, longest=128)
-    for each in both.engines.values():
-        engines.keep(each)
-    starts = start_table(words, both.vocabulary)
-    assert [written(both, before_word(p, starts)) for p in (0.0, 0.5, 1.0)] == [(ENDED, "eos")] * 3

@@ -143,10 +143,9 @@ def test_what_is_not_the_trainers_does_not_go_unseen(shared) -> None:
 def test_the_base_is_shared_where_it_can_be(settings: tuple[str, ...], one_base: bool, tmp_path: Path) -> None:
     pair = tmp_path / "pair"
     common = ["rollout.engine=vllm", "model.lora.rank=2", f"model.junior={pair}/senior", *settings]
-    assert shares_base(config(pair, tmp_path / "out", *common), whole_words=False) == one_base
+    assert shares_base(config(pair, tmp_path / "out", *common)) == one_base
     other = config(pair, tmp_path / "out", *common, f"model.junior={pair}/junior")
-    assert not shares_base(other, whole_words=False)
-    assert not shares_base(config(pair, tmp_path / "out", *common), whole_words=True)
+    assert not shares_base(other)
 
 
 def test_a_run_with_adapters_is_the_same_with_either_engine(tiny_pair: Path, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def _engine(
     weights = {who: parameters(shape) * widths[who] for who, shape in shapes.items()}
     kept = {who: kv_bytes(shape, widths[who]) for who, shape in shapes.items()}
     logits = LOGITS * rows * vocabulary * 4
-    if model.lora.rank > 0 and not kind.solo and shares_base(config, whole_words=kind.drops):
+    if model.lora.rank > 0 and not kind.solo and shares_base(config):
         weights["senior"] = 0  # adapters on the junior's weights
     if rollout.kind.reserves:
         return _vllm(config, weights, kept, logits, length, memory)
@@ -292,22 +292,17 @@ def _vllm(
     vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
     apart = vllm.junior_device if "junior" in weights and vllm.junior_device != config.model.device else None
     together = [who for who in weights if apart is None or who == "senior"]  # on one device
-    two = config.rollout.kind.spans and config.selection.kind.drops
-    engines = [[who] for who in together] if two else [together]
-    size, total, rows, blocks = 0, 0, config.rollout.max_rows, 0
-    for models in engines:
-        own = sum(weights[who] for who in models) // parallel
-        per_block = BLOCK * max(1, sum(kept[who] for who in models) // parallel)
-        budget = None if memory is None else int(vllm.gpu_memory_utilization / len(engines) * memory)
-        if vllm.kv_cache_gb is not None or budget is None:
-            its = int((vllm.kv_cache_gb or 1.0) * GIB)
-            total += own + its + logits
-        else:
-            its = max(0, budget - own - logits)
-            total += max(budget, own + logits)
-        size += its
-        blocks = its // per_block
-        rows = min(rows, blocks // math.ceil(length / BLOCK))
+    own = sum(weights[who] for who in together) // parallel
+    per_block = BLOCK * max(1, sum(kept[who] for who in together) // parallel)
+    budget = None if memory is None else int(vllm.gpu_memory_utilization * memory)
+    if vllm.kv_cache_gb is not None or budget is None:
+        size = int((vllm.kv_cache_gb or 1.0) * GIB)
+        total = own + size + logits
+    else:
+        size = max(0, budget - own - logits)
+        total = max(budget, own + logits)
+    blocks = size // per_block
+    rows = min(config.rollout.max_rows, blocks // math.ceil(length / BLOCK))
     phase: Phase = ROLLOUT if vllm.sleep else ALWAYS
     items = [Item(phase, "engine: vLLM's share, KV cache included", total)]
     if apart is not None:  # it has as many blocks as the senior

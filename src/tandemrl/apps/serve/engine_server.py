@@ -159,13 +159,7 @@ def _strategy(
     Raises:
         ConfigError: it does not suit two vocabularies, or cannot be made. ValueError: a value is out of range.
     """
-    if config.rollout.kind.spans and selection.kind.drops:
-        raise ValueError(
-            f"selection.strategy={selection.strategy} may drop what an author proposes, which this engine cannot do in "
-            "an open call; use rollout.engine=torch (--engine torch), or word"
-        )
-    if apart:
-        check(replace(config, selection=selection), Facts(apart=True, asked=True))
+    check(replace(config, selection=selection), Facts(apart=apart, asked=True, drops=selection.kind.drops))
     return schedule_of(selection, tokenizer, vocabulary, by_text=apart).strategy(1)
 
 

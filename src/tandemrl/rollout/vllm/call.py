@@ -1,6 +1,6 @@
 """The open call of a vLLM engine. Its scheduler decides which rows are decoded together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from tandemrl.rollout.engine import (
     Passes,
     Reply,
     Request,
-    Sampling,
     replay_turns,
 )
 from tandemrl.selection import Strategy
@@ -92,13 +91,38 @@ class VllmCall(Call):
         self._engine.call_workers("tandem_register", known)
 
     def _params(self, row: Row) -> SamplingParams:
-        """vLLM's sampling parameters of the row's next turn."""
-        s = row.request.sampling
+        """vLLM's sampling parameters of the row's next turn.
+
+        Raises:
+            EngineError: vLLM cannot sample like this.
+        """
+        s, eos = row.request.sampling, self._engine.eos
         history = [*map(list, row.request.history), *(turn.tolist() for turn in row.turns)]
         arguments = {"tandem_key": row.key, "tandem_strategy": _name(row.request), "tandem_history": history}
         if self._turns:
             arguments["tandem_row"] = row.number
-        return sampling_params(f"completion {row.number}", s, self._engine.eos, row.turn_left, arguments, stop=s.stop)
+        try:
+            params = SamplingParams(
+                **{name: getattr(s, name) for name in _SHARED},
+                max_tokens=row.turn_left,
+                stop=list(s.stop) or None,
+                include_stop_str_in_output=True,
+                # EOS ids go in as stop ids: vLLM knows one of them, and ``_reason`` sees which one ended a turn.
+                stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else eos)}),
+                ignore_eos=True,
+                detokenize=bool(s.stop),
+                skip_special_tokens=False,
+                logprobs=0,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args=arguments,
+            )
+        except (ValueError, VLLMClientError) as error:
+            raise EngineError(f"completion {row.number}: vLLM cannot sample like this: {error}") from error
+        if params.temperature != s.temperature:
+            limit = f"{s.temperature} is too low for vLLM, which would use {params.temperature}"
+            raise EngineError(f"completion {row.number}: temperature {limit}; 0 is greedy")
+        return params
 
     def _begin_turn(self, row: Row, params: SamplingParams) -> None:
         """Start the next turn of a row in vLLM.
@@ -211,44 +235,6 @@ def _values(row: Row, count: int, logprobs: Any) -> list[float]:
     """The log-probs of the first tokens of a turn, from vLLM's flat ones. Those of greedy decoding are 0.0."""
     greedy = logprobs is None or row.request.sampling.temperature == 0
     return [0.0] * count if greedy else [*logprobs.logprobs]
-
-
-def sampling_params(
-    where: str, s: Sampling, eos: Sequence[int], room: int, arguments: Mapping[str, Any], *, stop: Sequence[str] = ()
-) -> SamplingParams:
-    """vLLM's sampling parameters of a request for up to ``room`` tokens.
-
-    Args:
-        where: the request, for the message.
-        eos: the ids that end a completion, unless ``ignore_eos`` is set.
-        arguments: ``extra_args`` of the request.
-        stop: the stop strings that vLLM looks for.
-
-    Raises:
-        EngineError: vLLM cannot sample like this.
-    """
-    try:
-        params = SamplingParams(
-            **{name: getattr(s, name) for name in _SHARED},
-            max_tokens=room,
-            stop=list(stop) or None,
-            include_stop_str_in_output=True,
-            # EOS ids go in as stop ids: vLLM knows one of them, and whoever asks sees which one ended a completion.
-            stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else eos)}),
-            ignore_eos=True,
-            detokenize=bool(stop),
-            skip_special_tokens=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=dict(arguments),
-        )
-    except (ValueError, VLLMClientError) as error:
-        raise EngineError(f"{where}: vLLM cannot sample like this: {error}") from error
-    if params.temperature != s.temperature:
-        limit = f"{s.temperature} is too low for vLLM, which would use {params.temperature}"
-        raise EngineError(f"{where}: temperature {limit}; 0 is greedy")
-    return params
 
 
 @contextmanager

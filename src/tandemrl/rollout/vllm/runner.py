@@ -9,7 +9,7 @@ copied.
 
 import dataclasses
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.drafting import Draws, Round
 from tandemrl.rollout.vllm.draws import JuniorLoop, senior_draws, stays_on_device
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, ForwardPass, Planner
-from tandemrl.rollout.vllm.sampler import Spans, TandemSampler
+from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.weights import use_adapters
 from tandemrl.selection import Strategy
 
@@ -52,8 +52,6 @@ class TandemOutput(ModelRunnerOutput):
 
     ahead: int | None = None
     """How far the junior drafts in the next step. None means as far as before."""
-    handed: Collection[str] = ()
-    """The requests that hand over to the model of another engine."""
 
 
 class Written:
@@ -76,12 +74,12 @@ class Written:
         """Store one token with its log-prob at each of some places, or at one depth of some rows."""
         self.tokens[rows, depths], self._logprobs[rows, depths] = tokens, logprobs
 
-    def output(self, ids: list[str], ahead: int | None, handed: Collection[str]) -> TandemOutput:
+    def output(self, ids: list[str], ahead: int | None) -> TandemOutput:
         """The output of the step.
 
         Args:
             ids: the request of each row.
-            ahead, handed: see `TandemOutput`.
+            ahead: see `TandemOutput`.
         """
         kept = np.arange(self.tokens.shape[1]) < self.count[:, None]
         tokens, begin = self.tokens[kept].astype(np.int32), np.concatenate([[0], self.count.cumsum()]).tolist()
@@ -91,7 +89,6 @@ class Written:
             sampled_token_ids=[row[:n] for row, n in zip(self.tokens.tolist(), self.count.tolist(), strict=True)],
             logprobs=LogprobsLists(tokens[:, None], self._logprobs[kept][:, None], np.zeros_like(tokens), begin),
             ahead=ahead,
-            handed=handed,
         )
 
 
@@ -114,11 +111,9 @@ class TandemModelRunner:
         self.runners: dict[int, Any] = {SENIOR: senior} | ({} if junior is None else {JUNIOR: junior})
         self.adapters, self._draft_tokens = adapters, draft
         self.strategies: dict[str, Strategy] = {}
-        self.spans: Spans | None = None
-        """Of an engine that writes spans of texts which another engine goes on with."""
-        self.vocabulary = min(runner.model_config.get_vocab_size() for runner in self.runners.values())
+        vocabulary = min(runner.model_config.get_vocab_size() for runner in self.runners.values())
         for runner in self.runners.values():
-            runner.sampler = TandemSampler(runner.model_config.logprobs_mode, self.vocabulary)
+            runner.sampler = TandemSampler(runner.model_config.logprobs_mode, vocabulary)
         # Entered again and again; a torch.cuda.device remembers the device to go back to.
         self._devices: dict[int, AbstractContextManager[Any]] = {
             who: torch.cuda.device(runner.device) if torch.device(runner.device).type == "cuda" else nullcontext()
@@ -224,8 +219,6 @@ class TandemModelRunner:
         """
         planner = self.planner
         planner.finish(scheduled.finished_req_ids)
-        if self.spans is not None:
-            self.spans.update(scheduled)
         for finished in self._finished.values():
             finished |= scheduled.finished_req_ids
         if not scheduled.total_num_scheduled_tokens:
@@ -270,8 +263,7 @@ class TandemModelRunner:
                 set_outputs(runner, ids[row], int(outputs[row]), tokens)
         planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
         going = [ids[row] for row in np.flatnonzero(written.count).tolist()]
-        handed = () if self.spans is None else self.spans.handed
-        return written.output(ids, planner.ahead(going) if going else None, handed)
+        return written.output(ids, planner.ahead(going) if going else None)
 
     def _draft(self, written: Written) -> np.ndarray:
         """Run a round of drafts for the rows in ``planner.drafting``, and return how many tokens each has written.
@@ -357,7 +349,7 @@ class TandemModelRunner:
     def _sample_pass(self, who: int, forward: ForwardPass) -> None:
         """Sample after a pass, and keep the tokens of the rows that it finishes and that this model writes."""
         ids = self.runners[who].input_batch.req_ids
-        output = self._sample(who, self.spans.keys(ids, forward) if self.spans else self.planner.token_keys(ids))
+        output = self._sample(who, self.planner.token_keys(ids))
         mine = forward.ends & (self.planner.authors[forward.rows] == who)
         drawn = sampled(output, [forward.ids[i] for i in mine.nonzero()[0].tolist()])
         self._written.put(forward.rows[mine], 0, *drawn)
@@ -395,7 +387,7 @@ def _size(runner: Any) -> Size:
 
 
 def admission(new: NewRequestData, strategies: Mapping[str, Strategy]) -> Admission:
-    """What the planner has to know of a new request, which is as ``call.sampling_params`` makes them.
+    """What the planner has to know of a new request, which is as ``call.VllmCall`` makes them.
 
     Args:
         new: the request.
@@ -404,7 +396,7 @@ def admission(new: NewRequestData, strategies: Mapping[str, Strategy]) -> Admiss
     sampling: Any = new.sampling_params
     prompt: Any = new.prompt_token_ids
     extra, stops = sampling.extra_args, frozenset(sampling.stop_token_ids or ())
-    strategy, history = strategies[extra["tandem_strategy"]], extra.get("tandem_history", ())
+    strategy, history = strategies[extra["tandem_strategy"]], extra["tandem_history"]
     return Admission(new.req_id, len(prompt), extra["tandem_key"], strategy, history, extra.get("tandem_row"), stops)
 
 
@@ -456,5 +448,5 @@ def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, 
     tokens = np.array([output.sampled_token_ids[i][0] for i in at], dtype=np.int64)
     if not at:
         return tokens, np.zeros(0, np.float32)
-    assert output.logprobs is not None  # every request asks for them (``call.sampling_params``)
+    assert output.logprobs is not None  # every request asks for them (``call.VllmCall``)
     return tokens, output.logprobs.logprobs[at, 0]

@@ -27,7 +27,6 @@ from tandemrl.rollout.engine import EngineError, SentWeights
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner, TandemOutput
-from tandemrl.rollout.vllm.sampler import HANDED_OVER, SPAN, Spans
 from tandemrl.rollout.vllm.weights import (
     adapted_parameters,
     hf_parameters,
@@ -35,8 +34,7 @@ from tandemrl.rollout.vllm.weights import (
     load_checkpoint_weights,
     read_weights,
 )
-from tandemrl.selection import Strategy, Who, solo
-from tandemrl.selection.whole_words import TextTables
+from tandemrl.selection import Strategy, Who
 
 
 @dataclass(frozen=True)
@@ -89,32 +87,18 @@ class _TandemWorker:
             record_kv_cache_layout(runner.vllm_config.cache_config, kv_cache_layout)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
-        """Replace the strategies that requests can name, but that of spans.
+        """Replace the strategies that requests can name.
 
         Args:
             strategies: the strategies by name, pickled if they come from another process.
         """
-        named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
-        self.model_runner.strategies = {SPAN: solo("senior"), **named}
+        known = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
+        self.model_runner.strategies = known
 
     def tandem_begin(self) -> None:
         """Hear that a call begins."""
         with torch.inference_mode():  # as in a step, where the planner's tensors come from
             self.model_runner.planner.begin_call()
-
-    def tandem_spans(self, tables: TextTables | bytes) -> None:
-        """From now on, requests are spans of texts (``sampler``).
-
-        Args:
-            tables: of the vocabulary of this engine's model, pickled if they come from another process. Other ids are
-                never drawn.
-        """
-        known = cloudpickle.loads(tables) if isinstance(tables, bytes) else tables
-        runner = self.model_runner
-        sampler = runner.runners[SENIOR].sampler
-        runner.spans = sampler.spans = Spans(known)
-        sampler.vocabulary = min(runner.vocabulary, len(known.starts))
-        runner.strategies[SPAN] = solo("senior")
 
     def tandem_load(self, weights: SentWeights | str) -> None:
         """Replace the senior's weights in place, or only its adapters if it is adapters.
@@ -170,11 +154,8 @@ class TandemGPUWorker(_TandemWorker, Worker):
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler with two additions.
-
-    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. And it says which spans
-    have ended by a handover.
-    """
+    """vLLM's scheduler, which also gives requests KV slots for drafts, as many as the workers ask for and its budget
+    allows."""
 
     _ahead = 0
 
@@ -194,12 +175,8 @@ class TandemScheduler(Scheduler):
     ) -> dict[int, Any]:
         """Take up the output of a step as vLLM does, and note how far the junior drafts in the next step."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if isinstance(model_runner_output, TandemOutput):
-            if model_runner_output.ahead is not None:
-                self._ahead = model_runner_output.ahead
-            for output in [each for client in outputs.values() for each in client.outputs]:
-                if output.request_id in model_runner_output.handed:
-                    output.stop_reason = HANDED_OVER
+        if isinstance(model_runner_output, TandemOutput) and model_runner_output.ahead is not None:
+            self._ahead = model_runner_output.ahead
         return outputs
 
 
