@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_junior(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A junior for ``tiny_pair`` that has a vocabulary of its own. All workers share it."""
-    from other_vocabulary import build_other_junior
+    from tandemrl.apps.experiments.tiny import build_tiny_pair
 
-    return _shared(tmp_path_factory, "other", build_other_junior)
+    return _shared(tmp_path_factory, "other", partial(build_tiny_pair, pair="jargon_two_tokenizers")) / "junior"
 
 
 @pytest.fixture

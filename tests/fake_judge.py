@@ -30,7 +30,7 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeJudge:
-    """``answer(prompt, number of this request)`` is the reply's text, or a `Reply` for something else.
+    """``answer(prompt, number of this request)`` is the reply's text, or a `Reply`. Without a prompt it gets the body.
 
     ``bodies``: what was asked, in order of arrival. ``at``: when, in seconds. ``most_at_once``: requests in flight.
     """
@@ -82,7 +82,7 @@ class FakeJudge:
                     judge._at_once += 1
                     judge.most_at_once = max(judge.most_at_once, judge._at_once)
                 try:
-                    asked = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+                    asked = body["messages"][-1]["content"] if "messages" in body else body.get("prompt", body)
                     answer = judge.answer(asked, number)
                 finally:  # before the reply is out: the client may send its next request at once
                     with judge._lock:

@@ -498,36 +498,26 @@ def test_verified_needs_a_judge_of_reasoning(phase):
     assert (result["metrics"]["macro"]["judged"], result["config"]["judge"]["model"]) == (0, "J")
 
 
-def test_verified_over_http_counts_what_the_judge_accepts(tiny_pair, tmp_path):
+def test_verified_over_http_counts_what_the_judge_accepts(tiny_pair, phase, tmp_path):
     def judged(prompt, number):
         return f"Total Score: {10 if len(prompt) % 2 else 5}/10"
 
     with FakeJudge(judged, models=("rrm",)) as fake:
-        verified = partial(
-            evaluate_phase,
-            model=str(tiny_pair / "senior"),
-            junior=None,
-            data=["synthetic:plain:heldout:12"],
-            eval=EvalConfig(samples=4, k=(1, 4), bootstrap=20),
-            reward=RewardConfig(workers=1),
-            out=tmp_path / "eval",
-        )
+        own = {"model": str(tiny_pair / "senior"), "data": ["synthetic:plain:heldout:12"], "limit": None}
+        verified = partial(phase, **own, eval=EvalConfig(samples=4, k=(1, 4), bootstrap=20))
         alone = verified("pass-at-k")
         result = verified("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning"))
         requests = len(fake.bodies)
         assert verified("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning", timeout_s=9.0)) == result
         assert len(fake.bodies) == requests  # a finished phase is not judged again
-    samples = evals.read_samples(tmp_path / "eval" / "verified.samples.jsonl")
-    assert [sample.text for sample in samples] == [
-        sample.text for sample in evals.read_samples(tmp_path / "eval" / "pass-at-k.samples.jsonl")
-    ]
+    samples, written = (
+        evals.read_samples(tmp_path / "eval" / f"{name}.samples.jsonl") for name in ("verified", "pass-at-k")
+    )
+    assert [sample.text for sample in samples] == [sample.text for sample in written]
     right = [sample for sample in samples if sample.correct]
     assert 0 < requests <= len(right)  # equal texts are shown once
     assert {sample.judge for sample in right} == {0.5, 1.0}
-    assert all(sample.verified == (sample.judge == 1.0) for sample in right)
-    assert not any(sample.verified for sample in samples if not sample.correct)
+    assert [sample.verified for sample in samples] == [sample.judge == 1.0 for sample in samples]
     macro = result["metrics"]["macro"]
     assert macro["pass@1"] == alone["metrics"]["macro"]["pass@1"] == pytest.approx(len(right) / 48)
-    assert macro["verified_pass@1"] == pytest.approx(sum(bool(sample.verified) for sample in samples) / 48)
-    assert macro["rejected_rate"] == pytest.approx(macro["pass@1"] - macro["verified_pass@1"])
-    assert result["config"]["judge"]["model"] == "rrm"
+    assert macro["verified_pass@1"] == pytest.approx(sum(sample.verified for sample in samples) / 48)

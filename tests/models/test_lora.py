@@ -241,8 +241,8 @@ def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny_pair: Path, 
 # ------------------------------------------------------------------------------------------------------------ in a run
 
 
-def test_a_run_trains_adapters_alone_and_resumes(tiny_pair: Path, tmp_path: Path) -> None:
-    """Beside itself; beside another junior in the run with dropout."""
+def test_a_run_trains_adapters_alone(tiny_pair: Path, tmp_path: Path) -> None:
+    """Beside itself; beside another junior, and resumed, in the run with dropout."""
     lora = ("model.lora.rank=4", "loss.kl_coef=0.1", "train.lr=1e-2", "train.eval_every=0", "train.save_every=1")
     lora += ("loss.entropy_coef=0.01", "model.junior=null", "rollout.draft_tokens=4")
     whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=2", *lora), quiet=True)
@@ -257,11 +257,6 @@ def test_a_run_trains_adapters_alone_and_resumes(tiny_pair: Path, tmp_path: Path
     assert changed == {name for name in base if name.endswith("_proj.weight")}
     stored = FileSystemReader(whole / "checkpoints" / "step_2" / "tensors").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in stored)
-
-    out = shutil.copytree(whole, tmp_path / "resumed", ignore=shutil.ignore_patterns("step_2"))
-    step_1 = str(out / "checkpoints" / "step_1")
-    train(config(tiny_pair, out, "train.steps=2", *lora), quiet=True, resume=step_1)
-    assert_same_run(whole, out, step=2)
 
 
 def test_adapters_do_not_go_onto_other_weights(tiny_pair: Path, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
-"""Training a judge (`grade`), and training with one over real HTTP (`addon`): three steps each on tiny models."""
+"""Training with a judge over real HTTP: three steps of a tiny model."""
 
-import itertools
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,7 @@ from safetensors.torch import load_file
 
 from fake_judge import FakeJudge, Reply
 from runs import lines
-from tandemrl.apps.experiments import tiny
-from tandemrl.apps.experiments.warm_start import WarmStart, solution_lesson, warm_start
 from tandemrl.config import Config, load
-from tandemrl.data.rows import chat_tokens
 from tandemrl.tasks.math.prime import extract_answer
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
@@ -39,60 +34,6 @@ def text_of(sample: dict) -> str:
 def changed(before: Path, after: Path) -> bool:
     a, b = (load_file(folder / "model.safetensors") for folder in (before, after))
     return any(not torch.equal(a[name], b[name]) for name in a)
-
-
-# ---------------------------------------------------------------------------------------------------------------- grade
-
-
-@pytest.fixture(scope="module")
-def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that ends with "Total Score: N/10" for any N: what an RRM is before it is trained."""
-    folder = tmp_path_factory.mktemp("marker")
-    tokenizer = tiny.train_tokenizer("plain", 0, vocab_size=320, texts=200)
-    model = tiny.new_model(tokenizer, 0)
-    rng = random.Random(0)
-    asked = chat_tokens(tokenizer, [{"role": "user", "content": "Mark it."}], "the marker", {})
-    texts = (f"Total Score: {rng.randint(0, 10)}/10" for _ in itertools.count())
-    lessons = (solution_lesson(tokenizer, asked, text) for text in texts)
-    warm_start(model, lessons, WarmStart(steps=40, batch_size=8, warmup_steps=0, final_lr_fraction=1.0))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_grade_trains_for_three_steps(marker: Path, tmp_path: Path) -> None:
-    rows = [
-        {
-            "data_source": "grade",
-            "prompt": [{"role": "user", "content": "Mark it."}],
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"index": i},
-        }
-        for i, truth in enumerate([0.2, "0.9", 0.5, 1, 0.0, 0.7])
-    ]
-    source = write_rows(tmp_path / "grade.jsonl", rows)
-    own = [f"model.senior={marker}", f"data.train={source}", f"data.eval={source}", f"output_dir={tmp_path / 'out'}"]
-    out = train(load("rrm_train", [*SMALL, *own, "rollout.max_tokens=24", "eval.max_tokens=24"]), quiet=True)
-    truths = {f"grade/{i}": float(row["reward_model"]["ground_truth"]) for i, row in enumerate(rows)}
-    samples = lines(out / "samples.jsonl")
-    assert len(samples) == 3 * 16
-    scored = 0
-    for sample in samples:
-        number, slash, rest = text_of(sample).removeprefix("Total Score: ").partition("/10")
-        if number.isdigit() and slash and not rest.strip():  # a plain reading of the well-formed ones
-            truth = truths[sample["example_id"]]
-            assert sample["reward"] == pytest.approx((1 - abs(min(int(number), 10) / 10 - truth)) ** 2)
-            scored += 1
-    assert scored > 24
-    metrics = lines(out / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == [1, 2, 3]
-    assert all(line["reward/std"] > 0 and line["grad_norm"] > 0 for line in metrics)
-    assert all(0 <= line["reward/mean"] <= 1 for line in metrics)
-    assert {"reward/grade_error", "reward/answer_present", "eval/pass@1"} <= metrics[-1].keys()
-    assert changed(marker, out / "hf" / "step_3")
-
-
-# ---------------------------------------------------------------------------------------------------------------- addon
 
 
 def policy(pair: Path, source: Path, out: Path, url: str | None, *extra: str) -> Config:

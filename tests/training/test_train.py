@@ -264,34 +264,23 @@ def test_every_knob_trains_and_matches_the_engine(extra: str, tiny_pair: Path, t
     assert not low or metrics(out)[0]["ref_kl"] == 0.0  # the reference starts at exactly no divergence
 
 
-def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, tmp_path: Path) -> None:
-    """That weight 1 is plain GRPO exactly is tested where the loss is, in tests/losses."""
-    all_tokens = config(tiny_pair, tmp_path / "a", "train.steps=1", "loss.junior_weight=1", "train.eval_every=0")
-    a = weights(train(all_tokens, quiet=True), 1)
-    only_senior = dataclasses.replace(
-        all_tokens, output_dir=str(tmp_path / "b"), loss=dataclasses.replace(all_tokens.loss, junior_weight=0.0)
-    )
-    b = weights(train(only_senior, quiet=True), 1)
-    assert (tmp_path / "a" / "samples.jsonl").read_text() == (tmp_path / "b" / "samples.jsonl").read_text()
-    assert any(not torch.equal(a[name], b[name]) for name in a)
-
-
 def test_a_senior_beside_itself_writes_and_learns_the_same(tiny_pair: Path, tmp_path: Path) -> None:
     """Both models draw tokens from the same random numbers, so tandem alone changes neither texts nor rewards. With all
     tokens in the loss it takes GRPO's step: what tandem GRPO does otherwise is to leave tokens out."""
     senior, keys = tiny_pair / "senior", ["train.steps=1", "train.eval_every=0"]
     alone = ["model.junior=null", "selection.strategy=solo"]
-    beside = [f"model.junior={senior}", "loss.junior_weight=1"]
-    solo, tandem = (
+    beside = [f"model.junior={senior}"]
+    solo, tandem, apart = (
         train(config(tiny_pair, tmp_path / name, f"model.senior={senior}", *keys, *more), quiet=True)
-        for name, more in (("solo", alone), ("tandem", beside))
+        for name, more in (("solo", alone), ("tandem", [*beside, "loss.junior_weight=1"]), ("apart", beside))
     )
-    told = [[json.loads(line) for line in (out / "samples.jsonl").open()] for out in (solo, tandem)]
-    assert [(each["text"], each["reward"]) for each in told[0]] == [(each["text"], each["reward"]) for each in told[1]]
+    told = [[(line["text"], line["reward"]) for line in lines(out / "samples.jsonl")] for out in (solo, tandem, apart)]
+    assert told[0] == told[1] == told[2]
     assert 0.3 < metrics(tandem)[0]["tandem/senior_frac"] < 0.7
     assert metrics(tandem)[0]["grad_norm"] > 0
-    a, b = weights(solo, 1), weights(tandem, 1)
+    a, b, c = (weights(out, 1) for out in (solo, tandem, apart))
     assert all(torch.equal(a[name], b[name]) for name in a)
+    assert any(not torch.equal(a[name], c[name]) for name in a)
 
 
 def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path) -> None:

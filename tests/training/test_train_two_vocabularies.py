@@ -32,7 +32,7 @@ KNOBS = ["selection.strategy=before_word", "train.steps=2", "train.save_every=1"
 
 def test_a_run_trains_the_senior_and_resumes(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
     def settings(out: str) -> Config:
-        more = [f"model.junior={other_junior}", "selection.max_untranslatable=1", *KNOBS]
+        more = [f"model.junior={other_junior}", "selection.max_untranslatable=1", "rollout.temperature=1.6", *KNOBS]
         return config(tiny_pair, tmp_path / out, *more)
 
     out = train(settings("whole"), quiet=True)

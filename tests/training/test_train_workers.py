@@ -22,16 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, rea
 RUN = ("train.steps=3", "train.save_every=3", "train.eval_every=3")
 
 
-def test_a_run_with_workers_of_which_one_is_killed_is_that_without(tiny_pair, tmp_path, monkeypatch):
-    """The same units, so the same samples and weights, bit for bit."""
-    alone = train(config(tiny_pair, tmp_path / "alone", *RUN, "rollout.unit_groups=2"), quiet=True)
-    kill_at_the_third_unit(monkeypatch)
-    fleet = train(config(tiny_pair, tmp_path / "fleet", *RUN, "rollout.unit_groups=2", "rollout.workers=2"), quiet=True)
-    for file in ("samples.jsonl", "hf/step_3/model.safetensors"):
-        assert (alone / file).read_bytes() == (fleet / file).read_bytes(), file
-    assert sum(step["fleet/restarts"] for step in metrics(fleet)) == 1
-
-
 def kill_at_the_third_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the worker that gets it, when it has it."""
     result, asked = RayWorkers._result, 0

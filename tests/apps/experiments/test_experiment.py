@@ -69,9 +69,9 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         contrasts=(("tandem", "base"),),
         seeds=(0, 1),
         overrides=SHORT,
-        problems=6,
+        problems=4,
         samples=2,
-        readers=2,
+        readers=1,
         evaluation_overrides=("eval.profile=custom", "eval.max_tokens=40"),
     )
 
@@ -101,7 +101,7 @@ def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> Non
         stored = {phase: json.loads((folder / f"{phase}.json").read_text()) for phase in ("pass-at-k", "legibility")}
         assert row["solo/pass@1"] == stored["pass-at-k"]["metrics"]["macro"]["pass@1"]
         assert row["junior_ce"] == stored["legibility"]["metrics"]["macro"]["cross_entropy"]
-        assert stored["pass-at-k"]["config"]["data"] == ["synthetic:plain:heldout:6"]
+        assert stored["pass-at-k"]["config"]["data"] == ["synthetic:plain:heldout:4"]
     assert json.loads((out / "results.json").read_text()) == results
 
 
@@ -111,12 +111,12 @@ def test_readers_that_no_arm_was_trained_with_read_every_arm(finished: Finished)
     rows = {(row["arm"], row["seed"]): row for row in results["rows"]}
     for arm, seed in [(arm, seed) for arm in (BASE, "tandem") for seed in (0, 1)]:
         samples = read_samples(out / "plain" / f"seed-{seed}" / "eval" / arm / "transfer.samples.jsonl")
-        assert {sample.arm for sample in samples} == {"junior", "reader-1", "reader-2"}
+        assert {sample.arm for sample in samples} == {"junior", "reader-1"}
         assert {sample.sample for sample in samples} == {0}
-        for who, names in (("seen", ["junior"]), ("unseen", ["reader-1", "reader-2"])):
+        for who, names in (("seen", ["junior"]), ("unseen", ["reader-1"])):
             for name, given in (("pass@1", "free/before"), ("forced/50", "forced/50"), ("free/masked", "free/masked")):
                 right = [bool(each.correct) for each in samples if each.arm in names and each.given == given]
-                assert len(right) == 6 * len(names)
+                assert len(right) == 4 * len(names)
                 assert rows[arm, seed][f"{who}/{name}"] == pytest.approx(sum(right) / len(right))
             assert rows[arm, seed][f"{who}/free/0"] == rows[BASE, seed][f"{who}/free/0"]
         assert (rows[arm, seed]["start/kl"] > 0) == (arm != BASE)
@@ -167,9 +167,9 @@ def test_added_readers_read_what_is_finished(finished: Finished) -> None:
     home = out / "plain" / "seed-0" / "eval" / "tandem"
     before = {file: file.read_bytes() for file in home.glob("transfer*")}
     weights = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
-    experiments.run_job(replace(small, readers=3), Job("plain", 0, TANDEM), out)
+    experiments.run_job(replace(small, readers=2), Job("plain", 0, TANDEM), out)
     arms = {sample.arm for sample in read_samples(home / "transfer.samples.jsonl")}
-    assert arms == {"junior", "reader-1", "reader-2", "reader-3"}
+    assert arms == {"junior", "reader-1", "reader-2"}
     assert {file: file.stat().st_mtime_ns for file in weights} == weights
     for file, content in before.items():
         file.write_bytes(content)

@@ -25,7 +25,7 @@ STEPS = 12
 def few_problems():
     """A barely trained pair is measured on few."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.WARM_STARTS, "plain", {"base": WarmStart(eval_rows=16)})
+        patch.setitem(tiny.WARM_STARTS, "plain", {"base": WarmStart(eval_rows=4)})
         yield
 
 

@@ -98,22 +98,6 @@ def test_tools_are_told_of_as_qwen3_has_it() -> None:
     assert asked("qwen3", {}, TOOLS) == ids_of("qwen3", text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", "llama3_1", "gemma3"])
-def test_turns_with_a_user_are_the_templates(name: str) -> None:
-    """All ids of the episode, prompt and turns, are those of the conversation's rendering."""
-    script = ["Do you mean the sum?", "Forty-two: 42!", "42"]
-    done, turns = played(name, tempers.Asking(), script)
-    end = tokenizer(name).eos_token
-    assert turns == [turn + end for turn in script]
-    conversation = [{"role": "user", "content": QUESTION}]
-    for number, turn in enumerate(script, start=1):
-        conversation += [{"role": "assistant", "content": turn}, {"role": "user", "content": f"again ({number})"}]
-    text = tokenizer(name).apply_chat_template(conversation[:-1], tokenize=False)
-    whole = [*asked(name, {}), *done.tokens.tolist()]
-    assert whole == ids_of(name, text.removesuffix("\n"))
-
-
 # ---- Qwen3's turns -------------------------------------------------------------------------------------------------
 
 CALLS = [("add", {"a": 12, "b": 30}), ("note", {"text": 'forty "two"\n'}), ("who", {})]

@@ -1,10 +1,8 @@
 """Retrievers: what a query finds, by words, by models and by services."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from tempers import DOCS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
+from fake_judge import FakeJudge, Reply
 from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
 from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
@@ -235,25 +234,12 @@ def test_an_embedding_model(sentence_models: None, tmp_path: Path) -> None:
 def service(answer: Callable[[dict[str, Any]], tuple[int, Any]], path: str = "/rerank") -> Iterator[str]:
     """A server whose POST to ``path`` answers with (status, JSON); its address."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status, value = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            body = json.dumps(value).encode()
-            self.send_response(status if self.path == path else 404)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def reply(body: Any, _: int) -> Reply:
+        status, value = answer(body)
+        return Reply(status, json.dumps(value).encode())
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with FakeJudge(reply, path=f"/v1{path}") as server:
+        yield server.url
 
 
 def remote(url: str, **changes: Any) -> RetrievalConfig:
