@@ -100,7 +100,7 @@ def test_texts_of_an_unknown_model_are_judged_as_they_are(page, tiny_pair, tmp_p
 def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
     file = tmp_path / "texts.jsonl"
     texts = ("First 3 plus 2 is 5.\n\n\\boxed{5}", "Blorp vam yab.")
-    rows = [{"data_source": "mine", "prompt": f"Tom has {i}. How many?", "response": x} for i, x in enumerate(texts)]
+    rows = [{"example_id": f"q{i}", "prompt": f"Tom has {i}. How many?", "response": x} for i, x in enumerate(texts)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = judge("M", "--responses", file, "--reader", tiny_pair / "junior", "--out", tmp_path / "out")
     assert "M's text surprises junior" in said
@@ -108,7 +108,7 @@ def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
     [reader] = json.loads((tmp_path / "out" / "legibility.json").read_text())["readers"]
     assert not [name for name in reader["rates"] if "pass@1" in name]
     assert reader["counts"] == {"texts": 2, "labelled": 0, "dropped": 0, "problems": 2}
-    assert [example for example, _ in reader["texts"]] == ["mine/2", "mine/1"]  # the more surprising one first
+    assert [example for example, _ in reader["texts"]] == ["texts/2", "texts/1"]  # the more surprising one first
     first = reader["texts"][1][1]
     assert "".join(text for text, _ in first) == texts[0]
     assert all(nats >= 0 for _, nats in first)
@@ -166,14 +166,6 @@ def test_responses_belong_to_rows_by_name_index_or_place(tmp_path):
 def test_a_response_without_its_row_is_refused(tmp_path, lines, fault):
     with pytest.raises(DataError, match=fault):
         stored(tmp_path, *lines)
-
-
-def test_lines_that_are_the_rows_may_have_names_of_their_own(tiny_pair, tmp_path):
-    file = tmp_path / "texts.jsonl"
-    rows = [{"example_id": f"q{i}", "prompt": f"Tom has {i}.", "response": "First 3 plus 2 is 5."} for i in range(2)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judge("M", "--responses", file, "--reader", tiny_pair / "junior", "--out", tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "legibility.json").read_text())["problems"] == 2
 
 
 def test_texts_beyond_a_readers_context_are_counted_on_the_page(tiny_pair, tmp_path):

@@ -61,6 +61,7 @@ def test_ctrl_c_ends_after_the_step_and_names_the_command_that_goes_on(tiny_pair
     result = run("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=2", "train.eval_every=0"))
     assert result.exit_code == 130
     assert "Traceback" not in result.output
+    assert "stopped by a signal after step 1, which is saved" in result.output
     assert [line["step"] for line in metrics(out)] == [1]
     monkeypatch.setattr(loop, "update", update)
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("to go on from the last checkpoint: ")]

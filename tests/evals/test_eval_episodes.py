@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import small_world
-from helpers import agent_tokenizer, qwen3, small_qwen3, tokenizer
+from agents import make_agents
+from helpers import tokenizer
+from runs import lines
 from tandemrl import evals
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import Row
@@ -123,20 +125,8 @@ def test_handoff_by_turns_has_three_more_arms_where_there_are_turns():
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
     """Random models that call tools now and then, and three rows."""
-    out = tmp_path_factory.mktemp("agents")
-    words = agent_tokenizer(small_world.CALLS)
-    for name, model in (("senior", qwen3), ("junior", small_qwen3)):
-        model(vocabulary=len(words)).save_pretrained(out / name)
-        words.save_pretrained(out / name)
-    rows = [
-        {
-            "prompt": f"{word} one",
-            "data_source": "own",
-            "reward_model": {"ground_truth": word},
-            "extra_info": {"n_hops": n},
-        }
-        for n, word in enumerate(("ab", "cde", "f"), 2)
-    ]
+    out = make_agents(tmp_path_factory.mktemp("agents"))
+    rows = [row | {"extra_info": {"n_hops": n}} for n, row in enumerate(lines(out / "rows.jsonl")[:3], 2)]
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return out
 

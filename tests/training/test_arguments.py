@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.runs import config, metrics
+from tests.runs import config
 from torch import Tensor
 
 import tandemrl.training.build as build_module
-from tandemrl.cli.errors import one_line
 from tandemrl.config import ConfigError, FunctionRecord, load
 from tandemrl.config.compatibility import check
 from tandemrl.config.schema import FunctionsConfig
@@ -206,16 +205,3 @@ def test_strategies_that_cannot_work_are_refused_before_any_weight(
 def test_the_strategy_of_the_last_step_is_tried_too() -> None:
     with pytest.raises(ConfigError, match=r"at_five at step 5: the same keys"):
         try_strategies(at_five, 5, 100)
-
-
-def test_a_run_with_a_bare_strategy_and_a_recipe_s_name(tiny_pair: Path, tmp_path: Path) -> None:
-    settings = config(tiny_pair, tmp_path, "train.steps=1", "train.eval_every=0", "train.save_every=1")
-    out = train(settings, recipe="dr_grpo", strategy=bernoulli(0.9), quiet=True)
-    stored = load(out / "config.yaml")
-    assert stored.loss.recipe == "dr_grpo"
-    assert "every_step" in stored.functions.strategy.name  # type: ignore[union-attr]
-    assert metrics(out)[0]["tandem/senior_draw_frac"] > 0.8
-    assert train(stored, strategy=bernoulli(0.9), quiet=True) == out
-    with pytest.raises(ConfigError, match=r"functions\.strategy") as raised:
-        train(stored, strategy=bernoulli(0.1), quiet=True)
-    assert one_line(raised.value)

@@ -7,14 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from runs import assert_same_run, config, metrics
+from runs import config
 from tandemrl.processes.world import World
 from tandemrl.rollout.engine import EngineError
 from tandemrl.training.checkpoint import latest
@@ -24,7 +23,6 @@ from tandemrl.training.faults import (
     LostProcessError,
     OutOfMemoryError,
     Signals,
-    Stopped,
     explained,
     is_lost_process,
     is_out_of_memory,
@@ -128,14 +126,6 @@ def test_other_errors_stay_what_they_are_and_say_where() -> None:
 SHORT = ("train.steps=3", "train.save_every=10", "train.eval_every=0", "loss.entropy_coef=0.01")
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps that nothing disturbs."""
-    out = train(config(tiny_pair, tmp_path_factory.mktemp("faults") / "whole", *SHORT), quiet=True)
-    assert all(line["grad_norm"] > 0 for line in metrics(out))
-    return out
-
-
 def on_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, act: Callable[[Any], Any]) -> None:
     """Replace a function by one whose result goes through ``act`` on its ``number``-th call."""
     module, _, attribute = name.rpartition(".")
@@ -146,22 +136,6 @@ def on_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, act: Callab
         return act(result) if next(calls) == number else result
 
     monkeypatch.setattr(name, replaced)
-
-
-def test_a_run_that_sigterm_ends_resumes_as_if_nothing_had_happened(tiny_pair, whole, tmp_path, monkeypatch, capsys):
-    settings = config(tiny_pair, tmp_path / "run", *SHORT)
-    with monkeypatch.context() as patch:
-        on_call(
-            patch, "tandemrl.training.loop.update", 2, lambda metrics: signal.raise_signal(signal.SIGTERM) or metrics
-        )
-        with pytest.raises(Stopped) as stopped:
-            train(settings)
-    assert stopped.value.code == 143
-    assert "stopped by a signal after step 2, which is saved" in capsys.readouterr().out
-    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_2"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    train(settings, quiet=True)
-    assert_same_run(whole, tmp_path / "run", step=3)
 
 
 def test_what_ends_a_run_names_its_step_and_its_phase(tiny_pair, tmp_path, monkeypatch):
