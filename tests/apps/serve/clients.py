@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 from helpers import VOCABULARY, tokenizer
 from tandemrl.apps.serve import engine_server
 from tandemrl.config import Config, SelectionConfig
+from tandemrl.rollout.gateway.sessions import NamedSessions
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, replay
@@ -30,6 +32,11 @@ def authors(seed: int, tokens: Sequence[int], selection: SelectionConfig = DEFAU
     """What a client computes for one choice."""
     keys, row = torch.tensor([mix64(seed)]), torch.tensor([tokens], dtype=torch.int64)
     return replay(strategy_of(selection), keys, row, torch.tensor([len(tokens)])).author[0].tolist()
+
+
+def session_key(name: str) -> int:
+    """That of any server."""
+    return NamedSessions(SimpleNamespace(context=1))[name].key  # type: ignore[arg-type]  # all that is read of it
 
 
 def written(count: int, seed: int = 0) -> list[int]:

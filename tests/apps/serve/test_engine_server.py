@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
-from clients import DEFAULT, authors, events, strategy_of
+from clients import DEFAULT, authors, events, session_key, strategy_of
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -34,6 +34,7 @@ from tandemrl.rollout.gateway.address import listen, run, url_of
 from tandemrl.rollout.gateway.engine_app import Server, application
 from tandemrl.rollout.gateway.engine_thread import EngineThread
 from tandemrl.rollout.gateway.requests import Asked, Reader, TextStyle
+from tandemrl.rollout.gateway.sessions import NamedSessions
 from tandemrl.rollout.gateway.texts import Chunks, Speaker, TextStream, text_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo
@@ -64,7 +65,7 @@ def serving(engine: Any, words: Any, **options: Any) -> Any:
     settings: dict[str, Any] = dict(strategy_of=strategy_of, selection=DEFAULT, defaults={}, template_arguments={})
     settings |= dict(calls=True, ends=frozenset({EOS}))
     reader = Reader(words, engine.context, **settings | options)
-    server = Server(EngineThread(engine), reader, Speaker(words, "hermes", {EOS}), "pair")
+    server = Server(EngineThread(engine), reader, Speaker(words, "hermes", {EOS}), "pair", NamedSessions(reader))
     return application(server, hosts={"127.0.0.1"}, api_key=api_key)
 
 
@@ -174,36 +175,37 @@ def test_a_stream_tells_what_the_whole_response_tells(client: TestClient, path: 
         assert len(whole["choices"][0]["token_ids"]) < 20
 
 
-def test_a_conversation_writes_what_one_request_would(client: TestClient, engine, words) -> None:
-    """Over three turns, the second of them streamed; strategy and counters go on."""
+def test_a_session_writes_what_one_request_would(client: TestClient, engine, words) -> None:
+    """Over three turns, the second of them streamed; strategy and counters go on, also after what was refused."""
     messages: list[Any] = [*MESSAGES]
     ids = [*words("ab cd")["input_ids"], EOS, IDS["!"]]
-    tandem, turns = {"conversation": "new"}, list[tuple[int, ...]]()
+    strategy, turns = strategy_of(replace(DEFAULT, prob_senior=0.6)), list[tuple[int, ...]]()
+    asked = {"max_tokens": 10, "temperature": 0.7, "tandem": {"prob_senior": 0.6}, "return_token_ids": True}
     for number in range(3):
-        body = {"messages": messages, "max_tokens": 10, "tandem": tandem, "return_token_ids": True}
+        body = {"messages": messages, **asked}
+        for refused in ({"n": 2}, {"temperature": -1}, {"max_tokens": 10**6}):
+            assert client.post(f"/sessions/mine{CHAT}", json=body | refused).status_code == 400
         if number == 1:
-            chunks = [chunk for chunk in events(client.post(CHAT, json=body | {"stream": True}).content)[:-1]]
+            chunks = events(client.post(f"/sessions/mine{CHAT}", json=body | {"stream": True}).content)[:-1]
             parts = [part for chunk in chunks for part in chunk["choices"]]
             own = [token for part in parts for token in part.get("token_ids", ())]
             authorship = [author for part in parts for author in part.get("authorship", ())]
-            content = "".join(part["delta"].get("content", "") for part in parts)
-            said, told = {"role": "assistant", "content": content}, chunks[-1]["tandem"]
+            said = {"role": "assistant", "content": "".join(part["delta"].get("content", "") for part in parts)}
         else:
-            response = client.post(CHAT, json=body).json()
+            response = ask(client, f"/sessions/mine{CHAT}", **body, ignore_eos=False)
             [choice] = response["choices"]
-            said, told = choice["message"], response["tandem"]
-            own, authorship = choice["token_ids"], choice["authorship"]
+            said, own, authorship = choice["message"], choice["token_ids"], choice["authorship"]
             assert response["prompt_token_ids"] == ids
-        request = Request(
-            tuple(ids), (mix64(told["seed"]),), Sampling(max_tokens=10), strategy_of(DEFAULT), history=tuple(turns)
+            assert response["tandem"].keys() == {"senior_frac", "strategy", "version"}
+        sampling = Sampling(max_tokens=10, temperature=0.7)
+        [[wanted]] = engine.generate(
+            [Request(tuple(ids), (session_key("mine"),), sampling, strategy, history=tuple(turns))]
         )
-        [[wanted]] = engine.generate([request])
-        check_authors([wanted], strategy_of(DEFAULT), [turns])
+        check_authors([wanted], strategy, [turns])
         assert (own, authorship) == (wanted.tokens.tolist(), wanted.author.tolist())
         turns.append(tuple(own))
         ids += [*own, *([] if own[-1] == EOS else [EOS]), *words("ef")["input_ids"], EOS, IDS["!"]]
         messages += [said, {"role": "user", "content": "ef"}]
-        tandem = {"conversation": told["conversation"]}
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -216,17 +218,6 @@ def test_a_body_that_is_too_long_is_refused(engine, words, announced, monkeypatc
             response = asking.post(path, content=pieces, headers={"content-type": "application/json"})
             assert response.status_code == 413
             assert response.json()["error"]["message"] == "the body of a request may have at most 1000 bytes"
-
-
-def test_a_conversation_that_was_refused_or_broke_off_still_goes_on(client: TestClient) -> None:
-    first = ask(client, CHAT, tandem={"conversation": "new"})
-    tandem = {"conversation": first["tandem"]["conversation"]}
-    messages = [*MESSAGES, first["choices"][0]["message"], {"role": "user", "content": "ef"}]
-    for body in ({"messages": MESSAGES}, {"n": 2}, {"temperature": -1}, {"max_tokens": 10**6}):
-        refused = client.post(CHAT, json={"messages": messages, "tandem": tandem} | body)
-        assert refused.status_code == 400
-    whole = ask(client, CHAT, messages=messages, tandem=tandem)
-    assert (whole["tandem"]["seed"], whole["tandem"]["conversation"]) == (first["tandem"]["seed"], *tandem.values())
 
 
 # ---------------------------------------------------------------------------------------------- token ids in and out
@@ -254,7 +245,7 @@ def test_token_ids_in_and_out_with_log_probs(client: TestClient, engine: TorchEn
 
 
 def test_the_next_turn_of_a_session_computes_its_new_tokens(client, engine, monkeypatch):
-    """A conversation, and token ids under a header that says whose they are; without either, all is computed anew."""
+    """A chat, and token ids under a header that says whose they are; without either, all is computed anew."""
     computed, read = list[int](), decoding.extend
 
     def counted(model: Any, cache: Any, rows: Any, starts: Any, chunks: Any) -> Any:
@@ -270,9 +261,9 @@ def test_the_next_turn_of_a_session_computes_its_new_tokens(client, engine, monk
         ids = [*ids, *response.json()["choices"][0]["token_ids"], 7, 8]
     assert computed == [2, 2]  # of both models: the last token before the new ones, which the first step reads
     messages: list[Any] = [*MESSAGES]
-    told = ask(client, CHAT, messages=messages, tandem={"conversation": "new"})
+    told = ask(client, f"/sessions/two{CHAT}", messages=messages)
     messages += [told["choices"][0]["message"], *MESSAGES]
-    ask(client, CHAT, messages=messages, tandem={"conversation": told["tandem"]["conversation"]})
+    ask(client, f"/sessions/two{CHAT}", messages=messages)
     assert len(computed) == 4
 
 
@@ -418,7 +409,6 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
                 ({"stop_token_ids": [-1]}, "stop_token_ids [-1] are outside"),
                 ({"logprobs": 1}, "only the written token's is known"),
                 ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this server"),
-                ({"tandem": {"conversation": "new"}}, "only /v1/chat/completions has messages"),
             )
         ),
         *(
@@ -430,7 +420,7 @@ def test_text_of_a_chat_is_no_control_token_and_a_begun_answer_goes_on(client: T
                 ({"tools": [{**TOOLS[0], "function": {"name": "f", "strict": True}}]}, "needs structured outputs"),
                 ({"chat_template_kwargs": {"thoughts": True}}, "the chat template of tokenizer"),
                 ({"continue_final_message": True}, "continue_final_message: the last message must be the assistant's"),
-                ({"tandem": {"conversation": "conv-0"}}, "tandem.conversation: 'conv-0' is not known; a server"),
+                ({"tandem": {"conversation": "new"}}, "tandem.conversation: requests of one session go on"),
             )
         ),
         *(
@@ -476,7 +466,8 @@ def test_a_key_opens_it(engine: TorchEngine, words: Any) -> None:
     with TestClient(serving(engine, words, api_key="s3cret"), base_url="http://127.0.0.1") as asking:
         body = {"prompt": "ab", "max_tokens": 2}
         for headers in ({}, {"authorization": "Bearer s3cre"}, {"authorization": "s3cret"}):
-            assert asking.post(COMPLETIONS, json=body, headers=headers).status_code == 401
+            for path in (COMPLETIONS, f"/sessions/mine{COMPLETIONS}"):
+                assert asking.post(path, json=body, headers=headers).status_code == 401
         assert asking.post(COMPLETIONS, json=body, headers={"authorization": "Bearer s3cret"}).status_code == 200
         assert asking.get("/health").status_code == 200
 

@@ -1,35 +1,35 @@
-"""What a request says of who writes, and the conversations that it may continue."""
+"""What a request says of who writes, and the sessions of a server."""
 
 import copy
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from clients import DEFAULT, strategy_of, written
+from clients import DEFAULT, strategy_of
 
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, tokenizer
 from tandemrl.rollout.gateway.address import hosts_of
 from tandemrl.rollout.gateway.asgi import is_ours
-from tandemrl.rollout.gateway.conversations import Conversation, Conversations
 from tandemrl.rollout.gateway.fields import Refused
 from tandemrl.rollout.gateway.requests import Asked, Reader
+from tandemrl.rollout.gateway.sessions import NamedSessions
 from tandemrl.selection.draws import mix64
 
 EOS = IDS[EOS_SURFACE]
-OPENING: list[Any] = [{"role": "system", "content": "abc"}, {"role": "user", "content": "de f"}]
 
 
-def read(body: dict[str, Any], known: Conversation | None = None) -> Asked:
+def reader() -> Reader:
     how: dict[str, Any] = dict(strategy_of=strategy_of, selection=DEFAULT, defaults={}, template_arguments={})
     words = copy.deepcopy(tokenizer())
     words.chat_template = (
         "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
     )
-    return Reader(words, 64, **how, calls=True, ends={EOS}).read(
-        body, "chat" if "messages" in body else "text", known=known
-    )
+    return Reader(words, 64, **how, calls=True, ends={EOS})
+
+
+def read(body: dict[str, Any]) -> Asked:
+    return reader().read(body, "text")
 
 
 def test_a_request_without_a_seed_gets_one() -> None:
@@ -70,52 +70,12 @@ def test_a_page_whose_name_was_bound_to_this_machine_is_not_answered() -> None:
     assert [host for host in others if is_ours(host, names)] == []
 
 
-# -------------------------------------------------------------------------------------------------------- conversations
-
-
-def talk(selection: Any = DEFAULT, **message: Any) -> tuple[Conversation, list[Any]]:
-    """A conversation of one turn, and the messages that go on with it."""
-    said = {"role": "assistant", "content": "ab"} | message
-    begun = Conversation("conv-3", 3, selection, None)
-    one = begun.after([*OPENING, said], written(4), [*written(5), EOS])
-    return one, [*OPENING, said, {"role": "user", "content": "c"}]
-
-
-def edited(messages: Sequence[Any], at: int, **changes: Any) -> list[Any]:
-    return [message | changes if i == at else message for i, message in enumerate(messages)]
-
-
-@pytest.mark.parametrize(
-    ("edit", "body", "reason"),
-    [
-        (lambda m: edited(m, 0, content="abd"), {}, "messages[0]: not what it was in conversation conv-"),
-        (lambda m: edited(m, 2, content="abc"), {}, "messages[2]: not what it was"),
-        (lambda m: m[1:], {}, "messages[0]: not what it was"),
-        (lambda m: m[:3], {}, "messages: after the 3 messages of conversation conv-"),
-        (lambda m: [*m, {"role": "assistant", "content": "d"}], {}, "only this server writes those"),
-        (lambda m: "ab", {}, "messages[0]: not what it was"),
-        (lambda m: m, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: they cannot change"),
-        (lambda m: m, {"seed": 4}, "a conversation keeps those of its first request"),
-        (lambda m: m, {"tandem": {"prob_senior": 0.25}}, "a conversation keeps those of its first request"),
-        (lambda m: m, {"n": 2}, "n: only 1 is possible in a conversation"),
-    ],
-)
-def test_a_history_that_was_not_is_refused(edit: Any, body: dict[str, Any], reason: str) -> None:
-    known, messages = talk()
-    with pytest.raises(Refused) as refused:
-        read({"messages": edit(messages)} | body, known)
-    assert reason in str(refused.value)
-    assert known.further(messages, None) == messages[-1:]
-
-
-def test_a_conversation_is_written_by_one_request_at_a_time() -> None:
-    table = Conversations()
-    more = [{**message, "more": "x"} for message in OPENING]  # nobody needs it again
-    talk = Conversation("conv-1", 1, DEFAULT, None).after(more, [2], [3])
-    assert [*talk.messages] == OPENING
-    table.give_back(talk)
-    table.take(talk.id)
-    with pytest.raises(Refused, match="another request goes on with conv-"):
-        table.take(talk.id)
-    table.give_back(talk)
-    assert table.take(talk.id) is talk
+def test_a_server_remembers_the_sessions_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandemrl.rollout.gateway.sessions.MAX_SESSIONS", 2)
+    known = NamedSessions(reader())
+    writing, one, two = known["writing"], known["one"], known["two"]  # the first goes, as nothing is asked in it
+    assert known["writing"] is not writing
+    known["writing"].begin({"prompt": "a"}, "text")
+    assert (known["two"] is two, known["one"] is one) == (True, False)
+    assert [*known] == ["writing", "one"]
+    assert len({session.key for session in known.values()}) == 2

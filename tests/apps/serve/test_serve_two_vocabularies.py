@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import events, served_here
+from clients import events, served_here, session_key
 from starlette.testclient import TestClient
 
 from fake_judge import FakeJudge, Reply
@@ -94,8 +94,7 @@ def test_it_writes_what_the_engine_does_after_the_prompt_of_each(client, engine,
 
 
 def test_a_chat_of_several_turns_goes_on_with_its_draws(client: TestClient, engine: TorchEngine, pair: Any) -> None:
-    opening = ask(client, seed=2, tandem={"conversation": "new"}, return_token_ids=True)
-    [first] = opening["choices"]
+    [first] = ask(client, f"/sessions/mine{CHAT}")["choices"]
     said = first["message"]["content"]
     turns = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": "And 2 more?"}]
     [choice] = ask(client, messages=turns, seed=2)["choices"]
@@ -103,17 +102,17 @@ def test_a_chat_of_several_turns_goes_on_with_its_draws(client: TestClient, engi
     strategy = words_of(pair)
     [wanted] = reference(engine, [told, told], pair, [2], strategy)
     assert choice["token_ids"] == wanted.tokens.tolist()
-    going_on = {"conversation": opening["tandem"]["conversation"]}
-    response = ask(client, messages=turns, tandem=going_on, return_token_ids=True)
+    response = ask(client, f"/sessions/mine{CHAT}", messages=turns, return_token_ids=True)
     [second] = response["choices"]
     written = tuple(first["token_ids"])
     prompt, read = tuple(response["prompt_token_ids"]), tuple(pair[1](told)["input_ids"])
     assert prompt[: len(pair[0](TOLD)["input_ids"]) + len(written)] == (*pair[0](TOLD)["input_ids"], *written)
-    asked = Request(prompt, (mix64(2),), Sampling(max_tokens=24), strategy, history=(written,), junior_prompt=read)
+    key = session_key("mine")
+    asked = Request(prompt, (key,), Sampling(max_tokens=24), strategy, history=(written,), junior_prompt=read)
     [[whole]] = engine.generate([asked])
     assert second["token_ids"] == whole.tokens.tolist() != choice["token_ids"]
     both = [np.array(each["token_ids"]) for each in (first, second)]
-    [authors] = replay_turns(strategy, [mix64(2)], [both]).author.tolist()
+    [authors] = replay_turns(strategy, [key], [both]).author.tolist()
     assert authors == [*first["authorship"], *second["authorship"]]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import authors, served_here, strategy_of, written
+from clients import authors, served_here, session_key, strategy_of, written
 from pairs import CONTEXT, VLLM, reference
 from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
 
@@ -96,6 +96,19 @@ def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any,
     for response, [wanted] in zip(responses, engine.generate(requests), strict=True):
         assert response.choices[0].token_ids == wanted.tokens.tolist()
         assert response.choices[0].authorship == wanted.author.tolist()
+
+
+def test_the_requests_of_a_session_go_on(client: Any, running: Server) -> None:
+    mine, ids, turns = client.with_options(base_url=f"{running.url}/sessions/mine/v1"), written(9), list[Any]()
+    mine.model = "both"  # any name
+    for _ in range(3):
+        [choice] = complete(mine, ids, max_tokens=8).choices
+        wanted = Sampling(max_tokens=8, ignore_eos=True)
+        request = Request(tuple(ids), (session_key("mine"),), wanted, strategy_of(SERVED), history=tuple(turns))
+        [[one]] = reference(PAIR).generate([request])
+        assert (choice.token_ids, choice.authorship) == (one.tokens.tolist(), one.author.tolist())
+        turns.append(tuple(choice.token_ids))
+        ids = [*ids, *choice.token_ids, 5, 6]
 
 
 def test_it_says_what_it_serves_and_where(running: Server, pair: Path) -> None:

@@ -27,6 +27,7 @@ from tandemrl.rollout.gateway.address import API_KEY, hosts_of, listen, run, url
 from tandemrl.rollout.gateway.engine_app import Server, application
 from tandemrl.rollout.gateway.engine_thread import EngineThread
 from tandemrl.rollout.gateway.requests import SAMPLED, OtherReader, Reader
+from tandemrl.rollout.gateway.sessions import NamedSessions
 from tandemrl.rollout.gateway.texts import Speaker
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm import require_vllm
@@ -121,22 +122,19 @@ def serve(
         return _strategy(config, selection, tokenizer, engine.vocabulary, apart=other is not None)
 
     key = api_key or os.environ.get(API_KEY)
-    server = Server(
-        EngineThread(engine),
-        Reader(
-            tokenizer,
-            min(engine.context, context or engine.context),
-            strategy_of=strategy_of,
-            selection=config.selection,
-            defaults=sampling_defaults(senior),
-            template_arguments=template_variables(tokenizer, config.data.template_arguments),
-            calls=calls is not None,
-            ends=frozenset(ends),
-            junior=None if other is None else other_reader(other, junior, endpoint),
-        ),
-        Speaker(tokenizer, calls or "hermes", ends),
-        senior,
+    reader = Reader(
+        tokenizer,
+        min(engine.context, context or engine.context),
+        strategy_of=strategy_of,
+        selection=config.selection,
+        defaults=sampling_defaults(senior),
+        template_arguments=template_variables(tokenizer, config.data.template_arguments),
+        calls=calls is not None,
+        ends=frozenset(ends),
+        junior=None if other is None else other_reader(other, junior, endpoint),
     )
+    speaker = Speaker(tokenizer, calls or "hermes", ends)
+    server = Server(EngineThread(engine), reader, speaker, senior, NamedSessions(reader))
     app = application(server, hosts=hosts_of(host, allowed_hosts), api_key=key)
     dtype = (config.rollout.engine == "vllm" and config.rollout.vllm.junior_dtype) or config.model.dtype
     where = dtype if endpoint is None else f"at {endpoint.url}"

@@ -23,11 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from tandemrl.rollout.engine import Completion, EngineError, Request
 from tandemrl.rollout.gateway.asgi import Door, json_object
-from tandemrl.rollout.gateway.conversations import NEW, Conversations
 from tandemrl.rollout.gateway.engine_thread import EngineThread
 from tandemrl.rollout.gateway.fields import Refused
 from tandemrl.rollout.gateway.requests import Asked, Form, Reader
-from tandemrl.rollout.gateway.sessions import ROLES, Asking, Session
+from tandemrl.rollout.gateway.sessions import ROLES, Asking, NamedSessions, Session
 from tandemrl.rollout.gateway.texts import VERSION, Chunks, Speaker, summary
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -49,9 +48,11 @@ def application(server: "Server", *, hosts: Collection[str], api_key: str | None
         yield
         await asyncio.to_thread(server.thread.close)
 
+    locked = ("/v1", "/inference", *["/sessions"] * isinstance(server.sessions, NamedSessions))
+
     def admits(scope: Scope) -> bool:
         sent, wanted = dict(scope["headers"]).get(b"authorization", b""), f"Bearer {api_key}".encode()
-        open_to_all = api_key is None or not scope["path"].startswith(("/v1", "/inference"))
+        open_to_all = api_key is None or not scope["path"].startswith(locked)
         return open_to_all or hmac.compare_digest(sent, wanted)
 
     hint = "name it at the start of the server: --allowed-host NAME"
@@ -104,9 +105,8 @@ class Server:
     speaker: Speaker
     model: str
     """The name of the model in requests."""
-    conversations: Conversations = field(default_factory=Conversations)
     sessions: dict[str, Session] = field(default_factory=dict)
-    """By name: those that are open. A name is a secret, since whoever knows it may ask."""
+    """By name: those that are open. Unless they are `NamedSessions`, a name is a secret: whoever knows it may ask."""
     began: float = field(default_factory=time.time)
 
     async def health(self, request: HttpRequest) -> Response:
@@ -129,9 +129,10 @@ class Server:
             HTTPException: it is not open.
         """
         name = request.path_params.get("session")
-        if name is not None and name not in self.sessions:
-            raise HTTPException(410, "this session is closed, or was never open")
-        return None if name is None else self.sessions[name]
+        try:
+            return None if name is None else self.sessions[name]
+        except KeyError:
+            raise HTTPException(410, "this session is closed, or was never open") from None
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = await json_object(request)
@@ -154,7 +155,7 @@ class Server:
             return _error(404, message, kind="NotFoundError", param="model")
         with _refusals():
             if session is None:
-                exchange = self._begin(body, form, request.headers.get("x-session-id"))
+                exchange = _Exchange(self, self.reader.read(body, form, session=request.headers.get("x-session-id")))
             else:
                 again = request.headers.get("x-stainless-retry-count", "0") != "0"  # as OpenAI's clients say it
                 begun = session.begin(body, form, retry=again)
@@ -177,21 +178,6 @@ class Server:
             gone.cancel()
             exchange.close()
 
-    def _begin(self, body: Mapping[str, Any], form: Form, session: str | None) -> "_Exchange":
-        """Read a request and begin to write. The conversation that it continues is taken from then on."""
-        tandem = body.get("tandem")
-        id, known = tandem.get("conversation") if isinstance(tandem, dict) else None, None
-        if id is not None and form != "chat":
-            raise Refused(f"tandem.conversation: only {CHAT} has messages to go on from")
-        if id not in (None, NEW):
-            known = self.conversations.take(str(id))
-        try:
-            return _Exchange(self, self.reader.read(body, form, known=known, session=session))
-        except BaseException:
-            if known is not None:
-                self.conversations.give_back(known)
-            raise
-
 
 class _Exchange:
     """One request, which is being written from the beginning on, and its response."""
@@ -199,8 +185,7 @@ class _Exchange:
     def __init__(
         self, server: Server, asked: Asked, asking: Asking | None = None, session: Session | None = None
     ) -> None:
-        self._server, self.asked, self._conversation = server, asked, asked.conversation
-        self._asking, self._session = asking, session
+        self._server, self.asked, self._asking, self._session = server, asked, asking, session
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self._job = server.thread.submit(asked.requests, self._hear if asked.wants("stream") else None)
         if asking is not None:
@@ -227,9 +212,6 @@ class _Exchange:
     def close(self) -> None:
         """Hear that the request has ended, in whatever way."""
         self._server.thread.cancel(self._job)
-        conversation, self._conversation = self._conversation, None
-        if conversation is not None:
-            self._server.conversations.give_back(conversation)
         if self._session is not None and self._asking is not None:
             self._session.drop(self._asking)
 
@@ -270,12 +252,9 @@ class _Exchange:
         return {"choices": choices, "usage": usage, "tandem": summary(asked, completions)}
 
     def _go_on(self, choice: Mapping[str, Any]) -> None:
-        """Add the turn to the session or the conversation, if there is one and the turn is not empty."""
+        """Add the turn to the session, if there is one."""
         if self._session is not None and self._asking is not None:
             self._session.record(self._asking, self.written.result()[0], self.asked.body, choice.get("message"))
-        if self._conversation is not None and (turn := choice["token_ids"]):
-            messages = [*self.asked.body["messages"], choice["message"]]
-            self._conversation = self._conversation.after(messages, self.asked.requests[0].prompt, turn)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of a stream, to the end."""

@@ -2,8 +2,7 @@
 
 What would change a response and cannot be done is refused. The names and meanings of the fields are vLLM's. A request
 may have a field ``"tandem": {...}``. It holds ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of ``strategy``,
-``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first``, which then replace the server's values. For a chat it
-may also hold ``conversation``, which continues a chat from request to request (see ``conversations``).
+``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first``, which then replace the server's values.
 """
 
 import json
@@ -23,7 +22,6 @@ from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.envs.environment import Schema
 from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.gateway import fields
-from tandemrl.rollout.gateway.conversations import NEW, Conversation
 from tandemrl.rollout.gateway.fields import FLAG, NUMBER, OBJECT, Kind, Refused, whole
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
@@ -49,7 +47,6 @@ def _is_tool(tool: Any) -> bool:
 
 
 _ANYTHING = Kind(lambda value: True, "anything")  # what reads it refuses it
-_TEXT = Kind(lambda value: isinstance(value, str), "a text")
 _IDS = Kind(lambda ids: isinstance(ids, list) and all(type(each) is int for each in ids), "a list of token ids")
 _OWN_LOGPROB = Kind(lambda value: value == 0, "0, since only the written token's is known")
 _FIELDS: dict[str, Kind] = {
@@ -83,7 +80,7 @@ _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "priority", "request_id", "parallel_tool_calls"),
     *("safety_identifier", "prompt_cache_key", "cache_salt", "include_reasoning", "routed_experts_prompt_start"),
 }
-_TANDEM = {"strategy": fields.one_of(*KINDS), **fields.SELECTION, "solo": fields.AUTHOR, "conversation": _TEXT}
+_TANDEM = {"strategy": fields.one_of(*KINDS), **fields.SELECTION, "solo": fields.AUTHOR}
 
 
 class OtherReader(NamedTuple):
@@ -116,13 +113,12 @@ class Asked:
     form: Form
     body: Mapping[str, Any]
     requests: tuple[Request, ...]
-    seed: int
+    seed: int | None
+    """None in a session."""
     selection: SelectionConfig
     style: TextStyle
     tools: Mapping[str, Schema] = field(default_factory=dict)
     """The schemas of the tools by name, if the text may hold calls of them."""
-    conversation: Conversation | None = None
-    """The conversation before the request, or a new one; None if the request is not part of a conversation."""
 
     def wants(self, name: str) -> bool:
         """Whether a field of the body is stated, and neither false nor empty. 0 log-probs are the token's own."""
@@ -160,15 +156,13 @@ class Reader:
         body: Mapping[str, Any],
         form: Form,
         *,
-        known: Conversation | None = None,
         session: str | None = None,
         prompt: Sequence[int] | None = None,
     ) -> Asked:
         """Read the body of a request.
 
         Args:
-            known: the conversation that it continues.
-            session: what it is part of, if it is no conversation (see ``rollout.engine.Request``).
+            session: what it is part of (see ``rollout.engine.Request``).
             prompt: the ids of its messages, if they are known.
 
         Raises:
@@ -178,31 +172,27 @@ class Reader:
             body = _of_tokens(body)
         chat = form == "chat"
         _check(body, chat=chat)
-        selection = selection_of(body.get("tandem") or {}, self.selection if known is None else known.selection)
+        selection = selection_of(body.get("tandem") or {}, self.selection)
         try:
             strategy = self.strategy_of(selection)
         except ValueError as error:
             raise Refused(f"tandem: {error}") from None
         tools = self._tools(body) if chat else {}
-        if known is not None:
-            prompt = self._after(known, body)
         prompts = self.prompts(body, chat=chat, shown=bool(tools)) if prompt is None else [[*prompt]]
         if len(prompts) > MAX_SAMPLES:
             raise Refused(f"prompt: at most {MAX_SAMPLES} are possible in a request")
-        seed, conversation = _seed(body, selection, len(prompts), known)
+        seed = _seed(body, len(prompts))
         sampling = self._sampling(body, max(map(len, prompts)), fill=form != "text")
         keys = tuple(mix64(seed + i) for i in range(body.get("n") or 1))
-        more: dict[str, Any] = {"session": session}
-        if conversation is not None:
-            more = {"session": conversation.id, "history": conversation.turns}
         keep_stop, skip_special = body.get("include_stop_str_in_output"), body.get("skip_special_tokens")
         style = TextStyle(sampling.stop, sampling.stop_token_ids, bool(keep_stop), skip_special is not False)
-        asked = Asked(form, body, (), seed, selection, style, tools, conversation)
+        asked = Asked(form, body, (), seed, selection, style, tools)
         read: Sequence[Sequence[int]] = [()] * len(prompts)
         if strategy.removed is not None:
             read = self._read_by_junior(asked, sampling)
         both = zip(prompts, read, strict=True)
-        requests = (Request(tuple(p), keys, sampling, strategy, junior_prompt=tuple(j), **more) for p, j in both)
+        how: dict[str, Any] = {"keys": keys, "sampling": sampling, "strategy": strategy, "session": session}
+        requests = (Request(tuple(p), junior_prompt=tuple(j), **how) for p, j in both)
         return replace(asked, requests=tuple(requests))
 
     def tokens(self, body: Mapping[str, Any]) -> list[int]:
@@ -241,12 +231,6 @@ class Reader:
 
     def _arguments(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.template_arguments, **(body.get("chat_template_kwargs") or {})}
-
-    def _after(self, conversation: Conversation, body: Mapping[str, Any]) -> list[int]:
-        """The token ids of the next prompt of a conversation, with the further messages of a request."""
-        messages = messages_of(sound(body.get("messages")), "the request", "messages")
-        further = conversation.further(messages, body.get("tools"))
-        return self.continued(conversation.tokens.tolist(), further, body)
 
     def continued(self, written: Sequence[int], further: Sequence[Message], body: Mapping[str, Any]) -> list[int]:
         """The ids of a text that ends with a turn, and of further messages of a request.
@@ -373,30 +357,17 @@ def _plain_prompts(body: Mapping[str, Any], tokenizer: Any, *, by_junior: bool) 
         yield each
 
 
-def _seed(
-    body: Mapping[str, Any], selection: SelectionConfig, prompts: int, known: Conversation | None
-) -> tuple[int, Conversation | None]:
-    """The seed of the first sample, and the conversation that a request continues or begins."""
-    seed, conversation = body.get("seed"), known
-    seed = None if seed == -1 else seed  # as in vLLM
-    if known is not None:
-        seed = known.seed if seed is None else seed
-        if (seed, selection) != (known.seed, known.selection):
-            raise Refused("seed, tandem: a conversation keeps those of its first request; leave them out")
-    if seed is None:
-        if prompts > 1:
-            raise Refused(
-                "prompt: several prompts in one request share its seed, so equal prompts would get equal "
-                "completions; send `seed` if you want that, else one request per prompt"
-            )
-        seed = secrets.randbits(SEED_BITS)
-    if (body.get("tandem") or {}).get("conversation") == NEW:
-        conversation = Conversation(f"conv-{secrets.token_hex(12)}", seed, selection, body.get("tools") or None)
-    if conversation is not None:
-        for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
-            if body.get(name) not in (None, usual):
-                raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
-    return seed, conversation
+def _seed(body: Mapping[str, Any], prompts: int) -> int:
+    """The seed of the first sample."""
+    seed = body.get("seed")
+    if seed not in (None, -1):  # -1: none, as in vLLM
+        return int(seed)
+    if prompts > 1:
+        raise Refused(
+            "prompt: several prompts in one request share its seed, so equal prompts would get equal completions; send "
+            "`seed` if you want that, else one request per prompt"
+        )
+    return secrets.randbits(SEED_BITS)
 
 
 def selection_of(tandem: Mapping[str, Any], default: SelectionConfig) -> SelectionConfig:
@@ -405,8 +376,11 @@ def selection_of(tandem: Mapping[str, Any], default: SelectionConfig) -> Selecti
     Raises:
         Refused: a field is unknown or of another kind.
     """
+    if "conversation" in tandem:
+        where = "ask /sessions/NAME/v1 instead of /v1, with a name of your own"
+        raise Refused(f"tandem.conversation: requests of one session go on from each other; {where}")
     fields.check(tandem, _TANDEM, "tandem.", only=True)
-    given = {name: value for name, value in tandem.items() if value is not None and name != "conversation"}
+    given = {name: value for name, value in tandem.items() if value is not None}
     if "solo" in given:
         if len(given) > 1:
             raise Refused("tandem.solo: one author writes everything; leave the other fields out")

@@ -1,4 +1,4 @@
-"""Sessions: what one program asks, recorded token by token. Every session is an endpoint of its own.
+"""Sessions: what one program or chat asks, recorded token by token. Every session is an endpoint of its own.
 
 A request continues the longest recorded text that its prompt begins with. Sampled ids stay as they are: the messages
 that the program sends back are compared with those that it got, and only what follows them becomes tokens, which are
@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +39,11 @@ from tandemrl.selection.draws import mix64
 
 ROLES = ("senior", "junior")
 """Models that a request may name to be written by one author alone; under any other name both write."""
-_DECIDED = {*SAMPLED, "presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_tokens", "n", "model"}
+_DECIDED = {"seed", "n", "model"}
+_SAMPLED = {*SAMPLED, "presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens"}
 _LENGTH = ("max_completion_tokens", "max_tokens")
+MAX_SESSIONS = 256
+"""How many sessions a server remembers."""
 
 
 class Limits(NamedTuple):
@@ -107,11 +110,11 @@ class Session:
         key: the request key of the episode.
         reader: reads requests; its ``selection`` is that of the session.
         sampling: how tokens are drawn, whatever a request says: training needs to know. Stop strings, stop ids and
-            ``max_tokens`` are the request's.
+            ``max_tokens`` are the request's. None: all is as the request says, also who writes.
         limits: further requests are refused.
     """
 
-    def __init__(self, key: int, reader: Reader, sampling: Sampling, limits: Limits) -> None:
+    def __init__(self, key: int, reader: Reader, sampling: Sampling | None, limits: Limits) -> None:
         self.key, self.reader, self.sampling, self.limits = key, reader, sampling, limits
         self.name, self.closed = secrets.token_urlsafe(24), False
         self._branches: list[Branch] = []
@@ -136,16 +139,20 @@ class Session:
         """
         own = dict(body.get("sampling_params") or {}) if form == "ids" else dict(body)
         role, stated = body.get("model"), next((own[name] for name in _LENGTH if own.get(name) is not None), None)
-        if body.get("tandem") or own.get("n") not in (None, 1):
-            raise Refused("tandem, n: the run decides who writes, and a request of a session has one answer; leave out")
+        free, tandem = self.sampling is None, body.get("tandem") or {}
+        if tandem and not free:
+            raise Refused("tandem: the run decides who writes; leave it out")
+        if own.get("n") not in (None, 1):
+            raise Refused("n: a request of a session has one answer; leave it out")
         if stated is not None and (type(stated) is not int or stated < 1):
             raise Refused(f"max_tokens: expected a whole number above 0, got {stated!r:.50}")
         seed = -1 if own.get("seed") is None else own["seed"]
         if type(seed) is not int or seed < -1:
             raise Refused(f"seed: expected a whole number from 0, got {seed!r:.50}")
-        own = {name: value for name, value in own.items() if name not in {*_DECIDED, *_LENGTH}} | {"max_tokens": 1}
+        decided = _DECIDED if free else {*_DECIDED, *_SAMPLED, *_LENGTH}
+        own = {name: value for name, value in own.items() if name not in decided} | ({} if free else {"max_tokens": 1})
         plain = {"sampling_params": own, "token_ids": body.get("token_ids")} if form == "ids" else own
-        plain |= {"seed": 0} | ({"tandem": {"solo": role}} if role in ROLES else {})
+        plain |= {"seed": 0, "tandem": {"solo": role} if role in ROLES else tandem}
         prompt = self._continued(plain) if form == "chat" else None
         asked = self.reader.read(plain, form, prompt=prompt)
         if len(asked.requests) > 1:
@@ -155,12 +162,13 @@ class Session:
                 raise Refused("this session is closed")
             if retry:
                 self._withdraw(tuple(asked.requests[0].prompt), seed)
+            stated = asked.requests[0].sampling.max_tokens if free else stated
             asking = self._place(asked.requests[0], stated, role if role in ROLES else None, seed)
             if asking is None:
                 self._waiting.append(Future())
                 return self._waiting[-1]
         asking.tools = plain.get("tools") or None
-        return replace(asked, requests=(asking.request,), seed=asking.branch.key), asking
+        return replace(asked, requests=(asking.request,), seed=None), asking
 
     def _continued(self, body: Mapping[str, Any]) -> list[int] | None:
         """The ids of a prompt that goes on from a recorded answer, or None."""
@@ -210,7 +218,8 @@ class Session:
             assert parent.completion is not None
             branch, history = parent.branch, (*parent.request.history, tuple(parent.completion.tokens.tolist()))
         stop, ids = request.sampling.stop, request.sampling.stop_token_ids
-        sampling = replace(self.sampling, max_tokens=min(left, longest), stop=stop, stop_token_ids=ids)
+        drawn = self.sampling or request.sampling
+        sampling = replace(drawn, max_tokens=min(left, longest), stop=stop, stop_token_ids=ids)
         about: dict[str, Any] = {"history": history, "session": f"{self.name}/{branch.number}"}
         asking = Asking(replace(request, keys=(branch.key,), sampling=sampling, **about), branch, parent, role, seed)
         branch.asked.append(asking)
@@ -241,7 +250,8 @@ class Session:
     def record(self, asking: Asking, completion: Completion, body: Mapping[str, Any], said: Message | None) -> None:
         """Record an answer, before its client can go on from it. said: its message, if it is that of a chat."""
         with self._lock:
-            if not self.closed and asking in asking.branch.asked and completion.stop_reason != "abort":
+            whole = len(completion.tokens) > 0 and completion.stop_reason != "abort"
+            if whole and not self.closed and asking in asking.branch.asked:
                 asking.completion, self.last = completion, asking.branch
                 self._go_on()
                 if said is not None:
@@ -262,11 +272,33 @@ class Session:
                 each.cancel()
             self._go_on()
 
+    @property
+    def writes(self) -> bool:
+        """Whether a request is not answered yet."""
+        return any(each.completion is None for each in self._asked)
+
     def written(self) -> list[Written]:
         """The branches, in the order in which they began."""
         drops = self.reader.strategy_of(self.reader.selection).starts is not None
         answered = ((branch.key, [each for each in branch.asked if each.completion]) for branch in self._branches)
         return [_written(key, asked, drops=drops) for key, asked in answered if asked]
+
+
+class NamedSessions(dict[str, Session]):
+    """The sessions of a server by the names that clients give them. A new name begins one, whose key is the name's. The
+    ``MAX_SESSIONS`` that were used last are remembered, and all that write."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self._limits = reader, Limits(2**31, 2**31, None, reader.context)
+
+    def __getitem__(self, name: str) -> Session:
+        key = mix64(_digest([*name.encode()]))
+        session = self.pop(name) if name in self else Session(key, self._reader, None, self._limits)
+        self[name] = session
+        idle = [other for other, each in self.items() if other != name and not each.writes]
+        for other in islice(idle, max(0, len(self) - MAX_SESSIONS)):
+            del self[other]
+        return session
 
 
 def _written(key: int, asked: Sequence[Asking], *, drops: bool) -> Written:

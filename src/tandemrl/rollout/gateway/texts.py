@@ -3,7 +3,7 @@ authors.
 
 Every choice has ``authorship``, with one entry for each of its ``token_ids``: 1 for the senior, 0 for the junior. The
 response has ``tandem``; in a stream, each chunk that ends a choice has it. It holds the senior's share of the tokens,
-the seed that repeats the request, the strategy, our version and the id of the conversation, if there is one.
+the seed that repeats the request (in a session there is none), the strategy and our version.
 """
 
 import importlib.metadata
@@ -241,7 +241,7 @@ def summary(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
     senior, total = (sum(map(count, completions)) for count in (lambda c: int(c.author.sum()), lambda c: len(c.tokens)))
     return {
         "senior_frac": senior / total if total else None,
-        "seed": asked.seed,
+        **({} if asked.seed is None else {"seed": asked.seed}),
         "strategy": asked.selection.strategy,
         "version": VERSION,
-    } | ({} if asked.conversation is None else {"conversation": asked.conversation.id})
+    }
