@@ -31,13 +31,16 @@ def play(
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import ConfigError, load
     from tandemrl.data.rows import DataError
-    from tandemrl.models.loading import context_of
+    from tandemrl.models.loading import context_of, junior_tokenizer_of
     from tandemrl.rewards.protocol import GraderError
     from tandemrl.rollout.envs.episodes import make_episode_runner
 
     config = config_of(overrides, READ, ["rollout.vllm.multiprocess=true"])
     if senior is None and junior is not None:
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
+    if senior is not None and junior_tokenizer_of(senior, junior) is not None:
+        texts = "serve it (`tandemrl serve --engine torch`), or read the samples of `tandemrl eval tandem`"
+        raise ConfigError(f"--junior {junior}: has another vocabulary than the senior; {texts}")
     listening = listen(HOST, port)  # before models are loaded
     if senior is None:
         from tandemrl.apps.experiments.tiny import build_tiny_pair
@@ -53,14 +56,14 @@ def play(
         typer.echo(f"the page offers none of the pair's own problems: {error}")
         problems, environment = Problems(load(), [EXAMPLE]), None
     config = replace(config, model=replace(config.model, senior=senior, junior=junior or senior))
-    engine, tokenizer, other, ends, load_junior = open_pair(config, longest)
+    engine, tokenizer, _, ends, load_junior = open_pair(config, longest)
     reader = load_junior()
     how = {
         "longest": min(longest, engine.context, context_of(reader.config)),
         "template_arguments": config.data.template_arguments,
         "ends": ends,
     }
-    if environment is not None and other is None:
+    if environment is not None:
         acting = replace(known, model=config.model)
         runner = make_episode_runner(acting, tokenizer, environment=environment, eos_token_ids=ends)
         assert runner is not None
@@ -68,7 +71,7 @@ def play(
         stated = any(each.startswith("selection.") for each in overrides or ())
         config = config if stated else replace(config, selection=known.selection)
     else:
-        duo = Duo(engine, reader, tokenizer, junior_tokenizer=other, **how)
+        duo = Duo(engine, reader, tokenizer, **how)
     about = {"senior": senior, "junior": junior or senior}
     with listening:
         typer.echo(f"open {url_of(HOST, listening)} (Ctrl-C ends it)")

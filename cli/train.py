@@ -112,6 +112,7 @@ def _changed(config: "Config") -> str:
 
 def _next(config: "Config") -> list[str]:
     """The commands that follow a finished run."""
+    from tandemrl.models.loading import junior_tokenizer_of
     from tandemrl.training.checkpoint import latest
 
     output, last = Path(config.output_dir), latest(config.output_dir)
@@ -121,7 +122,8 @@ def _next(config: "Config") -> list[str]:
     commands = [_command("report", output)]
     if model.is_dir() and config.data.eval:
         commands.append(_command("eval", "all", "--model", model, "--junior", junior, "--out", output / "eval"))
-    if model.is_dir() and not config.has_episodes:
+    served = config.model.junior_endpoint.url is not None
+    if model.is_dir() and not config.has_episodes and junior_tokenizer_of(str(model), junior, endpoint=served) is None:
         commands.append(_command("play", "--senior", model, "--junior", junior))
     return commands
 

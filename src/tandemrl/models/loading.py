@@ -401,8 +401,8 @@ def vocabulary_check(
     """
     if differing := differing_entries(senior, junior):
         why = (
-            "Models of two vocabularies work together in training, evaluations, `tandemrl serve` and `tandemrl play` "
-            "with the torch engine (selection.strategy=before_word), but not here; `tandemrl check --senior MODEL "
+            "Models of two vocabularies work together in training, evaluations and `tandemrl serve` with the torch "
+            "engine (selection.strategy=before_word), but not here; `tandemrl check --senior MODEL "
             "--junior MODEL` says what works with these two"
             if other == "junior"
             else "They read the same tokens"

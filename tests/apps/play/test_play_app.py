@@ -1,5 +1,6 @@
 """The page of `tandemrl play` as a client without a browser sees it."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -10,11 +11,13 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the play extra")
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from helpers import CHAT_TEMPLATE, IDS, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl.apps.play.app import application
 from tandemrl.apps.play.duo import PLACES, Draft, Duo
 from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
+from tandemrl.cli.main import app as command
 from tandemrl.config import SelectionConfig, load
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -84,6 +87,16 @@ def test_handing_over_is_harmful_in_jargon_and_nothing_between_equals(pair: Path
     assert {place["effect"] for place in client.post("/handovers", json=draft).json()["places"]} == {0.0}
     refused = client.post("/handovers", json=draft | {"prompt": "How many?"})
     assert (refused.status_code, "choose one of the problems" in refused.json()["error"]) == (400, True)
+
+
+def test_a_junior_of_another_vocabulary_is_refused_with_what_works(tmp_path: Path) -> None:
+    other = copy.deepcopy(tokenizer())
+    other.add_tokens(["x y"])
+    for name, words in (("senior", tokenizer()), ("junior", other)):
+        words.save_pretrained(tmp_path / name)
+    result = CliRunner().invoke(command, ["play", "--senior", f"{tmp_path}/senior", "--junior", f"{tmp_path}/junior"])
+    assert result.exit_code == 2
+    assert "another vocabulary than the senior; serve it (`tandemrl serve --engine torch`)" in result.stderr
 
 
 def test_what_fails_is_said_as_json(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

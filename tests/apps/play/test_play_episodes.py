@@ -12,7 +12,7 @@ from small_world import CALLS, Talk
 from tandemrl.apps.play.app import application, draft_of
 from tandemrl.apps.play.episodes import EpisodeDuo
 from tandemrl.apps.play.problems import Problems
-from tandemrl.config import load
+from tandemrl.config import SelectionConfig, load
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.episodes import make_episode_runner
 from tandemrl.rollout.gateway.source import openai_agent
@@ -58,7 +58,7 @@ def test_an_episode_is_shown_by_author_with_what_was_said_between() -> None:
             verdict = client.post("/grade", json=draft | so_far).json()["verdict"]
             assert verdict is None  # it is not over
         so_far = {"tokens": [each["id"] for each in tokens], "authors": [each["author"] for each in tokens]}
-        _, one = duo._episode(draft_of(draft | so_far, turns=True))
+        _, one = duo._episode(draft_of(draft | so_far, SelectionConfig(), turns=True))
         assert (so_far["tokens"], so_far["authors"]) == (one.tokens.tolist(), one.author.tolist())
         spans = [author for i, author in enumerate(so_far["authors"]) if so_far["authors"][:i][-1:] != [author]]
         assert ([author < 0 for author in spans], {*spans}) == ([False, True, False, True, False], {-1, 0, 1})

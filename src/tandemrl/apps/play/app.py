@@ -79,7 +79,7 @@ def application(
         return endpoint
 
     def draft(body: Mapping[str, Any]) -> Draft:
-        return draft_of(body, begin_with, apart=duo.apart, turns=duo.turns)
+        return draft_of(body, begin_with, turns=duo.turns)
 
     def write(body: Mapping[str, Any]) -> dict[str, Any]:
         fields.check({"count": 0, **body}, {"count": whole(1, AT_ONCE)})
@@ -102,9 +102,9 @@ def application(
 
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:
         offered = {
-            "strategies": strategies_of(begin_with, apart=duo.apart, turns=duo.turns),
+            "strategies": strategies_of(begin_with, turns=duo.turns),
             "problems": problems.prompts,
-            "handovers": not (duo.apart or duo.turns),
+            "handovers": not duo.turns,
         }
         defaults = asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}
         return {**about, **offered, "defaults": defaults}
@@ -148,32 +148,30 @@ async def _body(request: Request) -> Mapping[str, Any]:
     return fields.stated(await json_object(request))
 
 
-def strategies_of(begin_with: SelectionConfig, *, apart: bool = False, turns: bool = False) -> tuple[str, ...]:
+def strategies_of(begin_with: SelectionConfig, *, turns: bool) -> tuple[str, ...]:
     """The strategies that the page offers, and the one that it begins with.
 
     Args:
-        apart: whether the models have two vocabularies, so that only some strategies work.
         turns: whether texts have several turns, so that those by turns work.
     """
-    kinds = ((name, kind) for name, kind in KINDS.items() if turns or not kind.by_turns)
-    able = [name for name, kind in kinds if not apart or kind.by_text is not None]
+    able = [name for name, kind in KINDS.items() if turns or not kind.by_turns]
     return tuple(dict.fromkeys((*able, begin_with.strategy)))
 
 
-def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT, **able: bool) -> Draft:
+def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig, *, turns: bool) -> Draft:
     """The text that a question brings along.
 
     Args:
-        able: see ``strategies_of``.
+        turns: see ``strategies_of``.
 
     Raises:
         ValueError: a field is of another type, or out of range; names it.
     """
     fields.check({"prompt": "", **body}, _DRAFT)
     tokens, authors, given = body.get("tokens") or (), body.get("authors") or (), body.get("given") or 0
-    if len(tokens) != len(authors) or given > len(tokens) or (-1 in authors and not able.get("turns")):
+    if len(tokens) != len(authors) or given > len(tokens) or (-1 in authors and not turns):
         raise Refused("authors: expected 0 or 1 for each of the tokens, and given within them")
-    selected, offered = fields.stated(body.get("selection") or {}), strategies_of(begin_with, **able)
+    selected, offered = fields.stated(body.get("selection") or {}), strategies_of(begin_with, turns=turns)
     fields.check(selected, {"strategy": fields.one_of(*offered), **fields.SELECTION}, "selection.", only=True)
     selection = fields.with_selected(replace(DEFAULT, strategy=begin_with.strategy), selected)
     if selection.strategy == begin_with.strategy:

@@ -16,7 +16,7 @@ let names = {};
 let problems = []; // prompts whose answers are known
 let draft = null; // prompt, seed, selection, temperature, tokens, authors, given: what the next tokens depend on
 let shown = []; // a span each: text, special, kind (senior, junior, person, context), surprisal, end (in tokens)
-let held = 0; // the surprisal of tokens at the end that are no whole character yet; null: unknown
+let held = 0; // the surprisal of tokens at the end that are no whole character yet
 let verdict = null; // correct, answer, expected
 let running = false;
 let over = false;
@@ -97,7 +97,7 @@ function show(span) {
 function add(token, kind) {
   draft.tokens.push(token.id);
   draft.authors.push(token.author);
-  held = held === null || token.surprisal === null ? null : held + token.surprisal;
+  held += token.surprisal;
   if (token.text === "" && token.special === "") return;
   show({ text: token.text, special: token.special, kind, surprisal: held, end: draft.tokens.length });
   held = 0;

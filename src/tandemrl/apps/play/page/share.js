@@ -13,7 +13,7 @@ function named({ text, special }) {
 }
 
 function nats({ surprisal }) {
-  return surprisal === null ? "no surprisal" : `${surprisal.toFixed(2)} nats`;
+  return `${surprisal.toFixed(2)} nats`;
 }
 
 function sharedPage(draft, shown, names, style) {
