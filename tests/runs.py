@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from tandemrl.cli.main import app
 from tandemrl.config import Config, DataConfig, ModelConfig, load, packaged_configs
 from tandemrl.evals import evaluate
 
@@ -107,6 +109,13 @@ def _dying(log: str, command: list[str], function: str, call: int, before: bool)
     sys.argv = ["tandemrl", *command]
     importlib.import_module("tandemrl.cli.main").main()
     sys.exit("the call never came")
+
+
+def cli(*arguments: object, fails: int = 0) -> str:
+    """What a command of ``tandemrl`` says. fails: the exit code that it is to end with."""
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exit_code == fails, f"{arguments}\n{done.output}\n{done.exception!r}"
+    return done.output
 
 
 def config(pair: Path, out: Path, *extra: str) -> Config:

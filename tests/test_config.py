@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
-from typer.testing import CliRunner
 
-from runs import UNDECIDED
-from tandemrl.cli.main import app
+from runs import UNDECIDED, cli
 from tandemrl.config import (
     Config,
     ConfigError,
@@ -438,15 +436,15 @@ def test_a_value_outside_of_its_range_is_refused_with_the_range(leaf: Leaf) -> N
 
 
 def test_the_reference_is_printed_by_section_within_80_columns() -> None:
-    run, keys_in = partial(CliRunner().invoke, app), partial(re.findall, r"(?m)^([\w.]+) = ")
-    everything, section = run(["config"]).stdout, run(["config", "rollout.vllm"]).stdout
+    keys_in = partial(re.findall, r"(?m)^([\w.]+) = ")
+    everything, section = cli("config"), cli("config", "rollout.vllm")
     assert max(map(len, everything.splitlines())) <= 80
     keys = [leaf.key for leaf in leaves(load())]
     assert keys_in(everything) == keys
     assert keys_in(section) == [key for key in keys if key.startswith("rollout.vllm.")]
     shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` redraws at the latest this"
-    assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
-    assert "no section 'trian'; there are model, model.junior_endpoint, model.lora" in run(["config", "trian"]).output
+    assert cli("config", "selection.max_gap_tokens").split("\n\n")[1].startswith(shown)
+    assert "no section 'trian'; there are model, model.junior_endpoint, model.lora" in cli("config", "trian", fails=2)
 
 
 VLLM = "rollout.engine=vllm"
@@ -474,11 +472,11 @@ def test_what_several_processes_cannot_do_is_refused(keys: list[str], message: s
 
 def test_a_dry_run_under_the_launcher_checks_its_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run", "model.device=cuda:0"])
-    assert done.exit_code == 2
-    assert "PROBLEM      processes: model.device=cuda:0: must be cuda" in done.output
+    assert "PROBLEM      processes: model.device=cuda:0: must be cuda" in cli(
+        "train", "-c", "quickstart", "--dry-run", "model.device=cuda:0", fails=2
+    )
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "ok           processes: 1" in CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run"]).output
+    assert "ok           processes: 1" in cli("train", "-c", "quickstart", "--dry-run", fails=2)
 
 
 def test_a_mandatory_value_is_asked_for_until_it_or_what_makes_it_is_given() -> None:

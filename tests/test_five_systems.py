@@ -9,13 +9,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from typer.testing import CliRunner
 
 from fake_judge import FakeJudge
 from helpers import qwen3
-from runs import metrics, samples
+from runs import cli, metrics, samples
 from tandemrl.apps.experiments.agents import hops_tokenizer
-from tandemrl.cli.main import app
 from tandemrl.config import load, packaged_configs
 from tandemrl.data.loading import load_rows
 
@@ -127,12 +125,6 @@ def here(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def run(arguments: list[str]) -> str:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, f"{arguments}\n{result.output}"
-    return result.output
-
-
 def test_every_system_has_its_commands() -> None:
     named = {param.id for param in workflows()}
     assert {"deepscaler_tandem", "deepscaler_grpo", "countdown", "rrm_policy", "musique_grpo", "tinyzero"} <= named
@@ -159,13 +151,13 @@ def test_a_system_s_workflow_on_its_own_columns(commands: list[str], here: Path)
             strict = {"eurus": ["--max-tokens", "0"]}.get(build[2], [])
             if build[2] in ("deepscaler", "musique", "eurus"):
                 strict += ["--expect-rows", "0"]
-            run([*build, "--source", str(published(build[2], here / "published")), *strict])
+            cli(*build, "--source", str(published(build[2], here / "published")), *strict)
         agent = whole.rollout.environment != "single"
         keys = [*TOY, f"model.senior={'agents' if agent else 'pair/senior'}", *(AGENT if agent else [])]
         if whole.judge.url is not None:
             keys.append(f"judge.url={judge.url}")
         given = [word for word in train if not word.startswith(("judge.", "model.", "train.", "parallel."))]
-        run([*given, *keys])
+        cli(*given, *keys)
         out = Path(whole.output_dir)
         [line] = metrics(out)
         written = [each for each in samples(out) if each.get("phase", "train") == "train"]
@@ -176,7 +168,7 @@ def test_a_system_s_workflow_on_its_own_columns(commands: list[str], here: Path)
     if agent:
         short = ["eval.profile=custom", "eval.max_tokens=12", *AGENT]
         found = ["--model", f"{out}/hf/best", "--config", str(out), "--limit", "2", "--out", "evaluated"]
-        run(["eval", "qa", *found, *short])
+        cli("eval", "qa", *found, *short)
         [result] = Path("evaluated").glob("*.json")
         measured = json.loads(result.read_text())["metrics"]["macro"]
         assert measured["problems"] == 2

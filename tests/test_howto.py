@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from runs import metrics, samples
-from tandemrl.cli.main import app
+from runs import cli, metrics, samples
 from tandemrl.config import load
 from tandemrl.data.loading import load_rows
 
@@ -54,12 +52,6 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("tandemrl ")]
 
 
-def run(arguments: list[str]) -> str:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, f"{arguments}\n{result.output}"
-    return result.output
-
-
 def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``load`` of a page's Python set `FEW` beside what the page sets."""
     monkeypatch.setattr("tandemrl.load", lambda name, overrides=(): load(name, [*overrides, *FEW]))
@@ -73,8 +65,8 @@ def test_own_rows_with_an_own_reward(reader: Path) -> None:
     given = json.loads((reader / "train.jsonl").read_text().splitlines()[0])["question"]
     assert rows[0].messages == ({"role": "user", "content": given},)  # a string in the file
     checking, training = (words for words in commands("data") if "output_dir=runs/mine" in words)
-    assert "my_reward:last_number" in run(checking)
-    run([*training, *FEW])
+    assert "my_reward:last_number" in cli(*checking)
+    cli(*training, *FEW)
     truths = {row.example_id: row.ground_truth for row in rows}
     written = samples(Path("runs/mine"))
     assert len(written) == 16
@@ -92,7 +84,7 @@ def test_rows_and_rewards_of_other_libraries(reader: Path) -> None:
     scored = commands("coming_from")
     assert len(scored) == 3
     for arguments in scored:
-        run(arguments)
+        cli(*arguments)
         out = Path(arguments[arguments.index("--out") + 1])
         assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0, 0.0]
     parts = [json.loads(line)["parts"] for line in Path("verl.jsonl").read_text().splitlines()]
@@ -117,8 +109,8 @@ def test_a_custom_tool_in_place_of_the_tiny_agents(reader: Path) -> None:
     build, training = (
         [words for words in commands("tools") if word in words] for word in ("calculator", "output_dir=runs/my-tool")
     )
-    run(build[0])
-    run([*training[0], *FEW])
+    cli(*build[0])
+    cli(*training[0], *FEW)
     [line] = metrics(Path("runs/my-tool"))
     assert line["env/tool_calls"] > 0.4
     assert line["env/invalid_calls"] < 0.2
@@ -128,7 +120,7 @@ def test_a_custom_tool_in_place_of_the_tiny_agents(reader: Path) -> None:
 def test_an_agent_of_the_readers_own(reader: Path) -> None:
     assert blocks("agents", "python") == []
     training, *_ = commands("agents")
-    run([*training, *FEW, "output_dir=runs/mine"])
+    cli(*training, *FEW, "output_dir=runs/mine")
     [line] = metrics(Path("runs/mine"))
     assert (line["agent/failed"], line["agent/forks"]) == (0, 0)
     assert line["agent/requests"] > 1
@@ -143,8 +135,8 @@ def test_a_strategy_by_training_step(reader: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_run_continues_with_another_learning_rate(reader: Path) -> None:
     [again] = [words for words in commands("resume") if "train.lr=1e-4" in words]
-    run(["train", "--config", "quickstart", "output_dir=runs/mine", *FEW])
-    run([word.replace("step_50", "step_1") for word in again])
+    cli("train", "--config", "quickstart", "output_dir=runs/mine", *FEW)
+    cli(*(word.replace("step_50", "step_1") for word in again))
     config, before = load("runs/mine-lower", []), load("runs/mine", [])
     assert (config.train.lr, config.train.seed, config.model.junior) == (1e-4, 1, before.model.junior)
     first, second = ({each["example_id"] for each in samples(Path("runs", run))} for run in ("mine", "mine-lower"))

@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
+from runs import cli
 from tandemrl.apps.report.legibility import Estimate, ReaderRecord, no_reference, verdict
-from tandemrl.cli.main import app
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt
 from tandemrl.evals.stored import Stored, stored_samples
@@ -16,9 +15,7 @@ SMALL = ("eval.profile=tiny", "eval.bootstrap=20", "eval.draws=4", "reward.worke
 
 
 def judge(*arguments):
-    result = CliRunner().invoke(app, ["legibility", *map(str, arguments), *SMALL])
-    assert result.exit_code == 0, result.output
-    return result.output
+    return cli("legibility", *arguments, *SMALL)
 
 
 def test_a_verdict_says_no_more_than_its_intervals():
@@ -126,9 +123,7 @@ def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
     ],
 )
 def test_what_cannot_be_judged_is_refused(arguments, fault):
-    result = CliRunner().invoke(app, ["legibility", *arguments])
-    assert result.exit_code == 2
-    assert fault in result.output
+    assert fault in cli("legibility", *arguments, fails=2)
 
 
 def stored(tmp_path, *lines, limit=None, rows=4):

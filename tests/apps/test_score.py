@@ -5,10 +5,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from runs import cli
 from tandemrl.apps.score import means, score_file
-from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
 
@@ -114,16 +113,12 @@ def test_bad_responses_are_named_and_leave_no_result(data, tmp_path, lines, mess
 def test_the_command(data: str, tmp_path: Path) -> None:
     file, out = responses(tmp_path, *({"response": text} for text in TEXTS)), tmp_path / "scores.jsonl"
     command = ["score", "--data", data, "--responses", str(file), "--out", str(out), "reward.workers=1"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    result = cli(*command)
     assert len(read(out)) == 3
-    assert "3 responses in" in result.output
-    assert "math500" in result.output
-    broken = CliRunner().invoke(app, [*command, "reward.scorers.math500=no_such_module:score"])
-    assert broken.exit_code == 2
-    assert broken.stderr.startswith(
-        "error: reward.scorers: no_such_module:score: cannot be imported: ModuleNotFoundError"
-    )
+    assert "3 responses in" in result
+    assert "math500" in result
+    broken = cli(*command, "reward.scorers.math500=no_such_module:score", fails=2)
+    assert broken.startswith("error: reward.scorers: no_such_module:score: cannot be imported: ModuleNotFoundError")
 
 
 def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data: str, tmp_path: Path) -> None:
@@ -132,13 +127,12 @@ def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data:
     file = responses(tmp_path, *({"response": text} for text in TEXTS))
     command = ["score", "--data", data, "--responses", str(file), "reward.workers=1"]
     with pytest.warns(UserWarning, match=r"reward\.scorers\.theirs"):
-        assert CliRunner().invoke(app, [*command, "--config", str(run)]).exit_code == 0
+        cli(*command, "--config", run)
     for typed in (["reward.scorers.math=dapo"], ["--config", str(run), "reward.scorers.math=dapo"]):
         with warnings.catch_warnings(action="ignore"):
-            refused = CliRunner().invoke(app, [*command, *typed])
-        assert refused.exit_code == 2
-        assert "reward.scorers.math=dapo: no row matches" in refused.stderr
-        assert "did you mean math500?" in refused.stderr
+            refused = cli(*command, *typed, fails=2)
+        assert "reward.scorers.math=dapo: no row matches" in refused
+        assert "did you mean math500?" in refused
 
 
 @pytest.mark.parametrize(("credit", "earned"), [("fraction", 0.5), ("all", 0.0)])

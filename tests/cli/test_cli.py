@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner, Result
 
+from runs import cli
 from tandemrl.cli.main import app
 
 
@@ -177,9 +178,9 @@ def test_a_profile_replaces_the_sampling_of_a_config(monkeypatch: pytest.MonkeyP
     evaluate = Mock(return_value={"pass-at-k": RESULT})
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     command = ["eval", "pass-at-k", "--model", "M", "--config", "deepscaler_tandem"]
-    assert run(*command).exit_code == 0
+    cli(*command)
     assert (evaluate.call_args.args[0].eval.profile, evaluate.call_args.args[0].eval.max_tokens) == ("custom", 3000)
-    assert run(*command, "--profile", "paper").exit_code == 0
+    cli(*command, "--profile", "paper")
     assert (evaluate.call_args.args[0].eval.profile, evaluate.call_args.args[0].eval.unread) == ("paper", ())
     result = run(*command, "--profile", "paper", "eval.max_tokens=9")
     assert result.exit_code != 0
@@ -196,15 +197,14 @@ def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytes
     }
     evaluate = Mock(return_value=phases)
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
-    result = run("eval", "all", "--model", "M", "--junior", "J", "--data", "a")
-    assert result.exit_code == 0, result.output
+    result = cli("eval", "all", "--model", "M", "--junior", "J", "--data", "a")
     assert evaluate.call_args.kwargs["phases"] is None
-    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
+    lines = [" ".join(line.replace("│", " ").split()) for line in result.splitlines()]
     assert "pass-at-k pass@1 0.5000 0.5000 0.5000 [0.250, 0.750]" in lines
     assert "legibility cross_entropy 0.2500 0.2500 0.2500" in lines
     assert not any("problems" in line for line in lines)
     assert any(line.startswith("left out: verified needs a judge; give judge.url=") for line in lines)
-    assert "left out: tandem needs a junior" in run("eval", "all", "--model", "M", "--data", "a").output
+    assert "left out: tandem needs a junior" in cli("eval", "all", "--model", "M", "--data", "a")
 
 
 def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(tmp_path, monkeypatch):
@@ -216,9 +216,8 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(tmp_path
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
 
     def evaluated(model: Path, *options: str) -> tuple[Any, str]:
-        result = run("eval", "pass-at-k", "--model", str(model), *options)
-        assert result.exit_code == 0, result.output
-        return evaluate.call_args.args[0], " ".join(result.output.split())
+        result = cli("eval", "pass-at-k", "--model", str(model), *options)
+        return evaluate.call_args.args[0], " ".join(result.split())
 
     model = tmp_path / "run" / "hf" / "best"
     own = prepared(qwen3())
@@ -253,22 +252,19 @@ def test_eval_by_default_samples_as_the_models_own_run_or_its_files_say(tmp_path
 
 def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path) -> None:
     build = ["data", "build", "countdown", "--out", str(tmp_path / "out"), "--train", "5", "--test", "2"]
-    result = run(*build, "--generate", "--template", "base", "--seed", "3")
-    assert result.exit_code == 0, result.output
-    assert result.output.splitlines() == [
+    result = cli(*build, "--generate", "--template", "base", "--seed", "3")
+    assert result.splitlines() == [
         f"train: 5 rows in {tmp_path}/out/train.parquet",
         f"test: 2 rows in {tmp_path}/out/test.parquet",
     ]
-    shown = run("data", "show", str(tmp_path / "out" / "test.parquet")).output
+    shown = cli("data", "show", str(tmp_path / "out" / "test.parquet"))
     assert "  user: A conversation between User and Assistant." in shown
 
     (rows := tmp_path / "train.jsonl").write_text('{"target": 9, "nums": [4, 5]}\n' * 6)
     assert "--generate makes its own problems" in refused(run(*build, "--generate", "--source", str(rows)))
     assert "split test: 1 rows are left, expected 2" in refused(run(*build, "--source", str(rows)))
-    result = run(*build[:-2], "--test", "1", "--source", str(rows))
-    assert result.exit_code == 0, result.output
-    assert "warning: 1 prompts are in both splits, train/test" in result.output
-    assert run(*build, "--generate", "--template", "nope").exit_code == 2
+    assert "warning: 1 prompts are in both splits, train/test" in cli(*build[:-2], "--test", "1", "--source", str(rows))
+    cli(*build, "--generate", "--template", "nope", fails=2)
 
 
 def test_data_build_lists_its_sets_and_refuses_what_is_not_of_one(tmp_path: Path) -> None:
@@ -295,11 +291,11 @@ def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Pat
         (copies / f"{name}.jsonl").write_text(f"{line}\n")
     build = ["data", "build", "eval-all", "--out", str(out), "--source", str(copies), "--skip", "amc23_25"]
     assert "aime24: 1 rows, expected 30" in refused(run(*build))
-    assert run(*build, "--skip", "minerva", "--expect-rows", "0").exit_code == 0
+    cli(*build, "--skip", "minerva", "--expect-rows", "0")
     assert sorted(path.name for path in out.iterdir()) == ["aime24", "aime25", "aime26", "math500", "olympiad"]
 
     one = ["data", "build", "minerva", "--out", str(tmp_path), "--expect-rows", "0", "--source"]
-    rows = run(*one, str(copies / "minervamath.jsonl")).output.splitlines()
+    rows = cli(*one, copies / "minervamath.jsonl").splitlines()
     assert f"test: 1 rows in {tmp_path}/minerva/test.parquet" in rows
 
 
@@ -311,9 +307,7 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
         assert "pip install -e '.[retrieval]'" in refused(run(*index))
     pytest.importorskip("bm25s", reason="needs the retrieval extra")
     pytest.importorskip("Stemmer", reason="needs the retrieval extra")
-    result = run(*index)
-    assert result.exit_code == 0, result.output
-    assert f"2 documents in {tmp_path / 'index'}" in result.output
+    assert f"2 documents in {tmp_path / 'index'}" in cli(*index)
 
 
 def test_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,8 +381,8 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     assert "word" not in lines["works"][0].split(", ")
     assert lines["selection.strategy=word"][0].startswith("no: tokenizer ")
     assert "pair" not in check("letters", "nowhere", f"not ready: junior {tmp_path / 'nowhere'}")
-    assert run("check", "--senior", str(tmp_path / "letters")).output.count("27 tokens begin a word") == 2
-    assert run("check", "--junior", str(tmp_path / "letters")).exit_code == 2
+    assert cli("check", "--senior", str(tmp_path / "letters")).count("27 tokens begin a word") == 2
+    cli("check", "--junior", str(tmp_path / "letters"), fails=2)
 
 
 @pytest.mark.parametrize(
@@ -400,9 +394,8 @@ def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_an_option_that_is_a_config_key_gets_the_key(arguments: list[str], hint: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert f"config keys are given without dashes: {hint}" in " ".join(result.stderr.split())
+    result = cli(*arguments, fails=2)
+    assert f"config keys are given without dashes: {hint}" in " ".join(result.split())
 
 
 def test_a_failed_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,14 +404,13 @@ def test_a_failed_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mon
     result = run("train", "--config", "quickstart", "output_dir=a/b/c")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     for command in (["train", "--config", "quickstart", "output_dir=file/x"], ["model", "tiny", "--out", "file/x"]):
-        result = run(*command)
-        assert (result.exit_code, f"{tmp_path}/file is a file; choose a folder" in result.stderr) == (2, True)
+        assert f"{tmp_path}/file is a file; choose a folder" in cli(*command, fails=2)
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_tilde_after_an_option_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert run("data", "build", "synthetic", "--out=~/a b", "--train", "2", "--heldout", "2").exit_code == 0
-    assert run("data", "show", "~/a b/train.parquet", "--limit", "1").exit_code == 0
+    cli("data", "build", "synthetic", "--out=~/a b", "--train", "2", "--heldout", "2")
+    cli("data", "show", "~/a b/train.parquet", "--limit", "1")
     assert os.listdir(tmp_path) == ["a b"]

@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import tandemrl.training.build
-from runs import SMALL, config, metrics
+from runs import SMALL, cli, config, metrics
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.rollout.factory import torch_engine
@@ -39,13 +39,11 @@ def test_a_dry_run_prints_the_keys_that_differ_as_they_are_typed() -> None:
 
 def test_a_run_ends_with_the_commands_that_follow(tiny_pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "a run"
-    result = run("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=1"))
-    assert result.exit_code == 0, result.output
-    *_, report, evaluation, play = result.stdout.strip().splitlines()
+    result = cli("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=1"))
+    *_, report, evaluation, play = result.strip().splitlines()
     assert shlex.split(report) == ["tandemrl", "report", str(out)]
     assert shlex.split(play)[1:] == ["play", "--senior", f"{out}/hf/best", "--junior", f"{tiny_pair}/junior"]
-    done = run(*shlex.split(evaluation)[1:], "--limit", "2", "--samples", "1", "--k", "1")
-    assert done.exit_code == 0, done.output
+    cli(*shlex.split(evaluation)[1:], "--limit", "2", "--samples", "1", "--k", "1")
     assert (out / "eval" / "pass-at-k.json").is_file()
 
 
@@ -58,15 +56,13 @@ def test_ctrl_c_ends_after_the_step_and_names_the_command_that_goes_on(tiny_pair
 
     monkeypatch.setattr(loop, "update", pressed)
     out = tmp_path / "run"
-    result = run("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=2", "train.eval_every=0"))
-    assert result.exit_code == 130
-    assert "Traceback" not in result.output
-    assert "stopped by a signal after step 1, which is saved" in result.output
+    result = cli("train", "-c", "quickstart", *keys(tiny_pair, out, "train.steps=2", "train.eval_every=0"), fails=130)
+    assert "Traceback" not in result
+    assert "stopped by a signal after step 1, which is saved" in result
     assert [line["step"] for line in metrics(out)] == [1]
     monkeypatch.setattr(loop, "update", update)
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("to go on from the last checkpoint: ")]
-    done = run(*shlex.split(line.partition(": ")[2])[1:])
-    assert done.exit_code == 0, done.output
+    (line,) = [line for line in result.splitlines() if line.startswith("to go on from the last checkpoint: ")]
+    cli(*shlex.split(line.partition(": ")[2])[1:])
     assert [line["step"] for line in metrics(out)] == [1, 2]
 
 
@@ -119,9 +115,8 @@ def test_a_step_without_any_score_stops_and_names_the_function(tiny_pair: Path, 
 
 def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 90}\n{"step": 2, "time/step": 36}\n')
-    result = run("plan", "-c", "quickstart", "train.steps=500", "--device", "h200", "--times-of", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    batches, _, page = result.stdout.partition("\n\n")
+    result = cli("plan", "-c", "quickstart", "train.steps=500", "--device", "h200", "--times-of", str(tmp_path))
+    batches, _, page = result.partition("\n\n")
     assert batches.startswith("batch plan per step: 16 prompts -> ")
     assert page.startswith("plan of 1 process(es) on h200, ")
     assert page.strip().endswith("time: 500 steps of 36 s (median of 1) are 5 hours")
@@ -130,5 +125,5 @@ def test_a_plan_says_memory_and_hours_and_needs_no_dry_run(tmp_path: Path) -> No
 def test_a_plan_is_of_as_many_processes_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Mock()
     monkeypatch.setattr("tandemrl.apps.planning.plan.plan", planned)
-    assert run("plan", "-c", "quickstart", "--ranks", "2", "--device", "h200").exit_code == 0
+    cli("plan", "-c", "quickstart", "--ranks", "2", "--device", "h200")
     assert planned.call_args.args[1:] == (2, "h200")

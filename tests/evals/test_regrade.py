@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from tandemrl.cli.main import app
+from runs import cli
 from tandemrl.config import load, to_yaml
 from tandemrl.evals import EvalError, EvalResult, Sample, graded, read_result, read_samples, summarise
 from tandemrl.evals.compare import CompareError, compare
@@ -95,10 +94,9 @@ def test_a_run_is_graded_with_the_settings_of_its_config(tmp_path, rows):
     (run / "config.yaml").write_text(to_yaml(load(overrides=["data.columns.ground_truth=truth"])))
     [done] = regrade(run, grader="boxed")
     assert (done.file, done.changed) == (run / "eval-boxed" / "pass-at-k.json", [])
-    out = CliRunner().invoke(app, ["regrade", str(run), "--grader", "graders:anywhere", "--out", str(tmp_path / "new")])
-    assert out.exit_code == 0, out.output
-    assert "1 (25.0%)" in out.output
-    assert "pass-at-k, math500/1, sample 1: wrong -> right; None -> None; …so the answer is 7" in out.output
+    out = cli("regrade", str(run), "--grader", "graders:anywhere", "--out", str(tmp_path / "new"))
+    assert "1 (25.0%)" in out
+    assert "pass-at-k, math500/1, sample 1: wrong -> right; None -> None; …so the answer is 7" in out
     assert (tmp_path / "new" / "pass-at-k.json").exists()
 
 
@@ -111,8 +109,7 @@ def test_what_cannot_be_graded_again_says_why(tmp_path, rows):
         (["--grader", "boxd"], "'boxd' is neither module:function nor one of the library's scorers"),
         (["reward.scorers.mine=boxed"], "no row matches it first"),
     ):
-        refused = CliRunner().invoke(app, ["regrade", str(old), *arguments])
-        assert (refused.exit_code, said in refused.stderr) == (2, True), refused.output
+        assert said in cli("regrade", str(old), *arguments, fails=2)
     evaluation(tmp_path / "read", rows, phase="legibility")
     with pytest.raises(EvalError, match="no phase with grades"):
         regrade(tmp_path / "read", grader="boxed")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from runs import cli
 from tandemrl.cli.main import app
 from tandemrl.config.catalogue import TASKS, Task
 
@@ -32,16 +33,8 @@ def grade(row, text, options):
 BUILT = "built/train.parquet"
 
 
-def tandemrl(*arguments: str) -> str:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def scored(*arguments: str) -> list[float]:
-    assert "3 responses" in tandemrl(
-        "score", "--data", BUILT, "--responses", "said.jsonl", "--out", "s.jsonl", *arguments
-    )
+    assert "3 responses" in cli("score", "--data", BUILT, "--responses", "said.jsonl", "--out", "s.jsonl", *arguments)
     return [json.loads(line)["score"] for line in Path("s.jsonl").read_text().splitlines()]
 
 
@@ -60,15 +53,15 @@ def folder(tmp_path: Path, without_math: None, monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_and_a_line_are_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"build": "echo_task.rows:build", "rows": "echo_task.rows:rows", "grader": "echo_task.grader:grade"}
     monkeypatch.setitem(TASKS, "echo", Task("", graded=("echo",), **names))
-    assert "train: 3 rows" in tandemrl("data", "build", "echo", "--out", "built", "--seed", "1")
-    assert "2 of 2 rows\necho: graded by echo" in tandemrl("data", "show", "echo:2")
+    assert "train: 3 rows" in cli("data", "build", "echo", "--out", "built", "--seed", "1")
+    assert "2 of 2 rows\necho: graded by echo" in cli("data", "show", "echo:2")
     assert scored() == [1.0, 0.0, 1.0]
 
 
 def test_without_a_line_it_has_module_and_function() -> None:
-    tandemrl("data", "build", "echo_task.rows:build", "--out", "built", "--train", "3")
+    cli("data", "build", "echo_task.rows:build", "--out", "built", "--train", "3")
     mine = "reward.scorers.echo=echo_task.grader:grade"
-    assert "echo: grade gives 1 for the ground truth of echo/0, as 'cba'" in tandemrl("data", "show", BUILT, mine)
+    assert "echo: grade gives 1 for the ground truth of echo/0, as 'cba'" in cli("data", "show", BUILT, mine)
     assert scored(mine) == [1.0, 0.0, 1.0]
     refused = CliRunner().invoke(app, ["data", "build", "echo_task.rows:none", "--out", "built"])
     assert "data build echo_task.rows:none: cannot be imported" in f"{refused.exception} {refused.output}"
@@ -88,6 +81,6 @@ COLUMNS = ("data.columns.prompt=ask", "data.columns.ground_truth=gold")
 def test_show_tries_the_grader_on_the_ground_truth(folder: Path, gold: str, scorer: str | None, said: str) -> None:
     (folder / "own.jsonl").write_text(json.dumps({"ask": "How many?", "gold": gold}) + "\n")
     named = [f"reward.scorers.own={scorer}"] if scorer else []
-    shown = tandemrl("data", "show", "own.jsonl", *COLUMNS, *named)
+    shown = cli("data", "show", "own.jsonl", *COLUMNS, *named)
     assert f"own/1  [own]  ground truth: {gold}" in shown
     assert said in shown

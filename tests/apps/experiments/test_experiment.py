@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
-from typer.testing import CliRunner
 
+from runs import cli
 from tandemrl.apps.experiments import experiment as experiments
 from tandemrl.apps.experiments.arms import (
     BASE,
@@ -31,7 +31,6 @@ from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.experiment import PAIRS, WORDED, Job, run_experiment
 from tandemrl.apps.experiments.pair import PairError
 from tandemrl.apps.experiments.tiny import build_tiny_readers
-from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.evals import read_samples
 from tandemrl.evals.compare import compare
@@ -381,9 +380,7 @@ def test_one_seed_is_asked_nothing_about_seeds(gain: float) -> None:
     ],
 )
 def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["experiment", *options, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
+    assert message in cli("experiment", *options, "--out", str(tmp_path / "out"), fails=2)
 
 
 def test_further_measures_are_of_the_texts_of_their_phase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,17 +13,15 @@ import torch
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import real_model
-from runs import evaluate_phase
+from runs import cli, evaluate_phase
 from tandemrl.apps.experiments import pretrained
 from tandemrl.apps.experiments.arms import EXPERIMENTS, Experiment
 from tandemrl.apps.experiments.experiment import run_experiment
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, build_pretrained_pair
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.experiments.warm_start import Lesson, shuffled, solution_lesson, solved_rows
-from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.tasks.generated.word_problems import MAX_TOKENS, PAIRS, generate
@@ -182,19 +180,17 @@ def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path:
     lines.append({"question": "apples " * 300, "answer": "#### 1"})
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--model", str(model), "--data", str(data), "--out", str(out), "--steps", "3", "--batch-size", "2"]
-    done = CliRunner().invoke(app, ["model", "warm-start", *options, "--max-prompt-tokens", "200", "--device", "cpu"])
-    assert done.exit_code == 0, done.output
-    assert "3 steps on 4 solutions (1 left out), loss" in done.output
+    assert "3 steps on 4 solutions (1 left out), loss" in cli(
+        "model", "warm-start", *options, "--max-prompt-tokens", "200", "--device", "cpu"
+    )
     before, after = weights(model), weights(out)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(model).chat_template
-    again = CliRunner().invoke(app, ["model", "warm-start", *options])
-    assert again.exit_code == 2
-    assert "choose another folder" in again.stderr
+    assert "choose another folder" in cli("model", "warm-start", *options, fails=2)
     other = [*options[:-6], "--out", str(tmp_path / "new"), "--data", "synthetic:plain:train:2"]
-    refused = CliRunner().invoke(app, ["model", "warm-start", *other])
-    assert refused.exit_code == 2
-    assert "synthetic:plain:train:2, row synthetic/plain/train/0, extra_info.answer" in refused.stderr
+    assert "synthetic:plain:train:2, row synthetic/plain/train/0, extra_info.answer" in cli(
+        "model", "warm-start", *other, fails=2
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- experiment

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from runs import cli
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.report import ReportError
 from tandemrl.apps.report.inspect_log import _logs, export_inspect
 from tandemrl.apps.report.samples import SampleReader
-from tandemrl.cli.main import app
 from tandemrl.data.messages import Response, Transcript
 from tandemrl.evals import Sample
 from tandemrl.rewards.protocol import NO_SCORE
@@ -66,9 +65,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_inspect_reads_messages_calls_scores_and_authors(run: Path) -> None:
     log = pytest.importorskip("inspect_ai.log", reason="needs inspect-ai: the extra inspect")
-    done = CliRunner().invoke(app, ["export", "inspect", str(run)])
-    assert done.exit_code == 0, done.output
-    assert "3 logs in" in done.output
+    assert "3 logs in" in cli("export", "inspect", str(run))
     names = ["eval-pass-at-k-solo.eval", "step_000001.eval", "step_000002.eval"]
     assert sorted(path.name for path in (run / "inspect").iterdir()) == names
     evaluated, _, second = (log.read_eval_log(run / "inspect" / name) for name in names)

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from runs import cli
 from tandemrl.apps.experiments.tiny import train_tokenizer
 from tandemrl.apps.report import ReportError, build_report, headlines, write_report
 from tandemrl.apps.report.page import to_html
 from tandemrl.apps.report.provenance import caveats
 from tandemrl.apps.report.records import discover
 from tandemrl.apps.report.tables import SOLO, estimate
-from tandemrl.cli.main import app
 from tandemrl.config import ConfigError
 from tandemrl.evals import EvalError, Sample, authors_of
 from tandemrl.training.authored import authored_spans
@@ -524,6 +523,5 @@ def test_spans_join_to_the_text_with_a_decoder_that_looks_back() -> None:
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=2)
     out = tmp_path / "site" / "index.html"
-    done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(out), "--title", "Mine"])
-    assert done.exit_code == 0, done.output
+    cli("report", str(tmp_path), "--out", str(out), "--title", "Mine")
     assert "<h1>Mine</h1>" in out.read_text()

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fake_judge import FakeJudge
-from tandemrl.cli.main import app
+from runs import cli
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.protocol import GraderError
@@ -42,9 +41,8 @@ def test_a_judge_by_the_published_protocol(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "verifier.json"
     with FakeJudge(says) as judge:
         options = [f"judge.url={judge.url}", "judge.retries=0", "judge.max_failure_rate=0.5"]
-        result = CliRunner().invoke(app, ["eval", "verifier", "--data", str(file), "--out", str(out), *options])
+        cli("eval", "verifier", "--data", file, "--out", out, *options)
         counts = bench_verifier(load(overrides=[*DEFAULTS, *options]), str(file), limit=2)
-    assert result.exit_code == 0, result.output
     assert len(judge.bodies) == 6 + 4
     assert counts["all"] == Verdicts(2, accepted=1, refused=1, false_negatives=1, false_positives=1, lost=0)
     stored = json.loads(out.read_text())

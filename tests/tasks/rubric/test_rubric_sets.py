@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from typer.testing import CliRunner
 
-from tandemrl.cli.main import app
+from runs import cli
 from tandemrl.config import JudgeConfig, load
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Row
@@ -57,9 +56,7 @@ def built(tmp_path: Path, command: str, *records: dict[str, Any], options: tuple
             (tmp_path / "copy").mkdir(exist_ok=True)
             pyarrow.parquet.write_table(table, tmp_path / "copy" / f"{split}_{name}.parquet")
     arguments = ["data", "build", command, "--source", str(tmp_path / "copy"), "--out", str(tmp_path / "out"), *options]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert f"test: {len(records)} rows" in done.output
+    assert f"test: {len(records)} rows" in cli(*arguments)
     return load_rows([str(tmp_path / "out" / "test.parquet")])
 
 
