@@ -1,9 +1,9 @@
-"""An OpenAI-compatible endpoint in a thread, for tests that need a judge over real HTTP."""
+"""Judges of tests: in this process, and over real HTTP (an OpenAI-compatible endpoint in a thread)."""
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -22,6 +22,23 @@ class Reply(NamedTuple):
 
 def completion(text: str | None) -> bytes:
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+class Scripted:
+    """A judge in this process: ``answer(prompt)``."""
+
+    model = "scripted"
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self.answer, self.calls = answer, list[list[str]]()
+
+    def ask(self, prompts: Sequence[Any], usable: object = None) -> list[str]:
+        self.calls.append([prompt[-1]["content"] for prompt in prompts])
+        return [self.answer(content) for content in self.calls[-1]]
+
+
+def says(text: str) -> Scripted:
+    return Scripted(lambda prompt: text)
 
 
 class Server(ThreadingHTTPServer):

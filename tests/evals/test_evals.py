@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from fake_judge import Scripted
 from tandemrl import evals
 from tandemrl.cli.evaluate import metrics_table
 from tandemrl.config import Config, EvalConfig, JudgeConfig
@@ -165,28 +166,13 @@ def test_custom_profile_reads_the_config_and_named_ones_refuse_overrides():
 # ------------------------------------------------------------------------------------------------------------- verified
 
 
-class Marker:
-    """Gives the number after "mark"; a response that says "mark x" never gets one."""
-
-    model = "marker"
-
-    def __init__(self):
-        self.asked = []
-
-    def ask(self, prompts, usable=None):
-        texts = [prompt[-1]["content"].rpartition("mark ")[2].split()[0] for prompt in prompts]
-        self.asked += texts
-        return [f"Total Score: {text}/10" for text in texts]
-
-
 def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
     marks = [("10", True), ("9", True), ("10", False), ("x", True)] + [("10", True)] * 3 + [("9.5", True)]
     answers = [f"mark {mark} {'right' if correct else 'wrong'}" for mark, correct in marks]
     samples = texts(PAIR, [", ".join(answers[:4]), ", ".join(answers[4:])])
-    judge = Marker()
-    read = protocol.verify(
-        samples, PAIR, JudgePool(judge, JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.2))
-    )
+    judge = Scripted(lambda prompt: f"Total Score: {prompt.rpartition('mark ')[2].split()[0]}/10")
+    config = JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.2)
+    read = protocol.verify(samples, PAIR, JudgePool(judge, config))
     assert [sample.verified for sample in read] == [True, False, False, False, True, True, True, False]
     assert [sample.judge for sample in read] == [1.0, 0.9, None, None, 1.0, 1.0, 1.0, 0.95]
     assert [sample.correct for sample in read] == [sample.correct for sample in samples]
@@ -200,5 +186,5 @@ def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
     assert macro["verified_pass@1/low"] <= macro["verified_pass@1"] <= macro["verified_pass@1/high"]
 
     config = JudgeConfig(prompt="reasoning", accept=0.9, max_failure_rate=0.2)
-    lenient = protocol.verify(samples, PAIR, JudgePool(Marker(), config))
+    lenient = protocol.verify(samples, PAIR, JudgePool(judge, config))
     assert [sample.verified for sample in lenient] == [True, True, False, False, True, True, True, True]

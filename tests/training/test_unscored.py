@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_judge import Scripted
 from tandemrl.config import JudgeConfig, RewardConfig, load
 from tandemrl.data.rows import Row
 from tandemrl.evals.measures import Sample, graded
@@ -21,7 +22,7 @@ from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws
-from tandemrl.tasks.rubric.judge import JudgeError, JudgePool, Messages
+from tandemrl.tasks.rubric.judge import JudgeError, JudgePool
 from tandemrl.training import update as update_module
 from tandemrl.training.build import build
 from tandemrl.training.experience import (
@@ -119,13 +120,7 @@ def test_unscored_rollouts_are_counted_and_are_no_part_of_the_means() -> None:
 # ------------------------------------------------------------------------------------------------------------- the rate
 
 
-class Judge:
-    """Fails for responses that say so."""
-
-    model = "fails"
-
-    def ask(self, prompts: Sequence[Messages], usable: object = None) -> list[str]:
-        return ["hm" if "unmarkable" in prompt[-1]["content"] else "Total Score: 6/10" for prompt in prompts]
+JUDGE = Scripted(lambda prompt: "hm" if "unmarkable" in prompt else "Total Score: 6/10")
 
 
 def items(total: int, failing: Sequence[int]) -> list[tuple[Row, str]]:
@@ -151,7 +146,7 @@ def spread(total: int, failing: Sequence[int], *, reward: Any = None, **config: 
                 meeting.wait()
                 return list(values)
 
-        judge = JudgePool(Judge(), JudgeConfig(**config)) if reward is None else None
+        judge = JudgePool(JUDGE, JudgeConfig(**config)) if reward is None else None
         rewards = RewardConfig(workers=1, scorers={} if reward is None else {"*": reward})
         with Scorer(rewards, judge=judge, world=Meeting(rank, 2)) as scorer:
             return scorer.score(items(total, failing))
@@ -190,7 +185,7 @@ def test_an_evaluation_reports_unscored_samples_and_stops_above_the_rate() -> No
     def sample(i: int, failing: Sequence[int]) -> Sample:
         return Sample(0, "a", "s", "solo", i, 0, items(16, failing)[i][1], [1], 1, "S1", 1, 1.0, "eos")
 
-    with Scorer(RewardConfig(workers=1), judge=JudgePool(Judge(), JudgeConfig())) as scorer:
+    with Scorer(RewardConfig(workers=1), judge=JudgePool(JUDGE, JudgeConfig())) as scorer:
         marked = grade([sample(i, (3,)) for i in range(16)], prompts, scorer)
         rates, counts = graded(marked, (1,))
         assert counts["unscored"] == 1

@@ -201,10 +201,10 @@ def test_the_command_evaluates_an_endpoint_and_writes_predictions(tmp_path):
     with FakeJudge(answer) as server:
         command = ["eval", "qa", "--endpoint", server.url, "--data", str(data), "--out", str(tmp_path / "out")]
         command += ["--predictions", str(tmp_path / "p.jsonl"), "retrieval.retriever=golden", "rollout.tool_workers=1"]
-        said = cli(*command)
+        output = cli(*command)
         assert "Document ID: 0" in server.bodies[1]["messages"][-1]["content"]
-    assert "hops 2" in said
-    assert "authors unknown" in said
+    assert "hops 2" in output
+    assert "authors unknown" in output
     wanted = {"id": "2hop__7", "predicted_answer": "Ann", "predicted_support_idxs": [2], "predicted_answerable": True}
     assert json.loads((tmp_path / "p.jsonl").read_text()) == wanted
     macro = json.loads((tmp_path / "out" / "pass-at-k.json").read_text())["metrics"]["macro"]

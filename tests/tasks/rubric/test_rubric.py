@@ -2,17 +2,17 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_judge import Scripted, says
 from tandemrl.config import JudgeConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import Score
-from tandemrl.tasks.rubric.judge import JudgeError, JudgePool, Messages, grade_score, parse_score, parse_verdict
+from tandemrl.tasks.rubric.judge import JudgeError, JudgePool, grade_score, parse_score, parse_verdict
 
 RIGHT, WRONG = (Score(acc, {"acc": acc, "answer_present": 1.0}, "4") for acc in (1.0, 0.0))
 SILENT = Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
@@ -21,23 +21,6 @@ SILENT = Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
 def row(number: int = 0, source: str = "polaris_tinyv", truth: str = "4", **extra: object) -> Row:
     info = {"question": f"Q{number}", "criteria": f"C{number}"} | extra
     return Row(f"{source}/{number}", ({"role": "user", "content": f"message {number}"},), source, truth, info)
-
-
-class Scripted:
-    """A judge in this process: ``answer(prompt)``."""
-
-    model = "scripted"
-
-    def __init__(self, answer: Callable[[str], str]) -> None:
-        self.answer, self.calls = answer, list[list[str]]()
-
-    def ask(self, prompts: Sequence[Messages], usable: object = None) -> list[str]:
-        self.calls.append([prompt[-1]["content"] for prompt in prompts])
-        return [self.answer(content) for content in self.calls[-1]]
-
-
-def says(text: str) -> Scripted:
-    return Scripted(lambda prompt: text)
 
 
 def values(judge: Scripted, items: list[tuple[Row, str, Score]], **config: object) -> list[float]:

@@ -1,7 +1,6 @@
 """The sets of the rubric reward model: problems with criteria, and answers with the score to give them."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from fake_judge import says
 from runs import cli
 from tandemrl.config import JudgeConfig, load
 from tandemrl.data.loading import load_rows
@@ -35,19 +35,6 @@ PUBLISHED = RAW | {
 WRONG = Score(0.0, {"acc": 0.0}, "4")
 
 
-class Judge:
-    """Gives 7 points of 10, and keeps what it was asked."""
-
-    model = "seven"
-
-    def __init__(self) -> None:
-        self.prompts: list[str] = []
-
-    def ask(self, prompts: Sequence[Sequence[Any]], usable: object = None) -> list[str]:
-        self.prompts += [prompt[-1]["content"] for prompt in prompts]
-        return ["Total Score: 7/10"] * len(prompts)
-
-
 def built(tmp_path: Path, command: str, *records: dict[str, Any], options: tuple[str, ...] = ()) -> list[Row]:
     """The rows that a command makes of published files, which lie among those of the other set."""
     for split in ("train", "test"):
@@ -65,10 +52,10 @@ def test_polaris_rows_can_be_judged(record: dict[str, Any], tmp_path: Path) -> N
     [row] = built(tmp_path, "polaris", record)
     assert row.messages == (SYSTEM, {"role": "user", "content": "1 + 1?"})
     assert (row.data_source, row.ground_truth, row.extra_info["split"]) == ("polaris_tinyv", "2", "test")
-    judge = Judge()
+    judge = says("Total Score: 7/10")
     [score] = JudgePool(judge, JudgeConfig(mode="tinyv_only"))([(row, "I add: 2", WRONG)])
     assert score.value == pytest.approx(0.7)
-    [prompt] = judge.prompts
+    [[prompt]] = judge.calls
     assert all(text in prompt for text in ("Question:\n1 + 1?", "Criteria:\n2 points: adds", "Answer:\nI add: 2"))
 
 
@@ -76,18 +63,18 @@ def test_rubric_rows_ask_what_a_judge_is_asked_and_are_scored(tmp_path: Path) ->
     raw = {"question": "1 + 1? {{CRITERIA}}", "criteria": "2 points: adds", "response": "I add: 2", "score": 8.5}
     [row] = built(tmp_path, "rrm", raw, options=("--full-marks", "10"))
     assert (row.data_source, row.ground_truth) == ("grade", "0.85")
-    judge = Judge()
+    judge = says("Total Score: 7/10")
     policy = Row("p/0", (), "polaris_tinyv", "2", {"question": raw["question"], "criteria": raw["criteria"]})
     JudgePool(judge, JudgeConfig(prompt="rrm", mode="tinyv_only"))([(policy, raw["response"], WRONG)])
-    assert row.messages == ({"role": "user", "content": judge.prompts[0]},)
+    assert row.messages == ({"role": "user", "content": judge.calls[0][0]},)
     assert grade_score(row, "Total Score: 7.5/10").value == pytest.approx(0.9**2)
 
 
 def test_a_judge_is_asked_in_the_published_words() -> None:
     """Against the text in the published `tinyv.py`, by its checksum and its white space."""
-    judge, row = Judge(), Row("p/0", (), "polaris_tinyv", "2", {"question": "Q", "criteria": "C"})
+    judge, row = says("Total Score: 7/10"), Row("p/0", (), "polaris_tinyv", "2", {"question": "Q", "criteria": "C"})
     JudgePool(judge, load("rrm_policy", ["train.steps=1"]).judge)([(row, "A", WRONG)])
-    [prompt] = judge.prompts
+    [[prompt]] = judge.calls
     start = "You are a grading teacher. Based on the following information, please evaluate the student's submitted"
     assert prompt.startswith(start)
     assert prompt.endswith("\n\n\nQuestion:\nQ\n\n\n\nScoring Criteria:\nC\n\n\n\nStudent's Answer:\nA\n\n")
