@@ -547,9 +547,8 @@ class Relay(DecodingBatch):
         at = torch.tensor(rows)
         room = int((self.limit - self.written)[at].max())
         runs = self.selection.runs(self.slot[at], room, self._end_of_text, senior=bool(who))
-        for words in runs:
-            if words == 0:
-                raise EngineError(_DISAGREE)
+        if 0 in runs:
+            raise EngineError(_DISAGREE)
         return runs
 
     def _job(self, i: int, words: int | None) -> Job:
