@@ -16,6 +16,7 @@ from helpers import (
     EOS,
     IDS,
     VOCABULARY,
+    noisy,
     prepared,
     qwen3,
     raced_token,
@@ -209,15 +210,6 @@ def written(senior, sampling):
     )
 
 
-def nearly(model, scale=0.02):
-    """With noise on every weight: it draws the same tokens now and then."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += scale * torch.randn(weight.shape, generator=generator)
-    return model
-
-
 def by_hand(junior, sample, sampling, vocabulary=None):
     """One draw at a time, from the full logits of an untouched model and the published generator."""
     text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
@@ -245,7 +237,7 @@ def by_hand(junior, sample, sampling, vocabulary=None):
 def test_acceptance_is_the_share_of_draws_that_the_junior_makes_too(settings, vocabulary, monkeypatch):
     monkeypatch.setattr(reading, "LOGITS_PER_CHUNK", 2 * 7 * VOCABULARY)
     sampling = Sampling(max_tokens=24, **settings)
-    senior, junior = qwen3(0), nearly(qwen3(0))
+    senior, junior = qwen3(0), noisy(qwen3(0), 0.02)
     samples = written(senior, sampling)
     read = reading.read_texts(samples, PROMPTS, [prepared(junior)], reading.by_junior(sampling, vocabulary))
     wanted = [by_hand(junior, sample, sampling, vocabulary) for sample in samples]
