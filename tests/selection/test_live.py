@@ -9,6 +9,7 @@ import torch
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import replay_turns
 from tandemrl.selection import alternating_turns, replay, turn
+from tandemrl.selection.authors import resumed
 from tandemrl.selection.live import LiveSelection
 
 
@@ -40,6 +41,37 @@ def test_rows_of_several_turns_are_those_of_a_replay() -> None:
         before = sum(map(len, turns[: slot % 3]))
         assert replayed[before:] == [int(author) for author in authors[: len(replayed) - before]]
         assert len(turns) > 2
+
+
+@pytest.mark.parametrize("name", ["turn", "word", "alternating_turns"])
+def test_a_text_that_is_asked_for_turn_by_turn_is_read_once(name) -> None:
+    """Whether it goes on, is asked for again, or had another past; and beside rows that are new."""
+    random, told = np.random.default_rng(5), list[int]()
+    plain = {**strategies(), "turn": turn(0.5), "alternating_turns": alternating_turns("junior")}[name]
+
+    def step(state, tokens):
+        told.append(len(tokens))
+        return plain.step(state, tokens)
+
+    live, strategy = LiveSelection(), plain._replace(step=step)
+    turns = [tuple(random.integers(0, VOCABULARY, 6).tolist()) for _ in range(8)]
+    pasts = [turns[:n] for n in range(9)] + [turns[:8], [*turns[:3], turns[0]], [*turns[:3], turns[0], turns[1]]]
+    costs = []
+    for past in pasts:
+        told.clear()
+        senior = live.admit(torch.tensor([2, 7]), [strategy] * 2, torch.tensor([40, 41]), [past, ()])
+        costs.append(sum(told))
+        for slot, key, each in ((2, 40, past), (7, 41, ())):
+            assert bool(senior[(2, 7).index(slot)]) == bool(resumed(plain, torch.tensor([key]), [each])[0])
+        then = torch.tensor([turns[4]] * 2)
+        mine = [live.step(torch.tensor([2, 7]), then[:, k])[0] for k in range(6)]
+        replayed = replay_turns(plain, [40], [[*map(np.array, [*past, turns[4]])]]).author[0, -5:]
+        assert [int(author) for author in mine[:-1]] == replayed.tolist()
+    ends = plain.turn is not None
+    assert max(costs[:9]) <= 2 * (6 + ends)
+    assert costs[9] == 0
+    assert costs[10] == 2 * 4 * (6 + ends)  # both rows are told of a step that one of them takes
+    assert costs[11] <= 2 * (6 + ends)
 
 
 @pytest.mark.parametrize("kinds", [["word"], list(strategies())])

@@ -96,11 +96,17 @@ def resumed(
     Returns:
         Whether the senior writes first in each row, and the state.
     """
-    nothing, end = -1, -2  # in place of a token id: beyond the row's history, and where a turn of it ends
+    return gone_on(strategy, *strategy.init(keys), histories)
+
+
+def gone_on(
+    strategy: Strategy, senior: Bool[Tensor, " b"], state: Any, turns: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Bool[Tensor, " b"], Any]:
+    """As ``resumed``, from where a turn of each row may begin, after the further ``turns``."""
+    nothing, end = -1, -2  # in place of a token id: beyond the row's turns, and where one of them ends
     after_turn = () if strategy.turn is None else (end,)
-    told = [[token for written in history for token in (*written, *after_turn)] for history in histories]
-    senior, state = strategy.init(keys)
-    for column in keys.new_tensor([*zip_longest(*told, fillvalue=nothing)]):
+    told = [[token for written in row for token in (*written, *after_turn)] for row in turns]
+    for column in senior.new_tensor([*zip_longest(*told, fillvalue=nothing)], dtype=torch.int64):
         after = strategy.step(state, column.clamp(min=0))
         if strategy.turn is not None and bool((column == end).any()):
             after = _where(column == end, strategy.turn(state), after)

@@ -10,11 +10,14 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from tandemrl.selection.authors import map_state, resumed
+from tandemrl.selection.authors import gone_on, map_state, resumed
 from tandemrl.selection.strategies import Strategy
 
 Mark = list[tuple[int, Tensor, Any]]
 """The states of some slots: for each strategy its number, the positions of its slots among them, and their states."""
+
+KEPT = 512
+"""Of how many texts it is remembered where their last turn began."""
 
 
 class LiveSelection:
@@ -30,6 +33,9 @@ class LiveSelection:
         self._strategy_of = torch.empty(0, dtype=torch.int64)  # by slot; -1: free
         # Decoding mostly advances the same rows again: their states stay gathered until others are asked for.
         self._gathered: tuple[int, Tensor, Any] | None = None  # strategy, slots, states
+        # By key, of texts that are asked for turn by turn: strategy, earlier turns, and how the last one began. So what
+        # a turn costs does not grow with the text.
+        self._past: dict[int, tuple[Strategy, list[tuple[int, ...]], Tensor, Any]] = {}
 
     def admit(
         self,
@@ -49,16 +55,32 @@ class LiveSelection:
         self._scatter()
         senior = torch.empty(len(slots), dtype=torch.bool)
         for strategy in {id(s): s for s in strategies}.values():
-            mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
-            past = [() if histories is None else histories[i] for i in mine.tolist()]
-            senior[mine], started = resumed(strategy, keys[mine], past)
-            group = self._group(strategy, started)
-            needed = int(slots[mine].max()) + 1
-            self._states[group] = map_state(lambda x, size=needed: _grown(x, size), self._states[group])
-            self._put(group, slots[mine], started)
-            self._strategy_of = _grown(self._strategy_of, needed, fill=-1)
-            self._strategy_of[slots[mine]] = group
+            mine = [i for i, s in enumerate(strategies) if s is strategy]
+            past = {i: [] if histories is None else [*map(tuple, histories[i])] for i in mine}
+            known = {i: self._known(strategy, int(keys[i]), past[i]) for i in mine}
+            new = [i for i in mine if known[i] is None]
+            begun = [(new, resumed(strategy, keys[new], [past[i] for i in new]))] if new else []
+            begun += [([i], gone_on(strategy, *found)) for i, found in known.items() if found is not None]
+            for which, (first, started) in begun:
+                senior[which], group = first, self._group(strategy, started)
+                needed = int(slots[which].max()) + 1
+                self._states[group] = map_state(lambda x, size=needed: _grown(x, size), self._states[group])
+                self._put(group, slots[which], started)
+                self._strategy_of = _grown(self._strategy_of, needed, fill=-1)
+                self._strategy_of[slots[which]] = group
+            for i in filter(past.__getitem__, mine):
+                stood = strategy, past[i], senior[i : i + 1], self._get(group, slots[i : i + 1])
+                self._past.pop(int(keys[i]), None)
+                self._past[int(keys[i])] = stood
+        for key in [*self._past][:-KEPT]:
+            del self._past[key]
         return senior
+
+    def _known(self, strategy: Strategy, key: int, past: list[tuple[int, ...]]) -> tuple[Any, Any, Any] | None:
+        """Where the text of a key stood at its last turn, and the turns since; None: nowhere in this ``past``."""
+        of, earlier, senior, state = self._past.get(key, (None, past, None, None))
+        same = of is strategy and past[: len(earlier)] == earlier
+        return (senior, state, [past[len(earlier) :]]) if same else None
 
     def release(self, slots: Sequence[int]) -> None:
         self._strategy_of[[slot for slot in slots if slot < len(self._strategy_of)]] = -1
