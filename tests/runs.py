@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -116,6 +117,16 @@ def cli(*arguments: object, fails: int = 0) -> str:
     done = CliRunner().invoke(app, [*map(str, arguments)])
     assert done.exit_code == fails, f"{arguments}\n{done.output}\n{done.exception!r}"
     return done.output
+
+
+def put(file: Path, *records: Any) -> Path:
+    """Write records: Parquet or JSON lines, by the name of the file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*records]), file)
+    else:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
 
 
 def config(pair: Path, out: Path, *extra: str) -> Config:

@@ -6,13 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from fake_judge import FakeJudge
 from helpers import qwen3
-from runs import cli, metrics, samples
+from runs import cli, metrics, put, samples
 from tandemrl.apps.experiments.agents import hops_tokenizer
 from tandemrl.config import load, packaged_configs
 from tandemrl.data.loading import load_rows
@@ -53,14 +51,6 @@ def verl(source: str, ground_truth: str, asked: str, index: int, **extra: Any) -
     }
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def published(name: str, folder: Path) -> Path:
     """A copy of a data set with the columns that it is published with."""
     asked = problems(8)
@@ -72,16 +62,16 @@ def published(name: str, folder: Path) -> Path:
             file.write_text(json.dumps([{"problem": q, "answer": a, "solution": ""} for q, a in asked]))
             return file
         case "countdown":  # Jiayi-Pan/Countdown-Tasks-3to4
-            write(folder / "countdown.parquet", [{"target": 10 + i, "nums": [i + 1, 4, 5]} for i in range(16)])
+            put(folder / "countdown.parquet", *({"target": 10 + i, "nums": [i + 1, 4, 5]} for i in range(16)))
             return folder / "countdown.parquet"
         case "polaris":  # Youliang/rrm
             for split in ("train", "test"):
                 rows = [verl("polaris_tinyv", a, q, i, **rubric[i]) for i, (q, a) in enumerate(asked)]
-                write(folder / f"{split}_polaris.parquet", rows)
+                put(folder / f"{split}_polaris.parquet", *rows)
         case "rrm":
             for split in ("train", "test"):
                 rows = [verl("grade", str(i / 8), f"Mark: {q}", i) for i, (q, _) in enumerate(asked)]
-                write(folder / f"{split}_rrm.parquet", rows)
+                put(folder / f"{split}_rrm.parquet", *rows)
         case "musique":  # the authors' archive
             for split in ("train", "dev"):
                 rows = [
@@ -99,11 +89,11 @@ def published(name: str, folder: Path) -> Path:
                     }
                     for i in range(8)
                 ]
-                write(folder / f"musique_ans_v1.0_{split}.jsonl", rows)
+                put(folder / f"musique_ans_v1.0_{split}.jsonl", *rows)
         case "eurus":  # PRIME-RL/Eurus-2-RL-Data
             for split in ("train", "validation"):
                 rows = [verl("numina_olympiads", a, q, i) for i, (q, a) in enumerate(asked)]
-                write(folder / f"{split}.parquet", rows)
+                put(folder / f"{split}.parquet", *rows)
     return folder
 
 

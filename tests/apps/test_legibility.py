@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from runs import cli
+from runs import cli, put
 from tandemrl.apps.report.legibility import Estimate, ReaderRecord, no_reference, verdict
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError, Prompt
@@ -76,10 +76,9 @@ def test_texts_of_an_unknown_model_are_judged_as_they_are(page, tiny_pair, tmp_p
     """The same texts from a file, in other lines, and by their text: what readers make of them is the same."""
     out, _ = page
     lines = [json.loads(line) for line in (out / "pass-at-k.samples.jsonl").read_text().splitlines()]
-    file = tmp_path / "texts.jsonl"
     some = [{"example_id": line["example_id"], "response": line["text"]} for line in reversed(lines)]
     some[0]["finish_reason"] = "length"
-    file.write_text("".join(json.dumps(line) + "\n" for line in some))
+    file = put(tmp_path / "texts.jsonl", *some)
     arguments = ("Opus", "--responses", file, "--reader", tiny_pair / "junior", "--data", "synthetic:plain:heldout:6")
     judge(*arguments, "--out", tmp_path / "out")
     told = json.loads((tmp_path / "out" / "legibility.json").read_text())
@@ -95,10 +94,9 @@ def test_texts_of_an_unknown_model_are_judged_as_they_are(page, tiny_pair, tmp_p
 
 
 def test_without_ground_truths_only_surprise_is_measured(tiny_pair, tmp_path):
-    file = tmp_path / "texts.jsonl"
     texts = ("First 3 plus 2 is 5.\n\n\\boxed{5}", "Blorp vam yab.")
     rows = [{"example_id": f"q{i}", "prompt": f"Tom has {i}. How many?", "response": x} for i, x in enumerate(texts)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = put(tmp_path / "texts.jsonl", *rows)
     said = judge("M", "--responses", file, "--reader", tiny_pair / "junior", "--out", tmp_path / "out")
     assert "M's text surprises junior" in said
     assert "no ground truths" in said
@@ -127,8 +125,7 @@ def test_what_cannot_be_judged_is_refused(arguments, fault):
 
 
 def stored(tmp_path, *lines, limit=None, rows=4):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = put(tmp_path / "texts.jsonl", *lines)
     prompts = [Prompt(row, ()) for row in load_rows([f"synthetic:plain:heldout:{rows}"])]
     return stored_samples(Stored(file), [each.row for each in prompts], prompts[:limit], 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import cli
+from runs import cli, put
 from tandemrl.apps.score import means, score_file
 from tandemrl.config import load
 from tandemrl.data.rows import DataError, Row
@@ -36,14 +36,11 @@ def data(tmp_path: Path) -> str:
         }
         for row in ROWS
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(tmp_path / "rows.jsonl")
+    return str(put(tmp_path / "rows.jsonl", *records))
 
 
 def responses(folder: Path, *lines: object) -> Path:
-    file = folder / "responses.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return put(folder / "responses.jsonl", *lines)
 
 
 def read(file: Path) -> list[dict[str, object]]:

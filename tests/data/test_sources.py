@@ -3,10 +3,9 @@ import math
 import sys
 import types
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+import runs
 from tandemrl.data.rows import DataError
 from tandemrl.data.sources import Origin, Record, read
 
@@ -15,14 +14,10 @@ TRAIN, TEST = Origin("owner/Set", "train"), Origin("owner/Set", "test")
 
 def put(path, *values):
     """Records ``{"a": value}`` in the format that the name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     records = [{"a": value} for value in values]
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(records))
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if path.suffix != ".json":
+        return runs.put(path, *records)
+    path.write_text(json.dumps(records))
     return path
 
 

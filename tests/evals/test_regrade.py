@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runs import cli
+from runs import cli, put
 from tandemrl.config import load, to_yaml
 from tandemrl.evals import EvalError, EvalResult, Sample, graded, read_result, read_samples, summarise
 from tandemrl.evals.compare import CompareError, compare
@@ -26,10 +26,8 @@ def grader(tmp_path, without_math, monkeypatch):
 
 @pytest.fixture
 def rows(tmp_path):
-    file = tmp_path / "rows.jsonl"
     lines = [{"data_source": "math500", "prompt": "?", "ground_truth": truth} for truth in "78"]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return put(tmp_path / "rows.jsonl", *lines)
 
 
 def evaluation(folder, rows, correct=(True, False, True, True), phase="pass-at-k", **changes):

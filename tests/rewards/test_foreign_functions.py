@@ -1,12 +1,12 @@
 """Reward functions in the forms of TRL, verifiers and verl, ``async`` ones, and what a function may return."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runs import put
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.messages import Transcript
@@ -189,10 +189,8 @@ def test_by_import_path_with_the_ground_truth_of_the_file(tmp_path: Path, monkey
         }
         for i, truth in enumerate(truths)
     ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    structure, text = load_rows([str(file)])
+    structure, text = load_rows([str(put(tmp_path / "rows.jsonl", *rows))])
     with Scorer(RewardConfig(scorers={"ability:math": "of_verl:compute_score"})) as scorer:
         scorer.check([structure, text])
         scores = scorer.score([(structure, "7"), (structure, "8"), (text, '{"target": 7}')])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from runs import put
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.parquet import write_splits
@@ -119,14 +120,9 @@ def test_synthetic_is_reproducible_and_loads_back(tmp_path):
 # ---- Countdown and calculations ------------------------------------------------------------------------------------
 
 
-def published(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_countdown_takes_the_first_rows_for_training(tmp_path):
     rows = [{"target": 20 + i, "nums": [10, 5 + i, 5]} for i in range(6)]
-    source = published(tmp_path / "train.jsonl", *rows)
+    source = put(tmp_path / "train.jsonl", *rows)
     manifest = build_countdown(source, tmp_path / "out", template="instruct", counts={"train": 3, "test": 2})
     assert {name: split["rows"] for name, split in manifest["splits"].items()} == {"train": 3, "test": 2}
     assert manifest["template"] == "instruct"
@@ -145,10 +141,10 @@ def test_countdown_takes_the_first_rows_for_training(tmp_path):
 
 def test_countdown_with_messages_of_its_own(tmp_path):
     own = [{"role": "system", "content": "Count."}, {"role": "user", "content": "9 from 4, 5?"}]
-    source = published(tmp_path / "a.jsonl", *[{"target": 9, "nums": [4, 5], "messages": own}] * 2)
+    source = put(tmp_path / "a.jsonl", *[{"target": 9, "nums": [4, 5], "messages": own}] * 2)
     build_countdown(source, tmp_path, template="chat", counts={"train": 1, "test": 1})
     assert load_rows([str(tmp_path / "train.parquet")])[0].messages == tuple(own)
-    source = published(tmp_path / "a.jsonl", {"target": 9, "nums": [4, 5], "messages": [{"role": "user"}]})
+    source = put(tmp_path / "a.jsonl", {"target": 9, "nums": [4, 5], "messages": [{"role": "user"}]})
     with pytest.raises(DataError, match=r"a\.jsonl, line 1, field 'messages', field 'prompt\[0\]\.content': expected"):
         build_countdown(source, tmp_path, template="chat", counts={"train": 1, "test": 1})
 

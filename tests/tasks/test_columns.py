@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from runs import put
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Row
 from tandemrl.tasks.countdown.rows import build_countdown
@@ -24,15 +23,6 @@ def verl(content: str, truth: Any, **extra: Any) -> dict[str, Any]:
     """A row as verl's preprocessing writes it."""
     reward = {"style": "rule", "ground_truth": truth}
     return {**VERLS, "prompt": [{"role": "user", "content": content}], "reward_model": reward, "extra_info": extra}
-
-
-def put(path: Path, *records: Mapping[str, Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def rows(*files: Path) -> list[Row]:

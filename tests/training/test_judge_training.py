@@ -1,6 +1,5 @@
 """Training with a judge over real HTTP: three steps of a tiny model."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fake_judge import FakeJudge, Reply
-from runs import lines
+from runs import lines, put
 from tandemrl.config import Config, load
 from tandemrl.tasks.math.prime import extract_answer
 from tandemrl.training.checkpoint import CheckpointError
@@ -19,11 +18,6 @@ SMALL = ["model.device=cpu", "model.dtype=float32", "model.gradient_checkpointin
 SMALL += ["train.steps=3", "train.eval_first=false", "train.prompts_per_step=4", "train.mini_batch_prompts=4"]
 SMALL += ["train.lr=1e-3", "rollout.group_size=4", "data.max_prompt_tokens=256", "eval.bootstrap=0"]
 SMALL += ["rollout.engine=torch", "rollout.vllm.sleep=false", "reward.workers=1", "reward.timeout_s=60"]
-
-
-def write_rows(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def text_of(sample: dict) -> str:
@@ -56,7 +50,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for i, row in enumerate(load_rows(["synthetic:plain:train:12"]))
     ]
-    return write_rows(tmp_path_factory.mktemp("problems") / "polaris.jsonl", rows)
+    return put(tmp_path_factory.mktemp("problems") / "polaris.jsonl", *rows)
 
 
 def score_of(response: str) -> int:
@@ -75,7 +69,7 @@ def with_answers_of_a_first_step(problems: Path, pair: Path, folder: Path) -> Pa
     for row in rows[::2]:
         answer = answers.get(f"polaris_tinyv/{row['extra_info']['index']}")
         row["reward_model"]["ground_truth"] = answer or row["reward_model"]["ground_truth"]
-    return write_rows(folder / "answered.jsonl", rows)
+    return put(folder / "answered.jsonl", *rows)
 
 
 def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:

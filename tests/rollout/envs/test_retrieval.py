@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from fake_judge import FakeJudge, Reply
+from runs import put
 from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
 from tandemrl.config.compatibility import check
 from tandemrl.data.rows import DataError, Row
@@ -114,8 +115,7 @@ def test_a_corpus_finds_what_its_documents_in_memory_would(words: None, tmp_path
     ],
 )
 def test_a_corpus_that_cannot_be_indexed(words: None, tmp_path: Path, lines: list[Any], message: str) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    corpus = put(tmp_path / "corpus.jsonl", *lines)
     with pytest.raises(DataError, match=message):
         write_corpus(corpus, tmp_path / "index")
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]

@@ -4,17 +4,12 @@ from collections import Counter
 
 import pytest
 
+from runs import put
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.tasks.math.rows import BENCHMARK_ROWS, BOXED_SUFFIX, build_benchmark, build_deepscaler
-
-
-def jsonl(path, records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def problems(count, start=0):
@@ -51,7 +46,7 @@ COPIES = {
 def copies(tmp_path):
     folder = tmp_path / "copies"
     for name, records in COPIES.items():
-        jsonl(folder / f"{name}.jsonl", records)
+        put(folder / f"{name}.jsonl", *records)
     return folder
 
 
@@ -99,7 +94,7 @@ def test_aime24_takes_the_first_box_of_the_solution(copies, tmp_path):
     build_benchmark("aime24", copies / "aime24.jsonl", tmp_path)
     rows = load_rows([str(tmp_path / "aime24" / "test.parquet")])
     assert [row.ground_truth for row in rows][:3] == ["000", "001", "002"]
-    jsonl(copies / "aime24.jsonl", [*COPIES["aime24"][:29], {"problem": "p", "solution": r"It is \fbox{7}."}])
+    put(copies / "aime24.jsonl", *COPIES["aime24"][:29], {"problem": "p", "solution": r"It is \fbox{7}."})
     with pytest.raises(DataError, match=r"aime24\.jsonl, line 30, field 'solution': no \\boxed"):
         build_benchmark("aime24", copies, tmp_path)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fake_judge import FakeJudge
-from runs import cli
+from runs import cli, put
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import DataError
 from tandemrl.rewards.protocol import GraderError
@@ -70,9 +70,7 @@ def test_a_scorer_without_a_judge(file: Path) -> None:
 def test_bad_rows_are_named(file: Path, tmp_path: Path) -> None:
     records = json.loads(file.read_text())
     assert load_pairs(str(file))[1].row.example_id == "HardVerify-Math/1"
-    lines = tmp_path / "rows.jsonl"
-    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert load_pairs(str(lines)) == load_pairs(str(file))
+    assert load_pairs(str(put(tmp_path / "rows.jsonl", *records))) == load_pairs(str(file))
     records[1]["tn_output"] = None
     file.write_text(json.dumps(records))
     with pytest.raises(DataError, match=r"HardVerify-Math\.json, row 2, field 'tn_output': expected a string"):
