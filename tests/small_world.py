@@ -63,5 +63,5 @@ class Deaf(Talk):
     """Never answers in time."""
 
     def reply(self, row: Row, state: State, message: Message) -> Answer:
-        time.sleep(1)
+        time.sleep(5)
         raise AssertionError("nobody waits for it")

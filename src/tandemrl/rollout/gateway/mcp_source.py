@@ -39,11 +39,11 @@ class _Tools(Source):
         self.server, self.system = server, system
 
     async def episode(self, row: Row, endpoint: Endpoint) -> Outcome:
-        from mcp import Client, StdioServerParameters
+        from mcp import Client, StdioServerParameters, stdio_client
 
         where: Any = self.server
         if not isinstance(where, str):
-            where = StdioServerParameters(command=where[0], args=[*where[1:]])
+            where = stdio_client(StdioServerParameters(command=where[0], args=[*where[1:]]))
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         try:
             async with Client(where) as server, client_of(*endpoint) as client:
