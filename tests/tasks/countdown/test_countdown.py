@@ -1,7 +1,6 @@
 """Countdown: every branch of both published rewards, and an evaluator that computes nothing it should not."""
 
 import json
-import time
 from fractions import Fraction
 
 import pytest
@@ -116,8 +115,6 @@ def test_exact_values(expression, result):
         "().__class__.__bases__[0].__subclasses__()",
     ],
 )
-def test_anything_else_is_refused_at_once(expression):
-    begin = time.perf_counter()
+def test_anything_else_is_refused(expression):
     with pytest.raises(ExpressionError):
         evaluate(expression)
-    assert time.perf_counter() - begin < 0.5
