@@ -219,8 +219,7 @@ def gradient(model: PreTrainedModel, value: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()), retain_graph=True)])
 
 
-@pytest.mark.parametrize("recipe", ["dr_grpo", "gspo"])
-@pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "cut"])
+@pytest.mark.parametrize(("sampling", "recipe"), [(PLAIN, "dr_grpo"), (CUT, "gspo")])
 def test_the_gradient_is_that_of_the_expected_reward(sampling: Sampling, recipe: str) -> None:
     """Of all texts, all draws, all proposals; and without the ends of words it is not."""
     senior = pair()[0].requires_grad_(True)

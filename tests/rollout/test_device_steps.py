@@ -4,7 +4,6 @@ On a CPU the same steps run without a graph, with the keys and values that a gra
 (``static``).
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -40,7 +39,7 @@ from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, solo, turn
 
-WAYS = {"4": (4, False), "16": (16, False), "4, static": (4, True), "16, static": (16, True)}
+WAYS = {"4": (4, False), "4, static": (4, True), "16, static": (16, True)}
 """Steps between two looks, and whether everything stays in its place."""
 SAMPLINGS = (
     Sampling(max_tokens=21, stop_token_ids=(7, 30), ignore_eos=True),
@@ -70,15 +69,7 @@ def batch(strategy: Strategy, *, kinds: int = len(SAMPLINGS)) -> list[Request]:
     return [replace(request, sampling=SAMPLINGS[i % kinds]) for i, request in enumerate(asked)]
 
 
-NAMES = ("solo senior", "solo junior", "word", "mixed")
-KEPT = {("solo senior", "16, static"), ("word", "4, static"), ("mixed", "4"), ("mixed", "16, static")}
-BOTH = [pytest.param(way, marks=[] if way in ("16", "4, static") else pytest.mark.slow) for way in WAYS]
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [pytest.param(*case, marks=[] if case in KEPT else pytest.mark.slow) for case in itertools.product(NAMES, WAYS)],
-)
+@pytest.mark.parametrize(("name", "way"), [("solo senior", "4, static"), ("mixed", "4"), ("mixed", "16, static")])
 def test_how_often_the_host_looks_changes_no_token(name: str, way: str, make: Any) -> None:
     """Rows end at stops and limits within the steps; four rows at once, so that others follow them."""
     known = list(strategies().values())
@@ -104,8 +95,7 @@ def test_a_model_can_be_its_own_junior(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(written[1], written[0])
 
 
-@pytest.mark.parametrize("way", BOTH)
-def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
+def test_turns_go_on_where_they_ended(make: Any) -> None:
     known = [turn(0.5), strategies()["word"], bernoulli(0.5), solo("junior")]
     asked = [
         replace(request, strategy=known[i % len(known)], turn_tokens=7, observation_tokens=30)
@@ -113,15 +103,15 @@ def test_turns_go_on_where_they_ended(way: str, make: Any) -> None:
     ]
     wanted = flat(make(max_rows=5).generate(asked, responder=ScriptedWorld()))
     assert max(len(c.turns) for c in wanted) == 3
-    assert_same(flat(make(*WAYS[way], max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
+    assert_same(flat(make(4, True, max_rows=5).generate(asked, responder=ScriptedWorld())), wanted)
 
 
-@pytest.mark.parametrize("way", BOTH)
+@pytest.mark.parametrize("way", ["4", "16, static"])
 def test_sessions_go_on_with_what_was_kept_of_them(way: str, make: Any) -> None:
     """Every other request has one."""
     asked = [replace(each, session=str(i) if i % 2 else None) for i, each in enumerate(batch(strategies()["word"]))]
     by_host, alone = make(), make(*WAYS[way])
-    for _ in range(3):
+    for _ in range(2):
         found = flat(alone.generate(asked))
         assert_same(found, flat(by_host.generate([replace(each, session=None) for each in asked])))
         texts = [[*each.prompt, *c.tokens.tolist(), 3, 4] for each, c in zip(asked, found, strict=True)]

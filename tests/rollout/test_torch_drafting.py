@@ -87,14 +87,7 @@ def by_single_tokens(name: str) -> list[Completion]:
     return flat(engine(name).generate(everything(64)))
 
 
-@pytest.mark.parametrize(
-    ("name", "ahead"),
-    [
-        pytest.param(name, ahead, marks=[pytest.mark.slow][i % 3 == j :])
-        for i, name in enumerate(PAIRS)
-        for j, ahead in enumerate((1, 4, 8))
-    ],
-)
+@pytest.mark.parametrize(("name", "ahead"), [*zip(PAIRS, (1, 4, 8), strict=True)])
 def test_drafts_give_the_same_completions(name, ahead):
     running, batch = engine(name, ahead), everything(64)
     completions = flat(running.generate(batch))
@@ -108,11 +101,10 @@ def test_drafts_give_the_same_completions(name, ahead):
         assert passes.acceptance > 0.8
 
 
-@pytest.mark.parametrize("max_rows", [pytest.param(1, marks=pytest.mark.slow), 7])
-def test_rows_join_while_others_are_at_any_depth(max_rows):
+def test_rows_join_while_others_are_at_any_depth():
     batch = everything(24)
     wanted = by_single_tokens("alike")[:24]
-    assert_same(batch, flat(engine("alike", 4, max_rows=max_rows).generate(batch)), wanted, "alike")
+    assert_same(batch, flat(engine("alike", 4, max_rows=7).generate(batch)), wanted, "alike")
 
 
 def test_a_junior_that_is_the_senior_saves_all_passes_but_one_in_a_draft():
@@ -149,21 +141,17 @@ def test_what_is_drafted_is_counted_up_to_the_first_token_that_differs():
     assert running.passes == Passes(144, sum(map(len, rounds)), junior, drafted, accepted)
 
 
-@pytest.mark.parametrize("name", ["word", "turn", "alternating_turns", "solo senior"])
-def test_turns_are_drafted_like_any_other(name):
-    strategy = (strategies() | {"turn": turn(0.5), "alternating_turns": alternating_turns("junior")})[name]
+def test_turns_are_drafted_like_any_other():
     sampling = Sampling(max_tokens=17, stop_token_ids=(5, 6, 7, 8), ignore_eos=True, presence_penalty=0.3)
     batch = [
         replace(request, turn_tokens=7, observation_tokens=30)
-        for request in requests(prompts(5), sampling, strategy, samples=2)
+        for strategy in (strategies()["word"], turn(0.5), alternating_turns("junior"), solo("senior"))
+        for request in requests(prompts(3), sampling, strategy, samples=2)
     ]
     found = flat(engine("alike", 4).generate(batch, responder=ScriptedWorld()))
     wanted = flat(engine("alike").generate(batch, responder=ScriptedWorld()))
-    for one, other in zip(found, wanted, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.author.tolist() == other.author.tolist()
-        assert (one.stop_reason, one.transcript) == (other.stop_reason, other.transcript)
-        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
+    assert_same(batch, found, wanted, "alike")
+    assert [one.transcript for one in found] == [one.transcript for one in wanted]
     assert {len(c.turns) for c in found} == {3}
 
 

@@ -33,7 +33,6 @@ from helpers import (
     sampling_key,
     small_qwen3,
     strategies,
-    text,
     tokenizer,
     writing,
 )
@@ -45,7 +44,6 @@ from tandemrl.rollout.engine import (
     Sampling,
     check_answers,
     check_authors,
-    check_completion,
 )
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, chunk, solo
@@ -57,7 +55,6 @@ WRITERS = {"solo senior": {1}, "solo junior": {0}, "sentence": {0}}  # these tex
 PAIRS: dict[str, Callable[[], tuple[PreTrainedModel, PreTrainedModel]]] = {
     "same family": lambda: (qwen3(0), qwen3(7)),
     "smaller junior": lambda: (qwen3(0), small_qwen3()),
-    "Llama junior": lambda: (qwen3(0), llama()),
     "larger junior vocabulary": lambda: (qwen3(0), llama(vocabulary=VOCABULARY + 24)),
     "Llama senior, GPT-2 junior": lambda: (llama(tied=True), gpt2()),
 }
@@ -118,10 +115,10 @@ def test_two_equal_models_write_what_transformers_generates():
         assert all((c.behaviour_logprobs == 0).all() for c in completions)
 
 
-@pytest.mark.parametrize("pair_name", PAIRS)
+@pytest.mark.parametrize("pair_name", ["larger junior vocabulary", "Llama senior, GPT-2 junior"])
 def test_every_greedy_token_is_the_best_of_its_authors_model(pair_name):
     senior, junior = pair(pair_name)
-    given = prompts(4)
+    given = prompts(3)
     disagreements = 0
     for name, completions in by_strategy(engine(pair_name), given).items():
         for prompt, completion in zip(given, completions, strict=True):
@@ -149,8 +146,7 @@ def assert_follows(
         assert race_lag(p, token, sampling_key(completion.key, i)) < 1e-4
 
 
-@pytest.mark.parametrize("pair_name", ["smaller junior", "Llama junior"])
-def test_behaviour_logprobs_are_those_of_the_authors_distribution(pair_name):
+def test_behaviour_logprobs_are_those_of_the_authors_distribution():
     """Every request of a call keeps its own knobs, strategy and length; greedy and sampled rows share a batch."""
     kinds = list(strategies().values())
     settings = [*SAMPLINGS.values(), Sampling(temperature=0.0)]
@@ -164,13 +160,13 @@ def test_behaviour_logprobs_are_those_of_the_authors_distribution(pair_name):
         )
         for i, prompt in enumerate(given)
     ]
-    written = engine(pair_name, max_rows=11).generate(batch)
+    written = engine("smaller junior", max_rows=11).generate(batch)
     assert [[c.key for c in group] for group in written] == [list(request.keys) for request in batch]
     for request, group in zip(batch, written, strict=True):
         assert_sound(group, request.strategy)
         for completion in group:
             if request.sampling.temperature > 0:
-                assert_follows(completion, list(request.prompt), request.sampling, pair(pair_name))
+                assert_follows(completion, list(request.prompt), request.sampling, pair("smaller junior"))
             assert len(completion.tokens) == request.sampling.max_tokens or completion.stop_reason == "eos"
             assert completion.stop_reason == "length" or not request.sampling.ignore_eos
 
@@ -217,14 +213,10 @@ def test_the_same_call_gives_the_same_bits(whole_batch):
     assert [channels(c) for c in flat(again)] == [channels(c) for c in flat(whole_batch)]
 
 
-@pytest.mark.parametrize(
-    ("max_rows", "order"),
-    [(1, "backwards"), pytest.param(3, "forwards", marks=pytest.mark.slow), (32, "backwards")],
-)
-def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows, order):
+@pytest.mark.parametrize("max_rows", [1, 32])
+def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows):
     batch = reproduction(samples=1 if max_rows == 1 else 8)  # ten rows by themselves, since they are eighty calls else
-    step = 1 if order == "forwards" else -1
-    found = engine(max_rows=max_rows).generate(batch[::step])[::step]
+    found = engine(max_rows=max_rows).generate(batch[::-1])[::-1]
     for request, group in zip(batch, found, strict=True):
         assert_sound(group, request.strategy)
     wanted = [one for request, group in zip(batch, whole_batch, strict=True) for one in group[: len(request.keys)]]
@@ -282,37 +274,25 @@ def test_eos_ends_a_completion_unless_ignored():
 SPOKEN = ["Ġa", "b", "Ġ", "Ã", "©", "c", "ĊĊ", "d", "e", "f", "Ġg", "!"]
 
 
-@pytest.mark.parametrize(
-    ("stop", "count"),
-    [
-        (("b",), 2),  # inside one token
-        ((" a",), 1),
-        (("ab",), 2),  # spans two tokens
-        (("b é",), 5),  # a character of two tokens completes it
-        (("é",), 5),
-        (("\n",), 7),  # part of a token
-        (("c\n\nde",), 9),
-        (("xyz", "f g", "ef"), 10),  # whichever comes first
-        ((" ab éc\n\ndef g",), 11),
-        (("zz",), 12),
-    ],
-)
-def test_stop_strings_are_kept_and_may_span_tokens(stop, count):
+STOPS = [
+    (("b",), 2),  # inside one token
+    (("ab",), 2),  # spans two tokens
+    (("b é",), 5),  # a character of two tokens completes it
+    (("\n",), 7),  # part of a token
+    (("xyz", "f g", "ef"), 10),  # whichever comes first
+    ((" ab éc\n\ndef g",), 11),
+    (("x a", "zz"), 12),  # one that the prompt begins
+]
+
+
+def test_stop_strings_are_kept_and_may_span_tokens():
     speaker = writing(SPOKEN)
     both = TorchEngine(prepared(speaker), prepared(speaker), tokenizer())
-    sampling = Sampling(max_tokens=12, temperature=0.0, stop=stop)
-    completion = flat(both.generate(requests([[2]], sampling, alternating())))[0]
-    assert completion.tokens.tolist() == [IDS[word] for word in SPOKEN[:count]]
-    assert completion.stop_reason == ("stop" if count < 12 else "length")
-    assert text(completion.tokens) == tokenizer().decode([IDS[word] for word in SPOKEN[:count]])
-    check_completion(completion)
-
-
-def test_the_prompt_does_not_complete_a_stop_string():
-    speaker = writing(SPOKEN)
-    both = TorchEngine(prepared(speaker), None, tokenizer())
-    request = Request((IDS["x"],), (0,), Sampling(max_tokens=3, temperature=0.0, stop=("x a",)), solo("senior"))
-    assert both.generate([request])[0][0].stop_reason == "length"
+    asked = [Sampling(max_tokens=12, temperature=0.0, stop=stop) for stop, _ in STOPS]
+    written = flat(both.generate([Request((IDS["x"],), (0,), sampling, alternating()) for sampling in asked]))
+    for completion, (_, count) in zip(written, STOPS, strict=True):
+        assert completion.tokens.tolist() == [IDS[word] for word in SPOKEN[:count]]
+        assert completion.stop_reason == ("stop" if count < 12 else "length")
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])

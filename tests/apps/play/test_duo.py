@@ -27,7 +27,7 @@ def longer(draft: Draft, piece: Piece) -> Draft:
     return draft.longer([token.id for token in piece.tokens], [token.author for token in piece.tokens])
 
 
-@pytest.mark.parametrize("strategy", ["word", "before_word", "sentence", "bernoulli", "solo"])
+@pytest.mark.parametrize("strategy", ["word", "before_word", "solo"])
 def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: str) -> None:
     selection = SelectionConfig(strategy=strategy)
     prompt = duo.tokenizer.apply_chat_template(

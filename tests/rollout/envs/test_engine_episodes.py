@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 import tempers
-import torch
 from tempers import call, row
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from helpers import agent_tokenizer, prepared, qwen3, small_qwen3
-from real_model import smollm2
 from tandemrl.config import load
 from tandemrl.data.rows import encode_prompts
 from tandemrl.rollout.engine import Completion, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import solo, word
+from tandemrl.selection import word
 from tandemrl.selection.boundaries import word_boundary_table
 from tandemrl.selection.draws import request_key
 
@@ -90,29 +88,3 @@ def test_episodes_are_the_same_wherever_tools_run(engine: TorchEngine, words: Pr
     assert all(total.values()), total
     assert max(len(completion.turns) for completion in both[0]) >= 3
     assert heard
-
-
-@pytest.mark.slow
-def test_a_pretrained_model_goes_on_as_it_would_alone() -> None:
-    """Each turn is what transformers generates after the template's text of everything before it."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2())
-    plain = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
-    asked, strategy = row(question="Name a colour."), solo("senior")
-    episode_runner = make_episode_runner(load(None, ["rollout.max_turns=2"]), tokenizer, environment=tempers.Asking())
-    assert episode_runner is not None
-    [prompt], _ = encode_prompts([asked], tokenizer, max_prompt_tokens=100)
-    limits = Request(prompt.tokens, (1,), Sampling(60, temperature=0.0), strategy, turn_tokens=40)
-    engine = TorchEngine(prepared(plain), None, tokenizer)
-    [[done]], _ = generate_verified(
-        engine, [episode_runner.episode(limits, asked)], strategy, responder=episode_runner.episodes()
-    )
-    messages = [*asked.messages]
-    for number, turn in enumerate(done.turns, start=1):
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
-        )
-        alone = plain.generate(ids, max_new_tokens=len(turn), do_sample=False, attention_mask=torch.ones_like(ids))
-        assert alone[0, ids.shape[1] :].tolist() == turn.tolist()
-        messages.append({"role": "assistant", "content": tokenizer.decode(turn, skip_special_tokens=True)})
-        messages.append({"role": "user", "content": f"again ({number})"})
-    assert len(done.turns) == 2

@@ -104,28 +104,22 @@ CALLS = [("add", {"a": 12, "b": 30}), ("note", {"text": 'forty "two"\n'}), ("who
 RESULTS = ["42", "noted: ['forty \"two\"\\n']", NAME]
 
 
-def agents_turns(thought: str) -> tuple[list[str], list[dict[str, Any]]]:
+def agents_turns() -> tuple[list[str], list[dict[str, Any]]]:
     """Three turns with calls and a last one: as they are written, and the messages that the template gets."""
     written, conversation = [], [{"role": "user", "content": QUESTION}]
     for (name, arguments), result in zip(CALLS, RESULTS, strict=True):
         call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-        written.append(f"{thought}I call {name}.\n<tool_call>\n{call}\n</tool_call>")
+        written.append(f"I call {name}.\n<tool_call>\n{call}\n</tool_call>")
         calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
-        conversation.append({"role": "assistant", "content": f"{thought}I call {name}.", "tool_calls": calls})
+        conversation.append({"role": "assistant", "content": f"I call {name}.", "tool_calls": calls})
         conversation.append({"role": "tool", "name": name, "content": result})
-    return [*written, f"{thought}It is 42."], [*conversation, {"role": "assistant", "content": f"{thought}It is 42."}]
-
-
-def qwen3_text(conversation: list[dict[str, Any]], *, tools: bool = True, **options: Any) -> str:
-    told = {"tools": TOOLS} if tools else {}
-    text: str = tokenizer("qwen3").apply_chat_template(conversation, tokenize=False, **told, **options)
-    return text
+    return [*written, "It is 42."], [*conversation, {"role": "assistant", "content": "It is 42."}]
 
 
 @pytest.mark.slow
 def test_qwen3_without_thoughts_keeps_four_tokens_more_a_turn() -> None:
     """An empty thought, which its template leaves out of the turns before the last one."""
-    script, conversation = agents_turns("")
+    script, conversation = agents_turns()
     with pytest.raises(ConfigError, match=r"(?s)rewrites a turn once .*Set rollout\.keep_turns=true"):
         played("qwen3", tempers.World(), script)
     done, turns = played("qwen3", tempers.World(), script, "rollout.keep_turns=true")
@@ -134,28 +128,10 @@ def test_qwen3_without_thoughts_keeps_four_tokens_more_a_turn() -> None:
     text = tokenizer("qwen3").decode(whole) + "\n"
     assert text.count(NO_THOUGHT) == 4
     last = text.rindex(NO_THOUGHT)
-    expected = qwen3_text(conversation)
+    expected = tokenizer("qwen3").apply_chat_template(conversation, tokenize=False, tools=TOOLS)
     assert text[:last].replace(NO_THOUGHT, "") + text[last:] == expected
     assert len(ids_of("qwen3", NO_THOUGHT)) == 4
     assert len(ids_of("qwen3", text)) == len(ids_of("qwen3", expected)) + 3 * 4
     # What a tool says is no end of a message: the system's and one of each message of the conversation are.
     assert text.count("<|im_end|>") == len(conversation) + 2
     assert whole.count(tokenizer("qwen3").eos_token_id) == len(conversation) + 1
-
-
-@pytest.mark.slow
-def test_qwen3_with_thoughts_and_tools_is_its_template() -> None:
-    """The thoughts after the last message of a user stay in what its template writes."""
-    script, conversation = agents_turns("<think>\nWhat do I need?\n</think>\n\n")
-    done, turns = played(
-        "qwen3", tempers.World(), script, "rollout.keep_turns=true", "data.template_arguments.enable_thinking=true"
-    )
-    assert turns == [turn + "<|im_end|>" for turn in script]
-    assert done.transcript is not None
-    whole = [*asked("qwen3", {"enable_thinking": True}, TOOLS), *done.tokens.tolist()]
-    expected = qwen3_text(conversation, enable_thinking=True)
-    assert tokenizer("qwen3").decode(whole) + "\n" == expected
-    assert done.transcript.counts["tool_calls"] == 3
-    # The transcript's own messages are rendered to the same.
-    opening = {"role": "user", "content": QUESTION}
-    assert qwen3_text([opening, *done.transcript.messages], enable_thinking=True) == expected

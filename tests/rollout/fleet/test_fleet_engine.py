@@ -85,7 +85,7 @@ def workers_of(engine: FleetEngine) -> LocalWorkers:
     return engine._workers
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [0, 3])
 def test_any_number_of_workers_gives_the_bits_of_one_engine(size, fleet, alone):
     before, after, passes = alone
     engine: Any = fleet(size) if size else SpreadEngine(make(), unit_groups=2)

@@ -330,9 +330,10 @@ class Faulty(Source):
         return Outcome(score=float(number), state={"what": what})
 
 
-def fuzz(engine: TorchEngine, rows: int, size: int, seed: int) -> None:
+@pytest.mark.parametrize("rows", [10, pytest.param(250, marks=pytest.mark.slow)])
+def test_random_faults_lose_nothing(engine: TorchEngine, rows: int) -> None:
     """None is lost, none that failed has a score, and each token that was sampled is there once."""
-    source = Faulty(seed)
+    source, size = Faulty(seed=1), 4
     some = [
         replace(ROWS[0], example_id=f"e{i}", messages=({"role": "user", "content": f"ab {i}"},)) for i in range(rows)
     ]
@@ -361,15 +362,6 @@ def fuzz(engine: TorchEngine, rows: int, size: int, seed: int) -> None:
         expected = {"fork": [1], "repeat": [1], "parallel": [2], "good": [0], "late": [0], "flood": [4, 5]}
         if what in expected:  # a flood ends by its requests or by its tokens
             assert one.transcript.counts["agent/forks"] in expected[what], what
-
-
-def test_random_faults_lose_nothing(engine: TorchEngine) -> None:
-    fuzz(engine, 10, 4, seed=1)
-
-
-@pytest.mark.slow
-def test_a_thousand_episodes_with_random_faults(engine: TorchEngine) -> None:
-    fuzz(engine, 250, 4, seed=2)
 
 
 def test_a_coroutine_that_holds_up_all_others_ends_the_run(engine: TorchEngine) -> None:

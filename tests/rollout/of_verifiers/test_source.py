@@ -1,7 +1,6 @@
 """Training on tasksets of the real verifiers package."""
 
 import json
-import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 pytest.importorskip("verifiers.v1", reason="needs verifiers: make agents-check")
 
-from real_model import smollm2
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import DataError, Row
@@ -91,25 +89,6 @@ def test_ten_steps_with_tools(strategy: str, pairs: Path, tmp_path: Path) -> Non
         assert line["reward_parts"]["asked"] == asked
     own = {who for line in lines for who in line["author"] if who >= 0}
     assert own == ({0, 1} if strategy == "turn" else {1})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("taskset", "strategy"), [("vf_sums", "word"), ("vf_calculator", "turn")])
-def test_two_steps_of_a_real_model(taskset: str, strategy: str, pairs: Path, tmp_path: Path) -> None:
-    """SmolLM2's own chat template knows no tools."""
-    model = shutil.copytree(smollm2(), tmp_path / "model")
-    if taskset == "vf_calculator":
-        shutil.copy(pairs / "calculator" / "senior" / "chat_template.jinja", model)
-    pair, out = [f"model.senior={model}", f"model.junior={model}"], tmp_path / "run"
-    how = [f"selection.strategy={strategy}", "train.steps=2", "data.max_prompt_tokens=600", f"output_dir={out}"]
-    config = load(None, [*SMALL, *pair, *how, f"data.train=[verifiers:{taskset}:16]"])
-    train(config, quiet=True, rollouts=verifiers(taskset))
-    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert len(lines) == 16
-    parts = {"correct", "short" if strategy == "word" else "asked"}
-    assert all(parts <= line["reward_parts"].keys() for line in lines)
-    assert any(1 in line["author"] for line in lines)
-    shutil.rmtree(tmp_path)  # checkpoints have 2 GB
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

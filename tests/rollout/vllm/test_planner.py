@@ -211,24 +211,22 @@ class Simulation:
         return {id: step.tokens[row, : count[row]].tolist() for id, row in step.index.items()}
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lockstep", "draft"])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
+@pytest.mark.parametrize(("mode", "caching"), [("lazy", True), ("lazy", False), ("lockstep", True), ("draft", True)])
+def test_every_position_is_computed_before_it_is_read(mode, caching) -> None:
     """Chunked prefill, prefix hits, preemption, aborts, short budgets, further turns: no model ever reads KV that is
     not its own, and a row's authors go on from turn to turn."""
     blocks = 48
     planner = Planner(budget=9, block_size=BLOCK, num_blocks=blocks, capacity=2, draft_length=DRAFTS)
     planner.mode = mode
-    simulation = Simulation(seed, planner, blocks, caching=caching)
-    random, known = np.random.default_rng(seed), [*strategies().values(), turn(0.5), alternating_turns()]
+    simulation = Simulation(0, planner, blocks, caching=caching)
+    random, known = np.random.default_rng(0), [*strategies().values(), turn(0.5), alternating_turns()]
     went_on: set[str] = set()
     shared = random.integers(2, VOCABULARY, 24).tolist()
     for number in range(150):
         arrivals = []
         if number < 120 and random.random() < 0.4:
             prompt = shared[: int(random.integers(1, 24))] + random.integers(2, VOCABULARY, 3).tolist()
-            arrivals = [(f"r{number}", prompt, mix64(seed, number), known[int(random.integers(len(known)))])]
+            arrivals = [(f"r{number}", prompt, mix64(0, number), known[int(random.integers(len(known)))])]
         for id in sorted(simulation.done - went_on):
             if number < 120 and len(simulation.texts[id]) < 60 and random.random() < 0.5:
                 went_on.add(id)
