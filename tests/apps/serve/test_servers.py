@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import authors, served_here, session_key, strategy_of, written
+from clients import authors, served_here, strategy_of, written
 from pairs import CONTEXT, VLLM, reference
 from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
 
@@ -66,13 +66,11 @@ def test_a_client_that_leaves_frees_its_request(client: Any) -> None:
     assert complete(client, max_tokens=3).choices[0].token_ids
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any, count: int) -> None:
+def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any) -> None:
     """From several threads, in tandem and alone, each a while after the other."""
     engine, generator = reference(PAIR), np.random.default_rng(0)
     asked = [
-        (written(5 + i % 20, seed=i), i, [{}, {"solo": "senior"}, {"strategy": "bernoulli"}][i % 3])
-        for i in range(count)
+        (written(5 + i % 20, seed=i), i, [{}, {"solo": "senior"}, {"strategy": "bernoulli"}][i % 3]) for i in range(20)
     ]
     waits = generator.exponential(0.02, len(asked)).cumsum().tolist()
     begin = time.monotonic()
@@ -96,19 +94,6 @@ def test_requests_that_come_at_any_time_write_what_they_write_alone(client: Any,
     for response, [wanted] in zip(responses, engine.generate(requests), strict=True):
         assert response.choices[0].token_ids == wanted.tokens.tolist()
         assert response.choices[0].authorship == wanted.author.tolist()
-
-
-def test_the_requests_of_a_session_go_on(client: Any, running: Server) -> None:
-    mine, ids, turns = client.with_options(base_url=f"{running.url}/sessions/mine/v1"), written(9), list[Any]()
-    mine.model = "both"  # any name
-    for _ in range(3):
-        [choice] = complete(mine, ids, max_tokens=8).choices
-        wanted = Sampling(max_tokens=8, ignore_eos=True)
-        request = Request(tuple(ids), (session_key("mine"),), wanted, strategy_of(SERVED), history=tuple(turns))
-        [[one]] = reference(PAIR).generate([request])
-        assert (choice.token_ids, choice.authorship) == (one.tokens.tolist(), one.author.tolist())
-        turns.append(tuple(choice.token_ids))
-        ids = [*ids, *choice.token_ids, 5, 6]
 
 
 def test_it_says_what_it_serves_and_where(running: Server, pair: Path) -> None:
@@ -160,7 +145,7 @@ def test_a_published_template_tells_of_tools_and_its_calls_are_read(
     question = {"role": "user", "content": "What is there?"}
     written = [*words.encode(CALL), words.eos_token_id]
     folder = save_speaker(tmp_path / "pair", words, [template([question])[-1], *written])
-    keys = [f"model.senior={folder}", f"model.junior={folder}", "model.device=cpu", "selection.max_gap_tokens=4"]
+    keys = [f"model.senior={folder}", f"model.junior={folder}", "model.device=cpu", "selection.strategy=alternating"]
     with served_here(load(overrides=keys), monkeypatch) as asking:
         client = OpenAI(base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=asking)
         body = {"return_token_ids": True}

@@ -107,13 +107,8 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "Llama": llama,
     "near": lambda: noisy(qwen3(0), 0.02),
 }
-JUNIORS = {
-    "equal": "senior", "same family": "another seed", "smaller junior": "smaller", "Llama junior": "Llama",
-    "near junior": "near",
-}  # fmt: skip
+JUNIORS = {"equal": "senior", "smaller junior": "smaller", "Llama junior": "Llama", "near junior": "near"}
 """Pair -> its junior; the senior is always the same model."""
-MODES = ("lazy", "lockstep")
-UNEQUAL = [pair for pair in JUNIORS if pair not in ("equal", "near junior")]
 
 
 @cache

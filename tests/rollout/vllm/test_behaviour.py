@@ -13,7 +13,6 @@ from pairs import (
     EOS,
     JUNIORS,
     LENGTHS,
-    MODES,
     ROWS,
     VLLM,
     assert_equal_completions,
@@ -80,10 +79,9 @@ def stopping() -> list[Request]:
     return [Request(r.prompt, (request_key(2, 0, i, 0),), r.sampling, r.strategy) for i, r in enumerate(batch)]
 
 
-@pytest.mark.parametrize("mode", ["lazy", pytest.param("lockstep", marks=pytest.mark.slow)])
-def test_completions_end_where_and_why_the_reference_engines_do(engines, mode):
+def test_completions_end_where_and_why_the_reference_engines_do(engine):
     batch = stopping()
-    written = engines(PAIR, mode=mode).generate(batch)
+    written = engine.generate(batch)
     assert_sound(batch, written)
     found, wanted = flat(written), flat(reference(PAIR).generate(batch))
     assert [(c.stop_reason, c.tokens.tolist()) for c in found] == [(c.stop_reason, c.tokens.tolist()) for c in wanted]
@@ -206,9 +204,16 @@ def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
     """Models of one family pad their vocabularies differently."""
     padded = qwen3(3, vocab_size=VOCABULARY + 56)
     folders = engines.folder("senior"), save(padded, tmp_path / "padded")
+    torch.manual_seed(5)
+    threads, wanted = torch.get_num_threads(), torch.rand(3)
+    torch.manual_seed(5)
     engine = engines.keep(start_engine(*folders, longest=CONTEXT, kv_blocks=64))
     batch = requests(prompts(6, seed=18), Sampling(max_tokens=40, temperature=1.5, ignore_eos=True), alternating())
     written = engine.generate(batch)
+    assert torch.equal(torch.rand(3), wanted)  # the process keeps its random state and its threads
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
     assert_sound(batch, written)
     assert max(c.tokens.max() for c in flat(written)) < VOCABULARY
     for completion, request in zip(flat(written), batch, strict=True):
@@ -221,20 +226,21 @@ def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-def loadable(engines, multiprocess: bool) -> Any:
-    engine = engines(PAIR, sleep=False, multiprocess=multiprocess, draft_tokens=4)  # of its own: its weights change
-    engine.policy_version = 3
-    return engine
+@pytest.fixture(scope="module")
+def apart(engines) -> Any:
+    return engines(PAIR, sleep=False, multiprocess=True, draft_tokens=4)
 
 
-@pytest.fixture(params=[False, True], ids=["in process", "multiprocess"])
-def loading(request: pytest.FixtureRequest, engines) -> Iterator[Any]:
+@pytest.fixture
+def loading(request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine whose weights may change; they are the folder's again afterwards."""
-    engine = loadable(engines, request.param)
+    engine = request.getfixturevalue(request.param)
+    engine.policy_version = 3
     yield engine
     engine.load_weights(model("senior").named_parameters(), 3)
 
 
+@pytest.mark.parametrize("loading", ["apart"], indirect=True)
 def test_loaded_weights_write_and_the_junior_stays(loading):
     new = qwen3(11)
     batch = mixed(prompts(ROWS, seed=20, lengths=LENGTHS), GREEDY, seed=20)
@@ -253,17 +259,18 @@ def test_loaded_weights_write_and_the_junior_stays(loading):
     assert greedy_gaps((new, model(JUNIORS[PAIR])), solo_junior, loading.generate(solo_junior)).max() < 1e-4
 
 
-def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
+def test_an_engine_in_a_process_of_its_own_writes_the_same(engine, apart):
     batch = mixed(prompts(ROWS, seed=61, lengths=LENGTHS), Sampling(max_tokens=24), seed=61)
-    wanted, apart = flat(engines(PAIR).generate(batch)), loadable(engines, True)
+    wanted = flat(engine.generate(batch))
     assert not apart.in_process
-    for mode in (*MODES, "draft"):
+    for mode in ("lazy", "draft"):
         apart.call_workers("tandem_mode", mode)
         written = apart.generate(batch)
         assert_equal_completions(flat(written), wanted)
         assert_sound(batch, written)
 
 
+@pytest.mark.parametrize("loading", ["engine"], indirect=True)
 def test_what_was_cached_under_the_old_weights_is_dropped(loading):
     """The same prompts before and after, and a second turn upon what the old weights wrote."""
     first = mixed(prompts(12, seed=21, lengths=(257, 130)), GREEDY, seed=21)
@@ -291,16 +298,3 @@ def test_both_models_know_the_layout_of_the_cache_before_there_is_one():
     assert hasattr(WorkerBase, "set_kv_cache_layout")
     TandemGPUWorker.set_kv_cache_layout(worker, "LBHNC")
     assert [cache.kv_cache_layout for cache in caches.values()] == ["LBHNC"] * 2
-
-
-def test_the_process_keeps_its_threads_and_random_state(engines):
-    torch.manual_seed(5)
-    threads, wanted = torch.get_num_threads(), torch.rand(3)
-    torch.manual_seed(5)
-    engine = start_engine(engines.folder("senior"), None, longest=CONTEXT, kv_blocks=64)
-    engine.generate(requests(prompts(2), Sampling(max_tokens=4), solo("senior")))
-    engines.keep(engine)
-    assert torch.equal(torch.rand(3), wanted)
-    torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1
-    torch.set_num_threads(threads)

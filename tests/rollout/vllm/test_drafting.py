@@ -43,8 +43,6 @@ SETTINGS = [
     ),
     Sampling(max_tokens=24, stop=("st", "a"), stop_token_ids=(7,)),
 ]  # fmt: skip
-BY_TOKENS: dict[int, dict[str, Any]] = {1: dict(max_batched_tokens=64, max_rows=48), 4: TIGHT, 8: {}}
-"""Options of an engine by the tokens it drafts: chunked prefill; tight; plenty of everything."""
 
 
 def drafted(engines, pair: str = NEAR, k: int = 8, **options: Any) -> Any:
@@ -65,29 +63,20 @@ def engine(engines) -> Any:
     return drafted(engines)
 
 
-@pytest.fixture(scope="module")
-def wanted() -> dict[str, list[Completion]]:
-    """By pair: what the reference engine writes."""
-    batch = mixture(ROWS, SETTINGS, seed=1)
-    return {pair: flat(reference(pair).generate(batch)) for pair in (NEAR, "Llama junior")}
-
-
-@pytest.mark.parametrize(
-    ("pair", "k"), [(NEAR, 8), ("Llama junior", 4), *(pytest.param(NEAR, k, marks=pytest.mark.slow) for k in (1, 4))]
-)
-def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
+@pytest.mark.parametrize(("pair", "k", "options"), [(NEAR, 8, {}), ("Llama junior", 4, TIGHT)])
+def test_drafting_changes_no_token(engines, scheduled, pair, k, options):
     """Against the reference engine, whatever the strategy and the sampling; a near-tie may fall either way."""
-    batch, engine = mixture(ROWS, SETTINGS, seed=1), drafted(engines, pair, k, **BY_TOKENS[k])
+    batch, engine = mixture(ROWS, SETTINGS, seed=1), drafted(engines, pair, k, **options)
     found = flat(engine.generate(batch))
     assert_sound(batch, [[c] for c in found])
-    assert k != 4 or scheduled.preemptions > 0
+    assert not options or scheduled.preemptions > 0
     drafts = engine.passes
     assert drafts.tokens == sum(len(c.tokens) for c in found)
-    assert_equal_completions(found, wanted[pair])
+    assert_equal_completions(found, flat(reference(pair).generate(batch)))
     if pair == NEAR:
         assert 0.4 < drafts.acceptance < 1
         in_mode(engine, "lazy", batch)
-        assert drafts.senior < {1: 0.8, 4: 0.6, 8: 0.5}[k] * engine.passes.senior
+        assert drafts.senior < 0.5 * engine.passes.senior
 
 
 def test_limits_and_stops_inside_a_draft(engine):
@@ -112,7 +101,7 @@ class Changing(DraftLength):
 
 def test_another_length_may_be_chosen_at_any_time(engines, scheduled, monkeypatch):
     """With chunked prefill, preemption, and catch-ups longer than the budget."""
-    engine = drafted(engines, NEAR, 4, **TIGHT)
+    engine = drafted(engines, "Llama junior", 4, **TIGHT)
     long = mixed(prompts(12, seed=9, lengths=(129, 33, 64)), Sampling(max_tokens=40, ignore_eos=True), seed=9)
     batch = [*mixture(9, SETTINGS, seed=8), *long]
     lazy, before = in_mode(engine, "lazy", batch), scheduled.preemptions
@@ -127,7 +116,7 @@ def test_another_length_may_be_chosen_at_any_time(engines, scheduled, monkeypatc
 
 def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
     """Second prompts are first ones with what was written, by either author, upon drafts that were thrown away."""
-    engine = drafted(engines, "Llama junior", 4, **(TIGHT | dict(kv_blocks=200)))
+    engine = drafted(engines, "Llama junior", 4, block_size=32)
     first = mixed(prompts(12, seed=4, lengths=LENGTHS), Sampling(max_tokens=36, ignore_eos=True), seed=4)
     texts = tokens(flat(engine.generate(first)))
     before = scheduled.cached_tokens
@@ -185,18 +174,15 @@ def write(monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-@pytest.mark.parametrize(
-    ("k", "options", "pair"), [pytest.param(8, {}, NEAR, marks=pytest.mark.slow), (4, TIGHT, "Llama junior")]
-)
-def test_the_loop_changes_no_token(engines, scheduled, write, k, options, pair):
-    engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(ROWS, LOOPED, seed=21)
+def test_the_loop_changes_no_token(engines, scheduled, write):
+    engine, batch = drafted(engines, "Llama junior", 4, **TIGHT), mixture(ROWS, LOOPED, seed=21)
     loop, single = (write(engine, batch, loop=loop) for loop in (True, False))
     preemptions = scheduled.preemptions
     assert_sound(batch, [[c] for c in loop.written])
     assert_equal_completions(loop.written, single.written)
     assert loop.passes == single.passes
     assert sum(answer for _, answer in loop.answers) > 10
-    assert preemptions > 0 or not options
+    assert preemptions > 0
 
 
 class NowAndThen(DraftLength):
@@ -210,7 +196,7 @@ class NowAndThen(DraftLength):
 
 def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines, write, monkeypatch):
     """While nothing is drafted the senior writes more than one pass of the junior can take."""
-    engine = engines(NEAR, mode="draft", draft_tokens=4, **TIGHT)
+    engine = drafted(engines, "Llama junior", 4, **TIGHT)
     planner = planner_of(engine)
     monkeypatch.setattr(planner, "draft_length", NowAndThen(**vars(planner.draft_length)))
     long = Sampling(max_tokens=50, ignore_eos=True)

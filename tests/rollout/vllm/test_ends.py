@@ -53,8 +53,10 @@ def written(engine: Any, strategy: Strategy, **sampling: Any) -> tuple[list[int]
     return one.tokens.tolist(), one.stop_reason
 
 
-@pytest.mark.parametrize("named", ["number", "list", "tokenizer", "config", "config under a silent generation config"])
-@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize(
+    ("named", "drafts"),
+    [("number", 4), ("list", 0), ("tokenizer", 0), ("config", 0), ("config under a silent generation config", 0)],
+)
 def test_the_junior_s_own_end_ends_a_text_wherever_it_is_named(tmp_path, named, drafts):
     folder = save_pair(tmp_path, named)
     sources = [
@@ -68,9 +70,8 @@ def test_the_junior_s_own_end_ends_a_text_wherever_it_is_named(tmp_path, named, 
     assert written(alone, solo("senior"))[1] == "length"  # a senior without a junior has its own ends alone
 
 
-@pytest.mark.parametrize("named", ["list", "config under a silent generation config"])
-def test_loaded_models_bring_their_ends_along(tmp_path, named):
-    folder = save_pair(tmp_path, named)
+def test_loaded_models_bring_their_ends_along(tmp_path):
+    folder = save_pair(tmp_path, "config under a silent generation config")
     models = [load_model(folder / name) for name in ("senior", "junior")]
     engine = TorchEngine(*models, tokenizer())
     assert [written(engine, strategy) for strategy in STRATEGIES] == [(ENDED, "eos")] * 3

@@ -1,16 +1,10 @@
 """Token for token: the vLLM engine against stock vLLM, transformers and the reference engine."""
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
-
 import numpy as np
 import pytest
 from pairs import (
     LENGTHS,
-    MODES,
     ROWS,
-    UNEQUAL,
     VLLM,
     assert_equal_completions,
     assert_sound,
@@ -38,50 +32,20 @@ pytestmark = VLLM
 
 GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=40)
-TIGHT = {
-    "chunked prefill": dict(max_batched_tokens=64, max_rows=48),
-    "preemption": dict(kv_blocks=22, block_size=32),
-    "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
-}
-LLAMA = [("Llama junior", "lazy"), ("Llama junior", "lockstep")]
-PAIRS_AND_MODES = [*((pair, "lazy") for pair in UNEQUAL), LLAMA[1]]
-PRESSED = [*((tight, "lazy") for tight in TIGHT), ("both", "lockstep")]
-BOTH = [("both", "lazy"), ("both", "lockstep")]  # chunks and preemption at once
-
-
-def cases(kept: Sequence[tuple[str | None, str]], every: Sequence[tuple[str | None, str]]) -> list[Any]:
-    """The cases of ``make test``, and then the other ones of ``every``, which are slow."""
-    return [*kept, *(pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in kept)]
-
-
+TIGHT = dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48)  # chunked prefill and preemption
 ALL_PROMPTS = prompts(ROWS, lengths=LENGTHS)
-
-
-def assert_pressed(name: str | None, scheduled, batch: Sequence[Request]) -> None:
-    """The tight engine really was tight."""
-    if name in ("preemption", "both"):
-        assert scheduled.preemptions >= 5
-    if name in ("chunked prefill", "both"):
-        assert max(len(request.prompt) for request in batch) > 4 * 64
 
 
 # ----------------------------------------------------------------------------------------------------- two equal models
 
 
-@pytest.fixture(scope="module")
-def stock(engines) -> list[list[int]]:
-    return engines.stock(ALL_PROMPTS, GREEDY.max_tokens)
-
-
-@pytest.mark.parametrize(("tight", "mode"), cases(BOTH, PRESSED))
-def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, scheduled, tight, mode):
-    engine = engines("equal", mode=mode, **TIGHT.get(tight, {}))
+def test_two_equal_models_write_what_stock_vllm_writes(engines, scheduled):
     batch = mixed(ALL_PROMPTS, GREEDY)
-    written = engine.generate(batch)
-    assert tokens(flat(written)) == stock
+    written = engines("equal", **TIGHT).generate(batch)
+    assert scheduled.preemptions >= 5
+    assert tokens(flat(written)) == engines.stock(ALL_PROMPTS, GREEDY.max_tokens)
     assert all((c.behaviour_logprobs == 0).all() for c in flat(written))
     assert_sound(batch, written)
-    assert_pressed(tight, scheduled, batch)
 
 
 # ------------------------------------------------------------------------------------------------- two different models
@@ -89,11 +53,11 @@ def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, scheduled
 
 def test_a_catch_up_longer_than_the_token_budget_takes_several_passes(engines):
     """The junior sleeps for 90 tokens, then has them to read with 64 tokens a step."""
-    engine = engines("Llama junior", **TIGHT["chunked prefill"])
-    given = prompts(6, seed=5, lengths=(3, 90, 40))
+    engine = engines("Llama junior", **TIGHT)
+    given = prompts(2, seed=5, lengths=(3, 40))
     kinds = [chunk(90, "senior"), chunk(90, "junior")]
     batch = [
-        Request(tuple(p), (request_key(5, 0, i, 0),), changed(GREEDY, max_tokens=200), kinds[i % 2])
+        Request(tuple(p), (request_key(5, 0, i, 0),), changed(GREEDY, max_tokens=200), kinds[i])
         for i, p in enumerate(given)
     ]
     written = engine.generate(batch)
@@ -104,24 +68,22 @@ def test_a_catch_up_longer_than_the_token_budget_takes_several_passes(engines):
 # ------------------------------------------------------------------------------------------------------- prefix caching
 
 
-@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, [("equal", "lazy"), *PAIRS_AND_MODES]))
-def test_two_turns_with_a_prefix_cache(engines, scheduled, pair, mode):
+def test_two_turns_with_a_prefix_cache(engines, scheduled):
     """The second prompt is the first one, what was written, and new text; the strategies change between the turns."""
-    engine = engines(pair, mode=mode, block_size=32)
-    seed = 10 + MODES.index(mode)
-    first = mixed(prompts(ROWS, seed=seed, lengths=LENGTHS), GREEDY, seed=seed)
+    engine = engines("Llama junior", block_size=32)
+    first = mixed(prompts(ROWS, seed=10, lengths=LENGTHS), GREEDY, seed=10)
     texts = tokens(flat(engine.generate(first)))
-    more = prompts(len(first), seed=seed + 1, lengths=(5, 20, 1))
+    more = prompts(len(first), seed=11, lengths=(5, 20, 1))
     before = scheduled.cached_tokens
     second = mixed(
-        [[*r.prompt, *text, *new] for r, text, new in zip(first, texts, more, strict=True)], SAMPLED, seed=seed + 2
+        [[*r.prompt, *text, *new] for r, text, new in zip(first, texts, more, strict=True)], SAMPLED, seed=12
     )[::-1]
     written = engine.generate(second)
     assert scheduled.cached_tokens - before > 1000
     assert_sound(second, written)
-    assert logprob_errors(models(pair), second, written).max() < 1e-4
+    assert logprob_errors(models("Llama junior"), second, written).max() < 1e-4
     again = with_strategy(second, solo("senior"))
-    assert logprob_errors(models(pair), again, engine.generate(again)).max() < 1e-4
+    assert logprob_errors(models("Llama junior"), again, engine.generate(again)).max() < 1e-4
 
 
 def test_requests_that_share_a_prefix(engines, scheduled):
@@ -143,17 +105,13 @@ def test_requests_that_share_a_prefix(engines, scheduled):
     assert scheduled.cached_tokens > 60 * 200
 
 
-@pytest.mark.parametrize(("options", "mode"), [(dict(block_size=32), "lazy"), (TIGHT["both"], "lockstep")])
-def test_samples_that_start_together(engines, scheduled, options, mode):
+def test_samples_that_start_together(engines, scheduled):
     """A request may find its prompt in blocks that another one is filling in the same step."""
-    engine = engines("Llama junior", mode=mode, **options)
-    seed = 26 + MODES.index(mode)
-    kinds = list(strategies().values())[seed % 3 :: 3]
+    engine = engines("Llama junior", block_size=32)
+    kinds = list(strategies().values())[2::3]
     batch = [
-        Request(
-            tuple(prompt), tuple(request_key(seed, i, k, s) for s in range(2)), changed(SAMPLED, max_tokens=8), kind
-        )
-        for i, prompt in enumerate(prompts(2, seed=seed, lengths=(257, 100)))
+        Request(tuple(prompt), tuple(request_key(26, i, k, s) for s in range(2)), changed(SAMPLED, max_tokens=8), kind)
+        for i, prompt in enumerate(prompts(2, seed=26, lengths=(257, 100)))
         for k, kind in enumerate(kinds)
     ]
     written = engine.generate(batch)
@@ -175,8 +133,8 @@ def test_a_prefix_left_behind_by_an_aborted_request(engines):
 # ------------------------------------------------------------------------------------------------- the reference engine
 
 
-@cache
-def reference_texts(pair: str) -> tuple[list[Request], list[list[Completion]]]:
+@pytest.fixture(scope="module")
+def reference_texts() -> tuple[list[Request], list[list[Completion]]]:
     """Requests of every sampling, and what the reference engine writes: once for all modes."""
     settings = [*SAMPLINGS.values(), GREEDY]
     batch = [
@@ -186,18 +144,19 @@ def reference_texts(pair: str) -> tuple[list[Request], list[list[Completion]]]:
         for i, r in enumerate(mixed(prompts(4 * len(settings), seed=40, lengths=(1, 7, 33, 12, 2, 16, 257)), SAMPLED))
         for setting in [settings[i % len(settings)]]
     ]
-    return batch, reference(pair).generate(batch)
+    return batch, reference("Llama junior").generate(batch)
 
 
-@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, PAIRS_AND_MODES))
-def test_the_reference_engine_writes_the_same(engines, scheduled, pair, mode):
+@pytest.mark.parametrize("mode", ["lazy", "lockstep"])
+def test_the_reference_engine_writes_the_same(engines, scheduled, reference_texts, mode):
     """Both draw by the same keys, so tokens may differ only where a logit's rounding decides; each log-prob is that of
     its author's distribution, where there is little memory."""
-    batch, wanted = reference_texts(pair)
-    found = engines(pair, mode=mode, **TIGHT["both"]).generate(batch)
+    batch, wanted = reference_texts
+    found = engines("Llama junior", mode=mode, **TIGHT).generate(batch)
     assert_sound(batch, found)
     sampled = [i for i, request in enumerate(batch) if request.sampling.temperature > 0]
-    assert logprob_errors(models(pair), *([each[i] for i in sampled] for each in (batch, found))).max() < 1e-4
+    some = ([each[i] for i in sampled] for each in (batch, found))
+    assert logprob_errors(models("Llama junior"), *some).max() < 1e-4
     assert scheduled.preemptions >= 5
     rounded = 0
     for one, other in zip(flat(found), flat(wanted), strict=True):
@@ -213,21 +172,14 @@ def test_the_reference_engine_writes_the_same(engines, scheduled, pair, mode):
 # ---------------------------------------------------------------------------------------------------- several processes
 
 
-@pytest.mark.parametrize(
-    ("pair", "modes"),
-    [
-        ("Llama junior", ("lazy", "draft")),
-        *(pytest.param(pair, (*MODES, "draft"), marks=pytest.mark.slow) for pair in ("Llama junior", "equal")),
-    ],
-)
-def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair, modes):
+def test_two_tensor_parallel_ranks_write_what_one_writes(engines):
     batch = mixed(ALL_PROMPTS, Sampling(max_tokens=9), seed=60)  # ranks wait for each other: dear
-    single = {mode: flat(engines(pair, mode=mode).generate(batch)) for mode in MODES if mode in modes}
-    both = engines(pair, tensor_parallel=2, draft_tokens=4)
-    for mode in modes:
+    single = flat(engines("Llama junior", block_size=32).generate(batch))
+    both = engines("Llama junior", tensor_parallel=2, draft_tokens=4)
+    for mode in ("lazy", "draft"):
         both.call_workers("tandem_mode", mode)
         written = both.generate(batch)
-        assert_equal_completions(flat(written), single.get(mode, single["lazy"]))
+        assert_equal_completions(flat(written), single)
         assert_sound(batch, written)
     for weights in (qwen3(11), model("senior")):
         both.load_weights(weights.named_parameters(), 1)

@@ -51,7 +51,7 @@ def step(call: Any, left: set[int], told: dict[int, list[Any]]) -> None:
 
 @pytest.mark.parametrize("mode", ["lazy", "draft"])
 def test_requests_of_any_kind_join_a_call_that_has_begun(engines, mode):
-    engine = engines(PAIR, mode=mode, **({"draft_tokens": 4} if mode == "draft" else {}))
+    engine = engines(PAIR, mode=mode, block_size=32, **({"draft_tokens": 4} if mode == "draft" else {}))
     batch, found, left, told = asked(8), list[list[int]](), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
         for request in batch:
@@ -70,10 +70,9 @@ def test_requests_of_any_kind_join_a_call_that_has_begun(engines, mode):
         assert len(news) > 1 or len(completion.tokens) < 6
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lockstep"])
-def test_a_session_computes_a_block_twice_at_most(engines, mode):
+def test_a_session_computes_a_block_twice_at_most(engines):
     """By the prefix cache: over three turns, neither model computes more than the text and a block for each turn."""
-    engine, [prompt] = engines(PAIR, mode=mode, block_size=32, kv_blocks=64), prompts(1, seed=8, lengths=(40,))
+    engine, [prompt] = engines(PAIR, block_size=32), prompts(1, seed=8, lengths=(40,))
     computed, turn = np.zeros(2), Request(tuple(prompt), (8,), KINDS[0], strategies()["bernoulli 0.5"])
     for i in range(3):
         turn = replace(turn, sampling=changed(KINDS[0], max_tokens=30 + i, ignore_eos=True))
@@ -90,7 +89,7 @@ def halfway() -> None:
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_what_is_aborted_or_fails_ends_and_the_strategies_of_a_call_are_let_go(engines, begun, monkeypatch):
-    engine = engines(PAIR)
+    engine = engines(PAIR, block_size=32)
     batch = mixed(prompts(9, seed=30), changed(KINDS[0], max_tokens=15, ignore_eos=True), seed=30)
     wanted, left, told = flat(engine.generate(batch)), set[int](), dict[int, list[Any]]()
     with engine.open() as call:
@@ -127,7 +126,9 @@ def test_programs_that_ask_vllm_get_what_they_get_of_the_torch_engine(engines):
     """Two turns and a fork, of eight sessions at once over one open call."""
     words = agent_tokenizer(())
     strategy = word(0.5, 4, boundaries.word_boundary_table(words))
-    found = [by_programs(engine, words, strategy, [IDS[EOS]]) for engine in (engines(PAIR), reference(PAIR))]
+    found = [
+        by_programs(engine, words, strategy, [IDS[EOS]]) for engine in (engines(PAIR, block_size=32), reference(PAIR))
+    ]
     for one, other in zip(*found, strict=True):
         assert (one.key, one.prompt) == (other.key, other.prompt)
     assert_equal_completions(*found)

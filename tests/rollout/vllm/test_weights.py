@@ -175,12 +175,11 @@ def test_weights_that_do_not_match_are_refused_and_nothing_changes(stock, wrong)
     assert (running.fingerprint(), running.greedy(PROMPTS)) == before
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gathered_weights_are_held_a_layer_at_a_time(stock, dtype):
+def test_gathered_weights_are_held_a_layer_at_a_time(stock):
     """In one process, as a trainer of several processes gathers them."""
     from tandemrl.rollout.vllm.weights import load_checkpoint_weights
 
-    running, model = stock("Qwen3", dtype), trainer("Qwen3", 5)
+    running, model = stock("Qwen3", "bfloat16"), trainer("Qwen3", 5)
     running.load(trainer("Qwen3", 1))
     gathered: list[tuple[weakref.ref[torch.Tensor], int]] = []
     most = 0
@@ -244,8 +243,7 @@ def _stale(pack: Any, self: Any, layer: Any) -> None:
     layer.cpu_linear = old
 
 
-@pytest.mark.parametrize("wrong", [_scaled, _stale])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("wrong", "dtype"), [(_scaled, "float32"), (_stale, "bfloat16")])
 def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, dtype, wrong, monkeypatch) -> None:
     running, model = stock("Llama", dtype), trainer("Llama", 7)
     layer = running.runner.get_model().model.layers[1].mlp.down_proj
@@ -268,8 +266,7 @@ def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, dtyp
 # --------------------------------------------------------------------------------------------------- to other processes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_travel_through_a_file(stock, tmp_path, monkeypatch, dtype):
+def test_weights_travel_through_a_file(stock, tmp_path, monkeypatch):
     """In shared memory, or elsewhere if that is full."""
     from tandemrl.rollout.vllm import weights as vllm_weights
 
@@ -277,14 +274,14 @@ def test_weights_travel_through_a_file(stock, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for shared in (vllm_weights.SHARED_MEMORY, tmp_path / "missing"):
         monkeypatch.setattr(vllm_weights, "SHARED_MEMORY", shared)
-        with vllm_weights.written_weights(SentWeights.of(model.named_parameters()), dtype) as path:
+        with vllm_weights.written_weights(SentWeights.of(model.named_parameters()), running.dtype) as path:
             read = vllm_weights.read_weights(path)
             assert os.stat(path).st_mode & 0o077 == 0  # for this user only
             assert not list(tmp_path.iterdir())  # it has no name
         named = dict(read)
         assert named.keys() == dict(model.named_parameters()).keys() == read.shapes.keys()
         for name, parameter in model.named_parameters():
-            assert torch.equal(named[name], parameter.to(dtype)), name  # mapped: they outlive the name
+            assert torch.equal(named[name], parameter.to(running.dtype)), name  # mapped: they outlive the name
         vllm_weights.load_checkpoint_weights(running.runner, SentWeights.of(named.items()))
         assert running.fingerprint() == running.sent(model)
 
